@@ -1,0 +1,38 @@
+"""Every error that shardwell raises on purpose.
+
+A message says what was found, where, what was expected and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class ShardwellError(RuntimeError):
+    """Base of all errors raised by shardwell."""
+
+
+class ConfigError(ShardwellError, ValueError):
+    """The configuration is wrong; the message names the file, the key and the remedy."""
+
+
+class ReleasedParameterError(ShardwellError):
+    """A parameter's values were needed while its unit was released."""
+
+
+class ModelChangedError(ShardwellError):
+    """The model is no longer the one that was handed to `initialize`."""
+
+
+class BackwardError(ShardwellError):
+    """`backward` was called in a way that cannot give the right gradients."""
+
+
+class NonFiniteError(ShardwellError):
+    """The gradients hold inf or NaN; the step was not applied."""
+
+
+class DivergenceError(ShardwellError):
+    """Ranks are about to run different collectives."""
+
+
+class PeerError(ShardwellError):
+    """Another rank failed; the message is the first failing rank's own."""
