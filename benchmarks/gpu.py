@@ -1,0 +1,173 @@
+"""One GPU, one rank, a decoder of 1.345B parameters: what an engine costs when there is nothing to communicate.
+
+    python -m benchmarks.gpu [--json PATH] [--steps 8] [--rounds 2] [--only NAME,...] [--profile DIR]
+
+bf16 compute, fused AdamW, clipping at 1.0, activation checkpointing per block, 8 x 2048 tokens a step. Each contender
+runs in a process of its own, once a round, rounds interleaved. Model TFLOP/s is 6 x parameters x tokens / seconds.
+With ``--device cpu --size tiny`` the same code runs anywhere, for its own sake and not for its numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contenders import GPU_CONTENDERS, Contender, by_name
+from benchmarks.launch import RunFailedError, run_ranks
+from benchmarks.measure import machine, versions
+from benchmarks.model import PRESETS
+
+RESULTS = Path(__file__).parent / "results"
+GIB = 2**30
+PROFILED = "shardwell3-sharded"
+
+
+def measure_all(contenders: Sequence[Contender], args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All rounds of all contenders: raw figures by name, or the line that says why there are none."""
+    raw: dict[str, Any] = {contender.name: {"rounds": [], "error": contender.missing()} for contender in contenders}
+    spec = {"pass": "timing", "size": args.size, "batch": args.batch, "steps": args.steps, "device": args.device}
+    for number in range(args.rounds):
+        for contender in contenders if number % 2 == 0 else reversed(contenders):
+            entry = raw[contender.name]
+            if entry["error"]:
+                continue
+            console.print(f"[dim]round {number + 1}: {contender.name}[/dim]", highlight=False)
+            try:
+                figures = run_ranks(
+                    "benchmarks.gpu_worker", {**spec, "contender": contender.name}, 1, args.limit, args.device
+                )
+            except RunFailedError as failure:
+                entry["error"] = str(failure)
+                continue
+            entry["rounds"].append(figures[0])
+    return raw
+
+
+def summarise(raw: dict[str, Any]) -> dict[str, Any]:
+    """Medians over rounds for each contender that has figures."""
+    summary: dict[str, Any] = {}
+    for name, entry in raw.items():
+        rounds = entry["rounds"]
+        if not rounds or entry["error"]:
+            continue
+        summary[name] = {key: statistics.median(figures[key] for figures in rounds) for key in ("seconds", "tflops")}
+        for key in ("peak_allocated", "peak_reserved", "rest_allocated", "rss_peak"):
+            values = [figures[key] for figures in rounds if figures[key] is not None]
+            summary[name][key] = max(values) if values else None
+        summary[name]["loss"] = rounds[0]["losses"][-1]
+    return summary
+
+
+def gpu_table(summary: dict[str, Any], title: str) -> Table:
+    """Absolute figures and ratios to FSDP2."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("engine", no_wrap=True)
+    headings = ("s/step", "TFLOP/s", "peak GiB", "reserved GiB", "rest GiB", "host GiB", "last loss")
+    for heading in (*headings, "TFLOP/s /FSDP2", "peak /FSDP2"):
+        table.add_column(heading, justify="right")
+    fsdp2 = summary.get("fsdp2")
+    for name, figures in summary.items():
+        memory = ("peak_allocated", "peak_reserved", "rest_allocated", "rss_peak")
+        ratios = [
+            f"{figures[key] / fsdp2[key]:.3f}" if fsdp2 and fsdp2[key] and figures[key] else "-"
+            for key in ("tflops", "peak_allocated")
+        ]
+        table.add_row(
+            name,
+            f"{figures['seconds']:.4f}",
+            f"{figures['tflops']:.1f}",
+            *("-" if figures[key] is None else f"{figures[key] / GIB:.2f}" for key in memory),
+            f"{figures['loss']:.4f}",
+            *ratios,
+        )
+    return table
+
+
+def profile(args: argparse.Namespace, console: Console) -> dict[str, Any] | None:
+    """Two steps of stage 3 with its gathers and releases on; writes DIR/streams.json and DIR/trace.json.gz."""
+    folder = Path(args.profile).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    contender = by_name(GPU_CONTENDERS, args.profile_contender)
+    if contender.missing():
+        console.print(f"profile: {contender.missing()}", markup=False)
+        return None
+    spec = {"pass": "profile", "size": args.size, "batch": args.batch, "device": args.device, "profile": str(folder)}
+    try:
+        run = {**spec, "contender": contender.name}
+        summary = run_ranks("benchmarks.gpu_worker", run, 1, args.limit, args.device)[0]
+    except RunFailedError as failure:
+        console.print(f"profile: {failure}", highlight=False, markup=False)
+        return None
+    (folder / "streams.json").write_text(json.dumps(summary, indent=1) + "\n")
+    for stream, account in summary["streams"].items():
+        work = ", ".join(f"{kind} {duration:.1f} ms" for kind, duration in account["launched_by_ms"].items())
+        beside = account["overlapped_with_busiest_ms"]
+        console.print(f"stream {stream}: {account['busy_ms']:.1f} ms busy, {beside:.1f} ms beside the busiest; {work}")
+    console.print(f"profile: {folder / 'streams.json'}; ranges seen: {summary['ranges']}", highlight=False)
+    return summary
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--steps", type=int, default=8, help="timed steps per round (default 8)")
+    parser.add_argument("--rounds", type=int, default=2, help="interleaved rounds (default 2; 0 to profile only)")
+    parser.add_argument("--only", default="", metavar="NAME,...", help="a subset of the contenders")
+    parser.add_argument("--size", choices=sorted(PRESETS), default="large", help="the decoder (default large)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step (default 8)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds until a run is stopped (default 180)")
+    parser.add_argument("--profile", default=None, metavar="DIR", help="also profile two steps into this folder")
+    parser.add_argument("--profile-contender", default=PROFILED, metavar="NAME", help=f"default {PROFILED}")
+    parser.add_argument("--json", default=None, metavar="PATH", help="raw results; '-' for none (default results/)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, keep the raw figures."""
+    args = parse_arguments(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device found; try: python -m benchmarks.gpu --device cpu --size tiny")
+    console = Console(width=max(Console().width, 140))
+    names = [name for name in args.only.split(",") if name]
+    contenders = [by_name(GPU_CONTENDERS, name) for name in names] or list(GPU_CONTENDERS)
+    raw = measure_all(contenders, args, console)
+    summary = summarise(raw)
+    on = {**machine(), "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"}
+    report: dict[str, Any] = {
+        "command": ("python -m benchmarks.gpu " + shlex.join(sys.argv[1:] if argv is None else argv)).strip(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": on,
+        "versions": versions(),
+        "parameters": PRESETS[args.size].num_parameters,
+        "summary": summary,
+        "raw": raw,
+    }
+    console.print(gpu_table(summary, f"{report['command']}  ({report['parameters'] / 1e6:.1f}M parameters, bf16)"))
+    for name, entry in raw.items():
+        if entry["error"]:
+            console.print(f"{name}: {entry['error']}", highlight=False, markup=False)
+    found = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    console.print(f"{on['device']}; {on['cpu']}, {on['cores']} cores; {found}", highlight=False)
+    if args.profile:
+        report["profile"] = profile(args, console)
+    if args.json != "-":
+        path = Path(args.json) if args.json else RESULTS / f"gpu-{report['date'][:10]}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        console.print(f"raw results: {path}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""Start the ranks of one measurement as fresh processes, bring their figures back, and never hang.
+
+Knows processes, ports and time limits; it does not know what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class RunFailedError(Exception):
+    """A measurement ended without figures; the message is one line."""
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, ranks: int, port: int, device: str) -> dict[str, str]:
+    """The environment of one rank: loopback only; on the CPU one thread, and a DeepSpeed that looks for no GPU."""
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONWARNINGS": "ignore",
+    }
+    if device == "cpu":
+        environment |= {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks), "DS_ACCELERATOR": "cpu"}
+    return environment
+
+
+def reason(log: Path, status: int) -> str:
+    """The line that says why a rank failed: its signal, its last exception, or else the last line of its log."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line]
+    line = (errors or lines or [f"exit status {status}, no output"])[-1]
+    return re.sub(r"^\[rank\d+\]: ", "", line)[:200]
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run, with whatever they started."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # each rank leads a group of its own
+            process.wait()
+
+
+def wait_for(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> None:
+    """Return when all ranks have ended or one has failed; raise when ``limit`` seconds have passed."""
+    deadline = time.monotonic() + limit
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            time.sleep(1.0)  # its partners mostly fail next, and say why
+            return
+        if time.monotonic() > deadline:
+            raise RunFailedError(f"failed: no result within {limit:.0f} s")
+        time.sleep(0.05)
+
+
+def run_ranks(
+    module: str, spec: dict[str, Any], ranks: int, limit: float, device: str = "cpu", log: Path | None = None
+) -> list[dict[str, Any]]:
+    """Run ``python -m module SPEC`` on all ranks; each writes FOLDER/RANK.json. One dictionary of figures per rank.
+
+    The log of rank 0 is kept in ``log`` where one is given.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="shardwell-bench-") as folder:
+        command = [sys.executable, "-m", module, json.dumps({**spec, "folder": folder})]
+        logs = [Path(folder, f"{rank}.log") for rank in range(ranks)]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                with logs[rank].open("wb") as output:
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            env=rank_environment(rank, ranks, port, device),
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+            wait_for(processes, limit)
+            statuses = [process.poll() for process in processes]  # before the rest is stopped
+        finally:
+            stop(processes)
+            if log is not None:
+                log.write_bytes(logs[0].read_bytes())
+        for rank, status in enumerate(statuses):
+            if status:
+                raise RunFailedError(f"failed: rank {rank}: {reason(logs[rank], status)}")
+        try:
+            return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        except FileNotFoundError as error:
+            raise RunFailedError("failed: a rank ended without figures") from error

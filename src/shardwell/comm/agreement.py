@@ -1,0 +1,166 @@
+"""Ranks agree on what they are about to do, so that a divergence is an error with names and not a hang.
+
+Before a collective is issued, its token is announced. All ranks keep the same book: *after these last tokens comes
+that one*. While the next token is the one in the book it is issued unchecked, at the price of a dictionary look-up.
+
+- A place that is not in the book yet is settled through the store by the first rank to arrive: a rank that comes
+  with another token raises before it issues anything.
+- A rank about to deviate from the book waits until every rank has deviated in the same way. The others, which follow
+  the book, will never come: after the time limit the deviator raises, naming what they are doing.
+
+A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwell.comm.mesh import Mesh
+from shardwell.errors import DivergenceError, PeerError, ShardwellError
+
+_WINDOW = 4096  # tokens that make up a place: longer than any step, so that a step has no ambiguous place
+_MOST_PLACES = 1 << 20
+_PRIME = (1 << 61) - 1
+_BASE = 1_000_003
+_OLDEST = pow(_BASE, _WINDOW, _PRIME)
+_FAILURE = "failure"
+
+
+class Agreement:
+    """The book of one engine. With one rank, or simulated ones, there is nobody to agree with and it does nothing."""
+
+    def __init__(self, mesh: Mesh, name: str, time_limit: float, cut_links: Callable[[], None]) -> None:
+        self._mesh = mesh
+        self._active = mesh.size > 1 and mesh.backend != "fake"
+        self._time_limit = time_limit
+        self._cut_links = cut_links
+        self._book: dict[int, str] = {}
+        self._revisions: dict[int, int] = {}
+        self._recent: deque[int] = deque()
+        self._place = 0  # a rolling hash over the last tokens
+        self._failed: ShardwellError | None = None
+        self._store: Any = None
+        if self._active:
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"shardwell/{name}", store)
+
+    def announce(self, token: str) -> None:
+        """Say what comes next. Returns if all ranks (will) do the same; raises before a mismatched collective."""
+        if not self._active:
+            return
+        if self._failed is not None:
+            raise self._failed
+        expected = self._book.get(self._place)
+        if expected is None:
+            self._settle(token)
+        elif expected != token:
+            self._deviate(token, expected)
+        self._move(token)
+
+    def _settle(self, token: str) -> None:
+        """First come, first served: whoever reaches a new place first writes down what happens there."""
+        written = self._store.compare_set(f"new/{self._place}", "", self._signed(token)).decode()
+        self._check(written, token)
+        self._write(token)
+
+    def _deviate(self, token: str, expected: str) -> None:
+        revision = self._revisions.get(self._place, 0)
+        key = f"turn/{self._place}/{revision}"
+        self._check(self._store.compare_set(key, "", self._signed(token)).decode(), token)
+        self._store.set(f"{key}/{self._mesh.rank}", "")
+        arrived = self._store.add(f"{key}/count", 1)
+        deadline = time.monotonic() + self._time_limit
+        pause = 1e-4
+        while arrived < self._mesh.size:
+            self._raise_peer_failure()
+            if time.monotonic() > deadline:
+                others = [r for r in range(self._mesh.size) if not self._store.check([f"{key}/{r}"])]
+                raise self.fail(
+                    DivergenceError(
+                        f"ranks diverge: rank {self._mesh.rank} is about to run '{token}', but rank(s) "
+                        f"{_listed(others)} did not join it within {self._time_limit:g} s; the step so far leads to "
+                        f"'{expected}'. Make all ranks run the same modules in the same order, or name the module that "
+                        "chooses between paths as one unit (zero_optimization.leaf_module)."
+                    )
+                )
+            time.sleep(pause)
+            pause = min(pause * 2, 0.05)
+            arrived = self._store.add(f"{key}/count", 0)
+        self._revisions[self._place] = revision + 1
+        self._write(token)
+
+    def _check(self, written: str, token: str) -> None:
+        rank, _, theirs = written.partition(" ")
+        if theirs != token:
+            raise self.fail(
+                DivergenceError(
+                    f"ranks diverge: rank {self._mesh.rank} is about to run '{token}' where rank {rank} runs "
+                    f"'{theirs}'. Make all ranks run the same modules in the same order, or name the module that "
+                    "chooses between paths as one unit (zero_optimization.leaf_module)."
+                )
+            )
+
+    def _signed(self, token: str) -> str:
+        return f"{self._mesh.rank} {token}"
+
+    def _write(self, token: str) -> None:
+        if len(self._book) >= _MOST_PLACES:  # all ranks get here together: their books are equal
+            self._book.clear()
+        self._book[self._place] = token
+
+    def _move(self, token: str) -> None:
+        code = zlib.crc32(token.encode()) + 1
+        self._recent.append(code)
+        place = (self._place * _BASE + code) % _PRIME
+        if len(self._recent) > _WINDOW:
+            place = (place - self._recent.popleft() * _OLDEST) % _PRIME
+        self._place = place
+
+    def turn_page(self) -> None:
+        """Start a new step: what happened before no longer tells places apart."""
+        self._recent.clear()
+        self._place = 0
+
+    # ------------------------------------------------------------------------------------------------ failures
+
+    def fail(self, error: ShardwellError) -> ShardwellError:
+        """Tell the peers why this rank stops, wake those that wait for it, and refuse to go on here."""
+        if self._active and self._failed is None:
+            self._failed = error
+            kind = "divergence" if isinstance(error, DivergenceError) else "peer"
+            self._store.compare_set(_FAILURE, "", f"{kind} {self._mesh.rank} {error}")
+            self._cut_links()
+        return error
+
+    def explain(self, error: Exception) -> ShardwellError:
+        """What a broken collective really means: the first failing rank's own words if it left any."""
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            try:
+                self._raise_peer_failure()
+            except ShardwellError as known:
+                return known
+            except Exception:  # the store went down with its host
+                break
+            time.sleep(0.05)
+        self._failed = PeerError(f"rank {self._mesh.rank}: a peer stopped answering: {error}")
+        return self._failed
+
+    def _raise_peer_failure(self) -> None:
+        if not self._store.check([_FAILURE]):
+            return
+        kind, rank, words = self._store.get(_FAILURE).decode().split(" ", 2)
+        found = DivergenceError(words) if kind == "divergence" else PeerError(f"rank {rank} failed first: {words}")
+        self._failed = found
+        self._cut_links()
+        raise found
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"

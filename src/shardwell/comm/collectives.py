@@ -1,0 +1,264 @@
+"""Gather, reduce and broadcast over a mesh, by the route that is fastest on its backend.
+
+Routes, chosen once from backend and device:
+
+- *links* (gloo, cpu): point-to-point sends straight between slices of the flat buffers. Gloo's own all-gather and
+  reduce-scatter take 5 to 9 times the CPU time (its reduce-scatter is a clone and an all-reduce).
+- *library* (nccl, simulated ranks, gloo on cuda): all-gather in place, reduce-scatter for 32-bit types.
+  16-bit gradients are exchanged and summed here in fp32, on every backend alike: the wire carries 16 bits and the
+  sum loses none. Gloo's reduce-scatter is avoided the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwell.comm.agreement import Agreement
+from shardwell.comm.ledger import Kind, Ledger
+from shardwell.comm.mesh import Mesh
+from shardwell.memory import Device, Mark, Pool, State
+
+_STAGING = "(staging)"
+
+
+class Pending:
+    """A collective on its way. `wait` may be called any number of times; the first one finishes the work."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    @property
+    def done(self) -> bool:
+        return self._finish is None
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def then(self, more: Callable[[], None]) -> Pending:
+        """This collective, followed by `more` in the same wait."""
+
+        def both() -> None:
+            self.wait()
+            more()
+
+        return Pending(both)
+
+
+class Collectives:
+    """The collectives of one engine over one mesh."""
+
+    def __init__(self, mesh: Mesh, device: Device, ledger: Ledger, pool: Pool) -> None:
+        self.mesh = mesh
+        self.agreement: Agreement | None = None
+        self._device = device
+        self._ledger = ledger
+        self._pool = pool
+        self._by_links = mesh.backend == "gloo" and device.torch_device.type == "cpu"
+        self._tag = 0
+
+    # ---------------------------------------------------------------------------------------------- the moves
+
+    def gather(self, flat: Tensor, token: str, kind: Kind = Kind.GATHER) -> Pending:
+        """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already."""
+        if self.mesh.size == 1:
+            return Pending()
+        self._open(token, kind, flat)
+        if self._by_links:
+            shards = flat.chunk(self.mesh.size)
+            mine = shards[self.mesh.rank]
+            works = self._swap([(mine, shard) for shard in shards])
+            return Pending(lambda: self._wait_all(works))
+        with self._device.gathers.after_current():
+            mine = flat.chunk(self.mesh.size)[self.mesh.rank]
+            return self._launched(self._all_gather(flat, mine))
+
+    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, token: str) -> Pending:
+        """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
+
+        The sum runs in fp32 at least, in rank order with this rank first.
+        """
+        if self.mesh.size == 1:
+            with self._device.reduces.after_current():
+                combine([flat], into, scale, accumulate)
+            return _after(self._device.reduces.mark())
+        self._open(token, Kind.REDUCE, flat)
+        size, rank = self.mesh.size, self.mesh.rank
+        shard = flat.numel() // size
+        if self._by_links:
+            received = self._pool.take((size - 1) * shard, flat.dtype, State.STAGING, _STAGING)
+            incoming = iter(received.split(shard) if shard else [received] * (size - 1))
+            shards = flat.chunk(size)
+            works = self._swap([(part, part if r == rank else next(incoming)) for r, part in enumerate(shards)])
+
+            def finish() -> None:
+                self._wait_all(works)
+                combine([shards[rank], *received.split(max(shard, 1))], into, scale, accumulate)
+                self._pool.give(received)
+
+            return Pending(finish)
+        if self.mesh.backend != "gloo" and flat.dtype in (torch.float32, torch.float64):
+            return self._reduce_by_library(flat, into, scale, accumulate)
+        return self._reduce_by_exchange(flat, into, scale, accumulate)
+
+    def broadcast(self, tensor: Tensor, source: int = 0, kind: Kind = Kind.SETUP, token: str = "broadcast") -> None:
+        """Overwrite `tensor` on every rank with `source`'s."""
+        if self.mesh.size == 1 or tensor.numel() == 0:
+            return
+        self._announce(token)
+        size = tensor.numel() * tensor.element_size() if self.mesh.rank != source else 0
+        self._ledger.count(kind, size, 0)
+        self._guarded(dist.broadcast, tensor, src=self.mesh.global_rank(source), group=self.mesh.group)
+
+    def sum_scalar(self, value: Tensor, token: str) -> None:
+        """Add a small tensor up over the ranks, in place."""
+        if self.mesh.size == 1:
+            return
+        self._announce(token)
+        size = value.numel() * value.element_size()
+        self._ledger.count(Kind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
+        self._guarded(dist.all_reduce, value, group=self.mesh.group)
+
+    def barrier(self, token: str = "barrier") -> None:
+        self.sum_scalar(self._device.scalar(0.0), token)
+
+    # --------------------------------------------------------------------------------------------- the routes
+
+    def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> list[Any]:
+        """Exchange with every peer: pairs[r] is (what goes to rank r, where rank r's answer lands)."""
+        self._tag = (self._tag + 1) % (1 << 30)
+        works = []
+        if pairs[0][0].numel() == 0:
+            return works
+        for step in range(1, self.mesh.size):
+            to, source = (self.mesh.rank + step) % self.mesh.size, (self.mesh.rank - step) % self.mesh.size
+            arguments = {"group": self.mesh.group, "tag": self._tag}
+            works.append(self._guarded(dist.irecv, pairs[source][1], self.mesh.global_rank(source), **arguments))
+            works.append(self._guarded(dist.isend, pairs[to][0], self.mesh.global_rank(to), **arguments))
+        return works
+
+    def _all_gather(self, flat: Tensor, mine: Tensor) -> Any:
+        # gloo stages through the host and does not take its input from its output
+        source = mine.clone() if self.mesh.backend == "gloo" else mine
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._guarded(gather, flat, source, group=self.mesh.group, async_op=True)
+
+    def _reduce_by_library(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with self._device.reduces.after_current():
+            mine = flat.chunk(self.mesh.size)[self.mesh.rank]
+            work = self._guarded(scatter, mine, flat, group=self.mesh.group, async_op=True)
+            work.wait()
+            combine([mine], into, scale, accumulate)
+            return _after(self._device.reduces.mark())
+
+    def _reduce_by_exchange(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
+        received = self._pool.take(flat.numel(), flat.dtype, State.STAGING, _STAGING)
+        with self._device.reduces.after_current():
+            work = self._guarded(dist.all_to_all_single, received, flat, group=self.mesh.group, async_op=True)
+
+            def finish() -> None:
+                with self._device.reduces.after_current():
+                    self._wait_all([work])
+                    parts = list(received.chunk(self.mesh.size))
+                    combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
+                    mark = self._device.reduces.mark()
+                mark.wait()
+                self._pool.give(received)
+
+            if self.mesh.backend == "gloo":
+                return Pending(finish)
+            work.wait()
+            parts = list(received.chunk(self.mesh.size))
+            combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
+            mark = self._device.reduces.mark()
+        return _after(mark).then(lambda: self._pool.give(received))
+
+    def _launched(self, work: Any) -> Pending:
+        """Called on the lane: what the caller's lane has to wait for."""
+        if self.mesh.backend == "gloo":  # progress is made by the backend's threads, the host must wait
+            return Pending(lambda: self._wait_all([work]))
+        work.wait()
+        return _after(self._device.gathers.mark())
+
+    # ------------------------------------------------------------------------------------------------ the books
+
+    def _open(self, token: str, kind: Kind, flat: Tensor) -> None:
+        self._announce(token)
+        shard = flat.numel() * flat.element_size() // self.mesh.size
+        self._ledger.count(kind, *self._hops(shard * (self.mesh.size - 1)))
+
+    def _hops(self, size: int) -> tuple[int, int]:
+        """Split bytes that come evenly from all peers into those from inside and from outside the node."""
+        inside = size * self.mesh.num_inside // (self.mesh.size - 1)
+        return inside, size - inside
+
+    def _announce(self, token: str) -> None:
+        if self.agreement is not None:
+            self.agreement.announce(token)
+
+    # --------------------------------------------------------------------------------------------------- faults
+
+    def _wait_all(self, works: list[Any]) -> None:
+        for work in works:
+            self._guarded(work.wait)
+
+    def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if self.agreement is None:
+                raise
+            raise self.agreement.explain(error) from error
+
+    def cut_links(self) -> None:
+        """Break this rank's links so that peers waiting for it wake up with an error.
+
+        Gloo closes all connections of a group when a receive times out, so one that nobody answers is posted.
+        """
+        if not self._by_links:
+            return
+        nobody_sends_this = (1 << 30) + 1
+        peer = self.mesh.global_rank((self.mesh.rank + 1) % self.mesh.size)
+        try:
+            work = dist.irecv(torch.empty(1), peer, group=self.mesh.group, tag=nobody_sends_this)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+
+def _after(mark: Mark) -> Pending:
+    return Pending(mark.wait)
+
+
+def combine(parts: list[Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
+    """`into` = (or +=) `scale` x the sum of `parts`; 16-bit parts are summed in fp32 and rounded once."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    if accumulate:
+        for part in parts:
+            into.add_(part, alpha=scale)
+        return
+    if len(parts) == 1 and parts[0].dtype == into.dtype and scale == 1.0:
+        into.copy_(parts[0])
+        return
+    total = into if into.dtype == wide else torch.empty_like(into, dtype=wide)
+    if len(parts) == 1 or parts[0].dtype != wide:
+        total.copy_(parts[0])
+        rest = parts[1:]
+    else:
+        torch.add(parts[0], parts[1], out=total)
+        rest = parts[2:]
+    for part in rest:
+        total.add_(part)
+    if scale != 1.0:
+        total.mul_(scale)
+    if total is not into:
+        into.copy_(total)

@@ -1,0 +1,103 @@
+"""The ranks, and how they are grouped: all of them, and those of one node."""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwell.errors import ConfigError
+
+
+class Axis(enum.Enum):
+    """A way to split over ranks."""
+
+    WORLD = "world"  # over all ranks
+    NODE = "node"  # over the ranks of one node; every node holds a copy
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One axis' group of ranks, as this rank sees it."""
+
+    rank: int
+    size: int
+    node_size: int  # ranks of this group that share a node
+    backend: str  # "gloo", "nccl", "fake"; "none" for one process
+    group: Any = None  # a torch process group; None stands for the default one
+    ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
+
+    @property
+    def num_inside(self) -> int:
+        """Peers on this rank's own node."""
+        return self.node_size - 1
+
+    def global_rank(self, rank: int) -> int:
+        return self.ranks[rank] if self.ranks else rank
+
+
+def world_mesh(device: torch.device) -> Mesh:
+    """All ranks of the default process group, or this process alone."""
+    if not dist.is_initialized():
+        return Mesh(0, 1, 1, "none")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend = _backend_for(device)
+    # gloo gets links of its own: an engine that fails cuts them to wake its peers, and must not cut the user's.
+    group = dist.new_group(backend="gloo") if backend == "gloo" and size > 1 else None
+    return Mesh(rank, size, node_size(size), backend if size > 1 else "none", group)
+
+
+def node_mesh(world: Mesh, ranks_per_node: int) -> Mesh:
+    """The ranks of this rank's node: consecutive ranks, `ranks_per_node` at a time."""
+    if world.size % ranks_per_node:
+        raise ConfigError(f"{world.size} ranks do not divide into nodes of {ranks_per_node}")
+    mine: Mesh | None = None
+    for start in range(0, world.size, ranks_per_node):
+        ranks = tuple(range(start, start + ranks_per_node))
+        group = None if world.backend in ("none", "fake") else dist.new_group(list(ranks), backend=world.backend)
+        if world.rank in ranks:
+            backend = world.backend if ranks_per_node > 1 else "none"
+            mine = Mesh(world.rank - start, ranks_per_node, ranks_per_node, backend, group, ranks)
+    assert mine is not None
+    return mine
+
+
+def node_size(world_size: int) -> int:
+    """Ranks per node, as the launcher says; one node if it says nothing that fits."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return local if 0 < local <= world_size and world_size % local == 0 else world_size
+
+
+def start_process_group(device: torch.device, timeout: timedelta | None = None) -> bool:
+    """Join the process group that the launcher announces; true if this call made it.
+
+    Without a launcher (no RANK in the environment) the process stays alone.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ:
+        return False
+    backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
+    if device.type == "cuda" and backend == "nccl":
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    return True
+
+
+def _one_gpu_each() -> bool:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+
+
+def _backend_for(device: torch.device) -> str:
+    """The backend that the default group uses for `device`'s tensors ('cpu:gloo,cuda:nccl' names one for each)."""
+    name = dist.get_backend()
+    config = str(dist.get_backend_config()) if name == "undefined" or ":" in str(name) else str(name)
+    for part in config.split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind in ("", device.type):
+            return backend
+    return str(name)

@@ -1,0 +1,44 @@
+"""Which values are in force and where each one came from: as data, and as a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from shardwell.config.schema import Config, leaves
+
+LEFT_OPEN = "the optimizer's own default"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One key of the effective configuration."""
+
+    key: str  # dotted
+    value: Any
+    origin: str
+
+
+def explain(config: Config) -> list[Line]:
+    """Every key in the order of the schema, then the optimizer arguments that "auto" left to the optimizer."""
+    values = dict(leaves(config))
+    lines = [Line(key, value, config.origins.get(key, "default")) for key, value in values.items()]
+    return lines + [Line(key, LEFT_OPEN, origin) for key, origin in config.origins.items() if key not in values]
+
+
+def table(config: Config) -> Table:
+    """`explain` for the terminal; values that are not defaults stand out."""
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    drawn.add_column("key", no_wrap=True)
+    drawn.add_column("value", overflow="fold")
+    drawn.add_column("origin", overflow="fold")
+    for line in explain(config):
+        style = "dim" if line.origin == "default" else "bold"
+        value = line.value if line.value == LEFT_OPEN else json.dumps(line.value, default=str)
+        drawn.add_row(Text(line.key, style=style), Text(value, style=style), Text(line.origin, style=style))
+    return drawn

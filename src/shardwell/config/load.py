@@ -1,0 +1,415 @@
+"""From what a user wrote to a typed `Config`: parsed once, every problem named at once.
+
+The steps: read -> screen the keys (unknown, removed, "auto") -> validate the values -> check what is
+built and what contradicts -> resolve the batch sizes. Knows nothing of torch or of processes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from shardwell.config import unsupported
+from shardwell.config.schema import Block, Config, block_of, leaves
+from shardwell.errors import ConfigError
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH = (TRAIN, MICRO, ACCUMULATION)
+
+_SIZE = "shardwell's default"
+# Keys that may be "auto", and why they resolve as they do: each one then counts as absent.
+AUTO: dict[str, str] = {
+    **dict.fromkeys(BATCH, "as if absent"),
+    "gradient_clipping": "off",
+    "bf16.enabled": "off unless asked for",
+    "fp16.enabled": "off unless asked for",
+    "zero_optimization.reduce_bucket_size": _SIZE,
+    "zero_optimization.allgather_bucket_size": _SIZE,
+    "zero_optimization.sub_group_size": _SIZE,
+    "zero_optimization.stage3_max_live_parameters": _SIZE,
+    "zero_optimization.stage3_max_reuse_distance": _SIZE,
+    "zero_optimization.stage3_prefetch_bucket_size": _SIZE,
+    "zero_optimization.stage3_param_persistence_threshold": _SIZE,
+    "zero_optimization.stage3_model_persistence_threshold": _SIZE,
+    "zero_optimization.stage3_module_granularity_threshold": _SIZE,
+}
+AUTO_PARAM = "auto -> the optimizer's own default (the file leaves it open)"
+
+
+def load(source: Source, *, world_size: int | None = None) -> Config:
+    """The effective configuration of a JSON file, JSON text, mapping or `Config`.
+
+    With `world_size` all three batch sizes are ints; without it what depends on it stays None.
+    Raises one `ConfigError` that lists every problem.
+    """
+    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
+        raise ConfigError(f"world_size: expected a whole number of at least 1, found {world_size!r}")
+    if isinstance(source, Config):
+        return _finish(source, Findings("Config"), dict(source.origins), world_size)
+    where, origin, raw = _read(source)
+    found = Findings(where)
+    clean = _screen(raw, Config, "", found)
+    config = _validate(clean, found)
+    return _finish(config, found, _origins(config, found, origin), world_size)
+
+
+@dataclass
+class Findings:
+    """What the walk over one source has come upon so far."""
+
+    where: str  # the file as the user named it
+    problems: list[tuple[str, str]] = field(default_factory=list)  # (dotted key, sentence)
+    given: set[str] = field(default_factory=set)  # dotted keys that have a value in the source
+    auto: set[str] = field(default_factory=set)  # dotted keys that were "auto"
+
+    def add(self, key: str, sentence: str) -> None:
+        self.problems.append((key, sentence))
+
+    def broken(self, *keys: str) -> bool:
+        return any(key in keys for key, _ in self.problems)
+
+    def raise_if_any(self) -> None:
+        if self.problems:
+            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            lines = [f"  {key}: {sentence}" for key, sentence in sorted(self.problems)]
+            raise ConfigError("\n".join([f"{self.where}: {count} in the configuration", *lines]))
+
+
+def _finish(config: Config, found: Findings, origins: dict[str, str], world_size: int | None) -> Config:
+    _check_built(config, found)
+    sizes: dict[str, int | None] = {}
+    if not found.broken(*BATCH):
+        for key, (size, origin) in _resolve_batch(config, origins, world_size, found).items():
+            sizes[key] = size
+            origins[key] = f"auto -> {_show(size)} ({origin})" if _is_auto(origins[key]) else origin
+    found.raise_if_any()
+    return config.with_origins(origins, sizes)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which of its keys were written more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.repeated = {name: names.count(name) for name in self if names.count(name) > 1}
+
+
+def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, str, Mapping[str, Any]]:
+    """(how messages call the source, how origins call it, its content)."""
+    if source is None:
+        return "default", "default", {}
+    if isinstance(source, Mapping):
+        return "dict", "dict", source
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return "JSON text", "JSON text", _parse(source, "JSON text")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"expected a path, JSON text, a mapping or a Config, found {type(source).__name__}")
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file (looked for {path.absolute()})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    return str(path), path.name, _parse(text, str(path))
+
+
+def _parse(text: str, where: str) -> Mapping[str, Any]:
+    def refuse(constant: str) -> Any:
+        raise ConfigError(f"{where}: {constant} is not a number in JSON; write a finite number")
+
+    try:
+        content = json.loads(text, object_pairs_hook=_Object, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be a configuration") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where}: expected a JSON object at the top, found {_kind(content)}")
+    return content
+
+
+# --- keys -------------------------------------------------------------------------------------------------------
+
+
+def _screen(raw: Mapping[str, Any], block: type[Block], prefix: str, found: Findings) -> dict[str, Any]:
+    """The part of `raw` that `block` can be validated from; everything else becomes a finding."""
+    for name, times in getattr(raw, "repeated", {}).items():
+        found.add(f"{prefix}{name}", f"written {times} times in the same object; keep one")
+    clean: dict[str, Any] = {}
+    for name, value in raw.items():
+        key = f"{prefix}{name}"
+        if name not in block.model_fields:
+            sentence = _refusal(key, value)
+            if sentence is not None:
+                found.add(key, sentence)
+            continue
+        inner = block_of(block.model_fields[name])
+        if value == "auto":
+            _take_auto(key, found)
+        elif inner is not None:
+            nested = value.model_dump(exclude_unset=True) if isinstance(value, Block) else value
+            if isinstance(nested, Mapping):
+                clean[name] = _screen(nested, inner, f"{key}.", found)
+            elif nested is not None:
+                found.add(key, f"expected an object, found {_kind(nested)}")
+        elif key == "optimizer.params":
+            clean[name] = _screen_params(value, found)
+        else:
+            found.given.add(key)
+            clean[name] = value
+    return clean
+
+
+def _take_auto(key: str, found: Findings) -> None:
+    if key in AUTO:
+        found.auto.add(key)
+    else:
+        found.add(key, 'cannot be "auto"; write a value or remove the key')
+
+
+def _screen_params(params: Any, found: Findings) -> Any:
+    """Drops the arguments that are "auto": the optimizer's own default then holds."""
+    if params is None:
+        return {}
+    if not isinstance(params, Mapping):
+        return params  # validation says what is wrong with it
+    for name, times in getattr(params, "repeated", {}).items():
+        found.add(f"optimizer.params.{name}", f"written {times} times in the same object; keep one")
+    for name, value in params.items():
+        (found.auto if value == "auto" else found.given).add(f"optimizer.params.{name}")
+    return {name: value for name, value in params.items() if value != "auto"}
+
+
+def _refusal(key: str, value: Any) -> str | None:
+    """Why a key outside the schema is refused; None if it asks for nothing."""
+    if key in unsupported.REMOVED:
+        return unsupported.REMOVED[key]
+    if key in unsupported.RENAMED:
+        return f"old spelling; write {unsupported.RENAMED[key]}"
+    if key == "scheduler":
+        return _refuse_scheduler(value)
+    if key in unsupported.NOT_YET_BLOCKS:
+        asks_nothing = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
+        return None if asks_nothing else unsupported.NOT_YET_BLOCKS[key]
+    return f"unknown key; {_suggest(key)}"
+
+
+def _refuse_scheduler(value: Any) -> str | None:
+    if not value:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind is None or kind in unsupported.SCHEDULERS:
+        return unsupported.SCHEDULER
+    return f"unknown type {_show(kind)}; {unsupported.SCHEDULER}"
+
+
+def _suggest(key: str) -> str:
+    """The name that was most likely meant: the same name elsewhere, then a near one here, then a near one anywhere."""
+    prefix, _, name = key.rpartition(".")
+    every = list(_all_keys(Config, ""))
+    here = [other for other in every if other.rpartition(".")[0] == prefix]
+    same = [other for other in every if other.rpartition(".")[2].lower() == name.lower()]
+    nearest = same or _nearest(name, here) or _nearest(name, every)
+    if nearest:
+        return f"did you mean {' or '.join(nearest[:3])}?"
+    keys = ", ".join(other.rpartition(".")[2] for other in here)
+    return f"the keys of {prefix} are: {keys}" if prefix else "remove it"
+
+
+def _nearest(name: str, keys: list[str]) -> list[str]:
+    last = {key.rpartition(".")[2].lower(): key for key in reversed(keys)}
+    name = name.lower()
+    containing = [
+        key for other, key in last.items() if len(name) > 3 and len(other) > 3 and (name in other or other in name)
+    ]
+    close = difflib.get_close_matches(name, last, n=1, cutoff=0.7)
+    return containing if len(containing) == 1 else [last[other] for other in close] or containing
+
+
+def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
+    for name, info in block.model_fields.items():
+        yield prefix + name
+        inner = block_of(info)
+        if inner is not None:
+            yield from _all_keys(inner, f"{prefix}{name}.")
+    if block is Config:
+        yield from (*unsupported.NOT_YET_BLOCKS, "scheduler")
+        yield from (f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+def _validate(clean: dict[str, Any], found: Findings) -> Config:
+    """A `Config` of the values that are right; each wrong one becomes a finding and its default stands in."""
+    try:
+        return Config.model_validate(clean)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = ".".join(str(part) for part in detail["loc"])
+            if not found.broken(key):  # a required key that was "auto" is missing by now: one sentence is enough
+                found.add(key, _sentence(detail))
+            _drop(clean, detail["loc"])
+    return _validate(clean, found)
+
+
+def _drop(content: dict[Any, Any], path: tuple[int | str, ...]) -> None:
+    """Removes the value at `path`, or the innermost object around it where it is missing."""
+    first, rest = path[0], path[1:]
+    inner = content.get(first)
+    if rest and isinstance(inner, dict) and rest[0] in inner:
+        _drop(inner, rest)
+    else:
+        content.pop(first, None)
+
+
+_SENTENCES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "greater_than_equal": lambda context: f"expected at least {context['ge']}",
+    "greater_than": lambda context: f"expected more than {context['gt']}",
+    "less_than_equal": lambda context: f"expected at most {context['le']}",
+    "literal_error": lambda context: f"expected {context['expected']}".replace("'", '"'),
+    "value_error": lambda context: str(context["error"]),
+    "string_type": lambda _: "expected a string",
+    "tuple_type": lambda _: "expected a list of strings",
+    "dict_type": lambda _: "expected an object",
+    "string_too_short": lambda _: "expected a name",
+}
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    if detail["type"] == "missing":
+        return 'missing; name it, such as "AdamW"'
+    write = _SENTENCES.get(detail["type"])
+    expected = write(detail.get("ctx", {})) if write else detail["msg"]
+    return f"{expected}, found {_show(detail['input'])}"
+
+
+def _check_built(config: Config, found: Findings) -> None:
+    """Values that have the right type and cannot be had: not built, or against one another."""
+    refused: dict[str, str] = {}
+    for key, value in leaves(config):
+        only = unsupported.ONLY.get(key)
+        if only is not None and value not in only.allowed:
+            refused[key] = f"{_show(value)}: {only.why}"
+    if config.bf16.enabled and config.fp16.enabled:
+        refused["fp16.enabled"] = "contradicts bf16.enabled, both are true; keep bf16.enabled"
+    zero = config.zero_optimization
+    if zero.offload_param.device != "none" and zero.stage != 3 and not found.broken("zero_optimization.stage"):
+        refused["zero_optimization.offload_param.device"] = (
+            f"{_show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
+            'parameters rest sharded, and can be offloaded, only at stage 3; use "none"'
+        )
+    if config.optimizer is not None and config.optimizer.type.lower() in unsupported.REMOVED_OPTIMIZERS:
+        kind = config.optimizer.type
+        refused["optimizer.type"] = f"{_show(kind)}: {unsupported.REMOVED_OPTIMIZERS[kind.lower()]}"
+    found.problems.extend(refused.items())
+
+
+# --- origins ----------------------------------------------------------------------------------------------------
+
+
+def _origins(config: Config, found: Findings, origin: str) -> dict[str, str]:
+    origins = {
+        key: f"auto -> {_show(value)} ({AUTO[key]})"
+        if key in found.auto
+        else origin
+        if key in found.given
+        else "default"
+        for key, value in leaves(config)
+        if key in AUTO or key not in found.auto
+    }
+    return origins | {key: AUTO_PARAM for key in sorted(found.auto) if key.startswith("optimizer.params.")}
+
+
+def _is_auto(origin: str) -> bool:
+    return origin.startswith("auto ->")
+
+
+def _is_given(origin: str) -> bool:
+    return origin != "default" and not origin.startswith(("auto ->", "derived from"))
+
+
+# --- batch sizes ------------------------------------------------------------------------------------------------
+
+Sized = tuple[int | None, str]  # a size and its origin
+
+
+def _resolve_batch(
+    config: Config, origins: Mapping[str, str], world_size: int | None, found: Findings
+) -> dict[str, Sized]:
+    """train = micro x accumulation x ranks: the sizes that were given, and those that follow from them."""
+    given: dict[str, Sized] = {}
+    for key in BATCH:
+        size = getattr(config, key)
+        if size is not None and _is_given(origins[key]):
+            given[key] = (size, origins[key])
+    if TRAIN not in given:
+        micro = given.get(MICRO, (1, "default"))
+        accumulation = given.get(ACCUMULATION, (1, "default"))
+        train: Sized = (None, "derived from micro x accumulation x ranks, once their number is known")
+        if world_size is not None:
+            terms = f"{micro[0]} (micro) x {accumulation[0]} (accumulation) x {world_size} (ranks)"
+            train = ((micro[0] or 1) * (accumulation[0] or 1) * world_size, f"derived from {terms}")
+        return {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
+    if MICRO in given and ACCUMULATION in given:
+        _check_identity(given, world_size, found)
+        return given
+    if MICRO not in given:
+        given.setdefault(ACCUMULATION, (1, "default"))
+        return given | {MICRO: _divide(given, ACCUMULATION, world_size, found)}
+    return given | {ACCUMULATION: _divide(given, MICRO, world_size, found)}
+
+
+def _divide(given: Mapping[str, Sized], by: str, world_size: int | None, found: Findings) -> Sized:
+    """The missing factor of the train batch size; unknown while the number of ranks is."""
+    train, divisor = given[TRAIN][0] or 1, given[by][0] or 1
+    label = "micro" if by == MICRO else "accumulation"
+    share, remainder = divmod(train, divisor * (world_size or 1))
+    terms = f"{divisor} ({label})" + ("" if world_size is None else f" x {world_size} (ranks)")
+    if remainder:
+        product = "" if world_size is None else f" = {divisor * world_size}"
+        found.add(TRAIN, f"{train} cannot be divided by {terms}{product}; make it a multiple")
+    if world_size is None:
+        return None, f"derived from {TRAIN} {train}, once the number of ranks is known"
+    return share, f"derived from {TRAIN} {train} / ({terms})"
+
+
+def _check_identity(given: Mapping[str, Sized], world_size: int | None, found: Findings) -> None:
+    train, micro, accumulation = (given[key][0] or 1 for key in BATCH)
+    terms = f"{micro} (micro) x {accumulation} (accumulation)"
+    if world_size is None:
+        if train % (micro * accumulation):
+            found.add(TRAIN, f"{TRAIN} {train} is no multiple of {terms} = {micro * accumulation}")
+    elif train != micro * accumulation * world_size:
+        product = f"{terms} x {world_size} (ranks) = {micro * accumulation * world_size}"
+        found.add(TRAIN, f"{TRAIN} {train} != {product}; remove one of the three, or correct it")
+
+
+# --- words ------------------------------------------------------------------------------------------------------
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return _show(value)

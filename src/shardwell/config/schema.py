@@ -1,0 +1,294 @@
+"""The configuration as frozen types: every key, its default and what it does.
+
+Knows nothing of files, of "auto" or of ranks; `load` turns a user's file into these types.
+Types admit every value that a key can mean; `unsupported.ONLY` says which of them are built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, StrictStr
+from pydantic.fields import FieldInfo
+
+
+def _whole(value: Any) -> Any:
+    """5e8 is a whole number; 1.5, true and "1e5" are not."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("expected a whole number")
+    return value
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return value
+
+
+def _flag(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+PositiveCount = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Real = Annotated[float, BeforeValidator(_real), Field(ge=0)]
+PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Device = Literal["none", "cpu", "nvme"]
+
+
+class Block(BaseModel):
+    """One JSON object of the configuration; frozen, and closed to keys that it does not list."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class OptimizerConfig(Block):
+    """Which optimizer to build, for a caller that did not pass one."""
+
+    type: StrictStr = Field(min_length=1, description="Name of the optimizer, such as AdamW.")
+    params: dict[str, Any] = Field(default={}, description="Arguments of the optimizer; one left out has its default.")
+
+
+class Bf16Config(Block):
+    """Compute in bfloat16 over fp32 master weights."""
+
+    enabled: Flag = Field(default=False, description="Run forward and backward in bfloat16.")
+
+
+class Fp16Config(Block):
+    """Compute in float16 with loss scaling; must be off, its other keys are read so that old files load."""
+
+    enabled: Flag = Field(default=False, description="Run in float16; only false is built.")
+    auto_cast: Flag = Field(default=False, description="Cast inputs to float16; no effect while fp16 is off.")
+    loss_scale: Real = Field(default=0.0, description="Fixed loss scale, 0 = dynamic; no effect while fp16 is off.")
+    initial_scale_power: Count = Field(default=16, description="First scale is 2**this; no effect while fp16 is off.")
+    loss_scale_window: Count = Field(
+        default=1000, description="Clean steps before growth; no effect while fp16 is off."
+    )
+    hysteresis: Count = Field(default=2, description="Overflows before shrinking; no effect while fp16 is off.")
+    consecutive_hysteresis: Flag = Field(default=False, description="Refill hysteresis; no effect while fp16 is off.")
+    min_loss_scale: Real = Field(default=1.0, description="Smallest dynamic scale; no effect while fp16 is off.")
+
+
+class AutocastConfig(Block):
+    """torch.autocast driven by the engine; must be off."""
+
+    enabled: Flag = Field(default=False, description="Let the engine enter torch.autocast; only false is built.")
+    dtype: StrictStr | None = Field(default=None, description="Autocast dtype; no effect while autocast is off.")
+
+
+class DataTypesConfig(Block):
+    """Dtypes of what the engine keeps between calls."""
+
+    grad_accum_dtype: Dtype | None = Field(default=None, description="Dtype gradients add up in; null means fp32.")
+
+
+class OffloadOptimizerConfig(Block):
+    """Where the optimizer's state rests."""
+
+    device: Device = Field(default="none", description="Where optimizer state rests; only none is built.")
+    nvme_path: StrictStr | None = Field(default=None, description="Folder for nvme; no effect while device is none.")
+    pin_memory: Flag = Field(default=False, description="Pin host copies; no effect while device is none.")
+    buffer_count: PositiveCount = Field(default=4, description="Staging buffers; no effect while device is none.")
+    pipeline_read: Flag = Field(default=False, description="Read ahead; no effect while device is none.")
+    pipeline_write: Flag = Field(default=False, description="Write behind; no effect while device is none.")
+    fast_init: Flag = Field(default=False, description="Skip the first write; no effect while device is none.")
+    ratio: Real = Field(default=1.0, le=1, description="Share of state offloaded; no effect while device is none.")
+
+
+class OffloadParamConfig(Block):
+    """Where the parameters' shards rest."""
+
+    device: Device = Field(default="none", description="Where parameter shards rest; only none is built.")
+    nvme_path: StrictStr | None = Field(default=None, description="Folder for nvme; no effect while device is none.")
+    pin_memory: Flag = Field(default=False, description="Pin host copies; no effect while device is none.")
+    buffer_count: PositiveCount = Field(default=5, description="Staging buffers; no effect while device is none.")
+    buffer_size: PositiveCount = Field(default=100_000_000, description="Buffer elements; no effect with device none.")
+    max_in_cpu: Count = Field(default=1_000_000_000, description="Elements kept in RAM; no effect with device none.")
+
+
+class LeafModuleConfig(Block):
+    """Which modules are gathered and released as one unit."""
+
+    classes: tuple[StrictStr, ...] = Field(default=(), description="Class names whose instances are one unit each.")
+    names: tuple[StrictStr, ...] = Field(default=(), description="Full module names that are one unit each.")
+    name_suffixes: tuple[StrictStr, ...] = Field(default=(), description="Modules whose name ends so are units.")
+
+
+class ZeroConfig(Block):
+    """What is sharded over the ranks, and how its pieces move."""
+
+    stage: Stage = Field(default=0, description="0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters sharded.")
+    contiguous_gradients: Flag = Field(default=True, description="No effect: gradients are always contiguous.")
+    reduce_scatter: Flag = Field(default=True, description="Reduce gradients by scatter; only true exists.")
+    allgather_partitions: Flag = Field(default=True, description="No effect: parameters are always all-gathered.")
+    reduce_bucket_size: PositiveCount = Field(default=500_000_000, description="No effect: one reduction per unit.")
+    allgather_bucket_size: PositiveCount = Field(default=500_000_000, description="No effect: one gather per unit.")
+    overlap_comm: Flag | None = Field(default=None, description="No effect: communication always overlaps compute.")
+    round_robin_gradients: Flag = Field(default=False, description="No effect: every rank's share is equal already.")
+    ignore_unused_parameters: Flag = Field(default=True, description="No effect: unused parameters are never an error.")
+    sub_group_size: PositiveCount = Field(default=1_000_000_000, description="No effect: the step runs unit by unit.")
+    offload_optimizer: OffloadOptimizerConfig = Field(
+        default=OffloadOptimizerConfig(), description="Where the optimizer's state rests."
+    )
+    offload_param: OffloadParamConfig = Field(default=OffloadParamConfig(), description="Where parameter shards rest.")
+    stage3_max_live_parameters: Count = Field(
+        default=1_000_000_000, description="Parameters that may be whole at once before prefetch waits."
+    )
+    stage3_max_reuse_distance: Count = Field(
+        default=0,
+        description="Keep a unit whole until backward if fewer parameters run in between; 0 = release always.",
+    )
+    stage3_prefetch_bucket_size: Count = Field(
+        default=50_000_000, description="Parameters gathered ahead of the running unit; 0 = no prefetch."
+    )
+    stage3_param_persistence_threshold: Count = Field(
+        default=100_000, description="Parameters smaller than this stay whole on every rank."
+    )
+    stage3_model_persistence_threshold: Count | None = Field(
+        default=None, description="Most parameters that may stay whole in total; null = no limit."
+    )
+    stage3_gather_16bit_weights_on_model_save: Flag = Field(
+        default=False, description="Accepted so that old files load: whole 16-bit weights when a model is saved."
+    )
+    stage3_module_granularity_threshold: Count = Field(
+        default=0, description="Modules with fewer parameters per layer than this become one unit; 0 = off."
+    )
+    zero_hpz_partition_size: PositiveCount = Field(
+        default=1, description="Ranks of a second, smaller parameter shard; only 1 is built."
+    )
+    zero_quantized_weights: Flag = Field(default=False, description="Gather quantized weights; only false is built.")
+    zero_quantized_nontrainable_weights: Flag = Field(
+        default=False, description="Quantize frozen weights; only false is built."
+    )
+    zero_quantized_gradients: Flag = Field(
+        default=False, description="Reduce quantized gradients; only false is built."
+    )
+    leaf_module: LeafModuleConfig = Field(default=LeafModuleConfig(), description="Which modules are one unit.")
+
+
+class ShardwellConfig(Block):
+    """What only shardwell has."""
+
+    divergence_timeout: PositiveReal = Field(
+        default=60.0, description="Seconds to wait for a rank before its collectives are compared with the others'."
+    )
+    nonfinite: Literal["error", "skip"] = Field(
+        default="error", description="On inf or NaN gradients: raise, or skip the step."
+    )
+    shard_at_world_one: Flag = Field(
+        default=False, description="With one rank, keep stage 3's gather and release instead of resting whole."
+    )
+    keep_pages: Flag = Field(default=True, description="CPU malloc keeps freed pages instead of returning them.")
+
+
+class Config(Block):
+    """The whole effective configuration."""
+
+    train_batch_size: PositiveCount | None = Field(
+        default=None, description="Samples per optimizer step over all ranks: micro x accumulation x ranks."
+    )
+    train_micro_batch_size_per_gpu: PositiveCount | None = Field(
+        default=None, description="Samples per rank in one forward and backward."
+    )
+    gradient_accumulation_steps: PositiveCount | None = Field(
+        default=None, description="Micro-batches per optimizer step."
+    )
+    gradient_clipping: Real = Field(default=0.0, description="Largest global gradient norm; 0 = no clipping.")
+    prescale_gradients: Flag = Field(default=False, description="Scale before reducing; only false is built.")
+    gradient_predivide_factor: Real = Field(default=1.0, description="Divisor before reducing; only 1.0 is built.")
+    communication_data_type: Dtype | None = Field(
+        default=None, description="Dtype gradients are reduced in; null = the gradients' own."
+    )
+    steps_per_print: PositiveCount | None = Field(default=None, description="Print progress so often; null = never.")
+    wall_clock_breakdown: Flag = Field(default=False, description="Time each phase; only false is built.")
+    zero_allow_untested_optimizer: Flag = Field(
+        default=False, description="No effect: every torch optimizer is allowed."
+    )
+    zero_force_ds_cpu_optimizer: Flag = Field(
+        default=True, description="No effect: no optimizer is ever replaced by another."
+    )
+    optimizer: OptimizerConfig | None = Field(default=None, description="Optimizer to build if none is passed.")
+    bf16: Bf16Config = Field(default=Bf16Config(), description="bfloat16 training.")
+    fp16: Fp16Config = Field(default=Fp16Config(), description="float16 training.")
+    torch_autocast: AutocastConfig = Field(default=AutocastConfig(), description="torch.autocast by the engine.")
+    data_types: DataTypesConfig = Field(default=DataTypesConfig(), description="Dtypes kept between calls.")
+    zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="What is sharded, and how it moves.")
+    shardwell: ShardwellConfig = Field(default=ShardwellConfig(), description="What only shardwell has.")
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, _context: Any) -> None:
+        given = _set_in_python(self)
+        self._origins = {key: "python" if key in given else "default" for key, _ in leaves(self)}
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Dotted key -> where its value came from."""
+        return MappingProxyType(self._origins)
+
+    def with_origins(self, origins: Mapping[str, str], values: Mapping[str, Any] | None = None) -> Config:
+        """A copy with some top-level `values` replaced, that tells these `origins` for its values."""
+        copy = self.model_copy(update=dict(values or {}))
+        copy._origins = dict(origins)
+        return copy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain JSON-able values; `load` reads it back."""
+        plain: dict[str, Any] = _plain(self)
+        return plain
+
+
+def block_of(field: FieldInfo) -> type[Block] | None:
+    """The block class that a field holds, or None for a field that holds a plain value."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Block):
+            return candidate
+    return None
+
+
+def leaves(block: Block, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted key, value) of the block, in the order of the classes; optimizer.params are keys too."""
+    for name in type(block).model_fields:
+        key, value = prefix + name, getattr(block, name)
+        if isinstance(value, Block):
+            yield from leaves(value, f"{key}.")
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{inner}", item) for inner, item in value.items())
+        else:
+            yield key, value
+
+
+def _set_in_python(block: Block, prefix: str = "") -> set[str]:
+    keys: set[str] = set()
+    for name in block.model_fields_set:
+        value = getattr(block, name)
+        if isinstance(value, Block):
+            keys |= _set_in_python(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            keys |= {f"{prefix}{name}.{inner}" for inner in value}
+        else:
+            keys.add(prefix + name)
+    return keys
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Block):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)

@@ -1,0 +1,64 @@
+"""Where the engine is told that a unit is used: hooks on modules, on outputs and inputs, and on parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardwell.engine.flow import Flow
+from shardwell.unit import Unit
+
+
+def attach(flow: Flow) -> list[RemovableHandle]:
+    """Hook every unit of `flow` into its module; the handles undo it."""
+    handles: list[RemovableHandle] = []
+    for unit in flow.units:
+        before, after = partial(_before_forward, flow, unit), partial(_after_forward, flow, unit)
+        handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(unit.module.register_forward_hook(after, with_kwargs=True))
+        for group in unit.trainable:
+            for index, parameter in enumerate(group.parameters):
+                hook = partial(flow.take_gradient, unit, group, index)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    return handles
+
+
+def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    flow.enter_forward(unit)
+    if unit.releasable and torch.is_grad_enabled():
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if inputs:
+            unit.waits_for_inputs = True
+            register_multi_grad_hook(inputs, lambda grads: flow.end_backward(unit))
+
+
+def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    flow.leave_forward(unit)
+    if unit.releasable and torch.is_grad_enabled():
+        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        for node in nodes:
+            # A node's own pre-hook runs after the tensor hooks on the same tensor: the unit that consumed it is
+            # reduced and released before this one is gathered.
+            node.register_prehook(lambda grads: flow.enter_backward(unit))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers, dictionaries and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -1,0 +1,38 @@
+"""In which order units were used last time, to guess which one comes next. A wrong guess costs time and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwell.unit import Unit
+
+
+class Order:
+    """The order of units in one direction (forward or backward)."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        """`units`: the order to expect before anything was seen."""
+        self._next: dict[int, Unit] = {a.index: b for a, b in zip(units, units[1:], strict=False)}
+        self._last: Unit | None = None
+        self._seen: list[Unit] = []
+        self._before: list[Unit] = []  # the whole of the last pass
+
+    def start(self) -> None:
+        if self._seen:
+            self._before = self._seen
+        self._seen, self._last = [], None
+
+    def visit(self, unit: Unit) -> Unit | None:
+        """Note that `unit` is used now; returns the unit expected after it."""
+        if self._last is not None and self._last is not unit:
+            self._next[self._last.index] = unit
+        if self._last is not unit:
+            self._seen.append(unit)
+        self._last = unit
+        return self._next.get(unit.index)
+
+    def elements_after(self, unit: Unit) -> int | None:
+        """Elements of the units that followed `unit` in the last pass; None if it was not seen then."""
+        if unit not in self._before:
+            return None
+        return sum(later.numel for later in self._before[self._before.index(unit) + 1 :])

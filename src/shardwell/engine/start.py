@@ -1,0 +1,174 @@
+"""`initialize`: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
+from shardwell.comm.mesh import world_mesh
+from shardwell.config import Config, load
+from shardwell.engine.engine import Engine
+from shardwell.engine.flow import Flow, Limits
+from shardwell.engine.loader import ShardedLoader
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import Account, Device, Pool
+from shardwell.memory.device import default_device
+from shardwell.optim import Recipe, ShardedOptimizer, recipe_for
+from shardwell.optim.build import NO_LABEL
+from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
+from shardwell.unit.cut import Names
+from shardwell.unit.group import Member
+
+_engines = count()  # engines are numbered alike on all ranks, which keeps their keys in the store apart
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns."""
+
+    engine: Engine
+    optimizer: ShardedOptimizer | None
+    training_dataloader: ShardedLoader | None
+    lr_scheduler: Any
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    *,
+    config_params: Any = None,
+    device: torch.device | str | None = None,
+) -> Initialized:
+    """Make `model` train sharded, as `config` (a path, a dictionary or a `Config`) says.
+
+    `optimizer` may be an optimizer over the model's parameters, a class, a factory that takes parameter groups, or
+    absent if the configuration names one. `lr_scheduler` may be a scheduler or a factory that takes the optimizer.
+    Joins the process group that the launcher announces, or runs as one process.
+    """
+    if model is None:
+        raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
+    source = config if config is not None else config_params
+    source = source if source is not None else getattr(args, "deepspeed_config", None)
+    where = _device_for(model, device)
+    start_process_group(where)
+    world = world_mesh(where)
+    settings = load(source, world_size=world.size)
+    home = Device(where, keep_pages=settings.shardwell.keep_pages)
+    context, ledger, agreement = _context(home, world, settings)
+    recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
+    units = build_units(model, settings, recipe, context)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(home.torch_device)
+        context.world.broadcast(buffer.data, token=f"SETUP {name}")
+    zero = settings.zero_optimization
+    limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1)
+    engine = Engine(model, settings, flow, context, ledger, agreement)
+    if recipe is not None:
+        engine.optimizer = ShardedOptimizer(
+            recipe,
+            units,
+            context,
+            clip=settings.gradient_clipping,
+            raise_on_nonfinite=settings.shardwell.nonfinite == "error",
+            before_step=flow.finish,
+            after_update=flow.after_update,
+        )
+    engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
+    ledger.close_step()
+    agreement.turn_page()
+    loader = _loader(training_data, engine, collate_fn)
+    return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
+
+
+def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledger, Agreement]:
+    account, ledger = Account(), Ledger()
+    pool = Pool(home, account)
+    comm = Collectives(world, home, ledger, pool)
+    agreement = Agreement(world, str(next(_engines)), settings.shardwell.divergence_timeout, comm.cut_links)
+    comm.agreement = agreement
+    return Context(home, account, pool, {Axis.WORLD: comm}), ledger, agreement
+
+
+def build_units(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context) -> list[Unit]:
+    """Cut the model and move its parameters into groups, one unit at a time."""
+    leaf = settings.zero_optimization.leaf_module
+    cuts = cut(model, Names(leaf.classes, leaf.names, leaf.name_suffixes))
+    persistent = _persistent(cuts, settings)
+    units = []
+    for index, one in enumerate(cuts):
+        groups = _groups(one, settings, recipe, persistent, context)
+        units.append(Unit(index, one.name, one.module, groups))
+    return units
+
+
+def _groups(one: Cut, settings: Config, recipe: Recipe | None, persistent: set[int], context: Context) -> list[Group]:
+    zero, own = settings.zero_optimization, settings.shardwell
+    mixed = torch.bfloat16 if settings.bf16.enabled else None
+    kinds: defaultdict[tuple[torch.dtype, bool, bool], list[Member]] = defaultdict(list)
+    for name, parameter in one.parameters:
+        label = recipe.label(parameter) if recipe is not None else NO_LABEL
+        dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
+        kinds[dtype, parameter.requires_grad, id(parameter) in persistent].append(Member(name, parameter, label))
+    groups = []
+    for number, ((dtype, trainable, small), members) in enumerate(kinds.items()):
+        row = row_for(
+            zero.stage,
+            persistent=small,
+            num_ranks=context.world.mesh.size,
+            shard_at_world_one=own.shard_at_world_one,
+        )
+        name = (one.name or "(root)") + (f"#{number}" if number else "")
+        groups.append(Group(name, one.name, members, row, Precision.of(dtype, mixed, trainable), context))
+    return groups
+
+
+def _persistent(cuts: list[Cut], settings: Config) -> set[int]:
+    """Small parameters that stay whole at stage 3, smallest first while their sum keeps under the model's threshold."""
+    zero = settings.zero_optimization
+    most = zero.stage3_model_persistence_threshold
+    chosen, total = set(), 0
+    for parameter in sorted((p for one in cuts for _, p in one.parameters), key=lambda p: p.numel()):
+        if parameter.numel() >= zero.stage3_param_persistence_threshold:
+            break
+        total += parameter.numel()
+        if most is not None and total > most:
+            break
+        chosen.add(id(parameter))
+    return chosen
+
+
+def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return torch.device("meta")
+    return default_device()
+
+
+def _scheduler(given: Any, optimizer: ShardedOptimizer | None) -> Any:
+    if given is None or hasattr(given, "step"):
+        return given
+    if optimizer is None:
+        raise ConfigError("an lr_scheduler factory was passed, but there is no optimizer for it")
+    return given(optimizer)
+
+
+def _loader(data: Dataset[Any] | None, engine: Engine, collate_fn: Any) -> ShardedLoader | None:
+    if data is None:
+        return None
+    size = engine.train_micro_batch_size_per_gpu()
+    return ShardedLoader(data, size, engine.global_rank, engine.world_size, engine.device, collate_fn)

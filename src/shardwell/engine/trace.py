@@ -1,0 +1,60 @@
+"""The step as data: every action is a short token, recorded and printed, never replayed."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+class Action(enum.Enum):
+    """What can happen to a unit. The value is its letter in a token."""
+
+    GATHER = "G"
+    FORWARD = "F"
+    BACKWARD = "B"
+    RELEASE = "L"
+    REDUCE = "R"
+    STEP = "S"
+    PUBLISH = "P"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action on one unit; prints as 'G3' and parses back."""
+
+    action: Action
+    unit: int
+
+    def __str__(self) -> str:
+        return f"{self.action.value}{self.unit}"
+
+    @classmethod
+    def parse(cls, token: str) -> Event:
+        found = re.fullmatch(r"([A-Z])(\d+)", token)
+        if found is None:
+            raise ValueError(f"'{token}' is not an event; events look like 'G3'")
+        return cls(Action(found[1]), int(found[2]))
+
+
+@dataclass
+class Trace:
+    """What happened, in order."""
+
+    unit_names: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def count(self, action: Action, unit: int | None = None) -> int:
+        return sum(event.action is action and unit in (None, event.unit) for event in self.events)
+
+    def __str__(self) -> str:
+        """The tokens, and below them which number is which unit."""
+        legend = "  ".join(f"{index}={name or '(root)'}" for index, name in enumerate(self.unit_names))
+        return " ".join(map(str, self.events)) + (f"\n{legend}" if legend else "")

@@ -1,0 +1,137 @@
+"""Who holds how many bytes: the books behind `engine.memory()`.
+
+Every large allocation of an engine is entered here when it is made and struck out when it is freed, by state, unit
+and tier. The books are kept by the code that allocates; tests compare them with an independent counter.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Tier(enum.Enum):
+    """Where bytes rest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class State(enum.Enum):
+    """What bytes are for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    STAGING = "staging"
+
+
+Entry = tuple[State, str, Tier]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank, now and at the peak, by (state, unit, tier). Idle staging is kept apart: `trim()` frees it."""
+
+    now: dict[Entry, int]
+    peak: dict[Entry, int]  # the books at the moment when their total was largest
+    idle: int
+
+    def total(self, state: State | None = None, *, at_peak: bool = False) -> int:
+        """All bytes, or those of one state; idle staging is not part of it."""
+        books = self.peak if at_peak else self.now
+        return sum(size for (kind, _, _), size in books.items() if state is None or kind is state)
+
+    def by_unit(self) -> dict[str, int]:
+        sums: defaultdict[str, int] = defaultdict(int)
+        for (_, unit, _), size in self.now.items():
+            sums[unit] += size
+        return dict(sums)
+
+    def table(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title="memory on this rank")
+        for column in ("state", "tier", "now", "at peak"):
+            table.add_column(column, justify="left" if column in ("state", "tier") else "right")
+        for state, tier in sorted({(s, t) for s, _, t in {**self.now, **self.peak}}, key=lambda st: st[0].value):
+            now, peak = (
+                sum(n for (s, _, t), n in books.items() if (s, t) == (state, tier)) for books in (self.now, self.peak)
+            )
+            table.add_row(state.value, tier.value, human(now), human(peak))
+        table.add_section()
+        table.add_row("all", "", human(self.total()), human(self.total(at_peak=True)))
+        table.add_row("idle staging", "", human(self.idle), "")
+        return table
+
+    def __str__(self) -> str:
+        return render(self.table())
+
+
+@dataclass
+class Account:
+    """The books of one engine."""
+
+    _now: defaultdict[Entry, int] = field(default_factory=lambda: defaultdict(int))
+    _peak: dict[Entry, int] = field(default_factory=dict)
+    _total: int = 0
+    _peak_total: int = 0
+    idle: int = 0
+
+    def add(self, state: State, unit: str, tier: Tier, size: int) -> None:
+        self._now[state, unit, tier] += size
+        self._total += size
+        if self._total > self._peak_total:
+            self._peak_total = self._total
+            self._peak = {}  # copied lazily: the next decrease writes it down
+
+    def remove(self, state: State, unit: str, tier: Tier, size: int) -> None:
+        self._write_down_peak()
+        self._now[state, unit, tier] -= size
+        self._total -= size
+        assert self._now[state, unit, tier] >= 0, f"{unit} gave back more {state.value} than it held"
+
+    def set(self, state: State, unit: str, tier: Tier, size: int) -> None:
+        """Enter a size that is measured as a whole, such as an optimizer's state."""
+        held = self._now[state, unit, tier]
+        if size > held:
+            self.add(state, unit, tier, size - held)
+        elif size < held:
+            self.remove(state, unit, tier, held - size)
+
+    def report(self) -> MemoryReport:
+        self._write_down_peak()
+        return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak), self.idle)
+
+    def reset_peak(self) -> None:
+        self._peak_total, self._peak = self._total, {}
+
+    def _write_down_peak(self) -> None:
+        if not self._peak and self._total == self._peak_total:
+            self._peak = {entry: size for entry, size in self._now.items() if size}
+
+
+def human(size: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def render(table: Table) -> str:
+    """A rich table as plain text."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    out = StringIO()
+    Console(file=out, width=110).print(table)
+    return out.getvalue().rstrip("\n")

@@ -1,0 +1,43 @@
+"""A 1-D tensor whose memory can be given back and taken again while every view of it stays alive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwell.memory.account import Account, State, Tier
+from shardwell.memory.device import Device
+
+
+class Buffer:
+    """Storage that is entered in the books. `drop` frees the bytes under all views, `grow` takes them again, unfilled.
+
+    Freeing goes through the storage because autograd saves views of parameters: replacing the tensor would keep every
+    gathered unit alive until its backward has run.
+    """
+
+    tensor: Tensor  # 1D
+    nbytes: int
+
+    def __init__(
+        self, device: Device, account: Account, state: State, unit: str, numel: int, dtype: torch.dtype
+    ) -> None:
+        self._books = account, (state, unit, Tier.DEVICE)
+        self.tensor = device.empty(numel, dtype)
+        self.nbytes = self.tensor.untyped_storage().nbytes()
+        self.present = True
+        account.add(*self._books[1], self.nbytes)
+
+    def drop(self) -> None:
+        if self.present:
+            self.tensor.untyped_storage().resize_(0)
+            self.present = False
+            account, entry = self._books
+            account.remove(*entry, self.nbytes)
+
+    def grow(self) -> None:
+        if not self.present:
+            self.tensor.untyped_storage().resize_(self.nbytes)
+            self.present = True
+            account, entry = self._books
+            account.add(*entry, self.nbytes)

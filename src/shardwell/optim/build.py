@@ -1,0 +1,151 @@
+"""From what the user hands over (an object, a class, a factory, a config block) to an optimizer over shards.
+
+A `Recipe` is what all of these have in common: which parameter belongs to which parameter group, and how to make the
+optimizer once the shards exist.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwell.config import OptimizerConfig
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import Device
+
+NO_LABEL = -1  # trainable, but in no parameter group: reduced and never stepped
+_NOT_ELEMENTWISE = {"LBFGS", "Muon", "Adafactor", "SparseAdam"}
+_WITH_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+
+Factory = Callable[..., Optimizer]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Labels for parameters, and an optimizer for the shards of each label."""
+
+    labels: dict[int, int]  # id(parameter) -> index of its parameter group
+    make: Callable[[list[list[Tensor]]], Optimizer]  # from the shards of each parameter group
+
+    def label(self, parameter: nn.Parameter) -> int:
+        return self.labels.get(id(parameter), NO_LABEL)
+
+
+def recipe_for(
+    optimizer: Optimizer | Factory | None,
+    model: nn.Module,
+    model_parameters: Iterable[Any] | None,
+    block: OptimizerConfig | None,
+    device: Device,
+) -> Recipe | None:
+    """How to make the optimizer, or None for a model that is only evaluated."""
+    if optimizer is not None and block is not None:
+        raise ConfigError(
+            f"two optimizers: one was passed to initialize and the configuration names '{block.type}'. Keep one of them."
+        )
+    if isinstance(optimizer, Optimizer):
+        return _from_object(optimizer)
+    groups = _parameter_groups(model, model_parameters)
+    if optimizer is not None:
+        return _from_factory(optimizer, groups)
+    if block is not None:
+        factory, options = by_name(block, device)
+        return _from_factory(lambda params: factory(params, **options), groups)
+    return None
+
+
+def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
+    """The torch optimizer that a config block means, with its fused kernel where there is one.
+
+    As in the files that people bring, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
+    """
+    options = dict(block.params)
+    name = _spelled(block.type)
+    if name == "Adam" and options.pop("adam_w_mode", True) and not options.get("torch_adam", False):
+        name = "AdamW"
+    options.pop("torch_adam", None)
+    options.pop("adam_w_mode", None)
+    factory = getattr(torch.optim, name)
+    _check_elementwise(factory)
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    known = set(inspect.signature(factory).parameters) - {"params"}
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(
+            f"optimizer.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
+        )
+    if name in _WITH_FUSED and not device.is_virtual and not {"fused", "foreach"} & set(options):
+        options["fused"] = not (name == "Adagrad" and device.is_cuda)
+    return factory, options
+
+
+def _spelled(name: str) -> str:
+    """The name in torch.optim that `name` means, whatever its case."""
+    kinds = {
+        key.lower(): key
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    if name.lower() not in kinds:
+        raise ConfigError(f"optimizer.type '{name}' is not known; known are {', '.join(sorted(kinds.values()))}")
+    return kinds[name.lower()]
+
+
+def _from_object(optimizer: Optimizer) -> Recipe:
+    _check_elementwise(type(optimizer))
+    if optimizer.state:
+        raise ShardwellError(
+            f"the {type(optimizer).__name__} that was passed has taken steps already; its state cannot be split. "
+            "Pass a new one."
+        )
+    labels = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def make(shards: list[list[Tensor]]) -> Optimizer:
+        for group, tensors in zip(optimizer.param_groups, shards, strict=True):
+            group["params"] = tensors
+        return optimizer
+
+    return Recipe(labels, make)
+
+
+def _from_factory(factory: Factory, groups: list[dict[str, Any]]) -> Recipe:
+    _check_elementwise(factory)
+    labels = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+
+    def make(shards: list[list[Tensor]]) -> Optimizer:
+        made = factory([{**group, "params": tensors} for group, tensors in zip(groups, shards, strict=True)])
+        if not isinstance(made, Optimizer):
+            raise ShardwellError(f"the optimizer factory returned {type(made).__name__}, not a torch.optim.Optimizer")
+        _check_elementwise(type(made))
+        return made
+
+    return Recipe(labels, make)
+
+
+def _parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """`model_parameters` as torch takes it: parameters, (name, parameter) pairs, or group dictionaries."""
+    items = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": _unnamed(group["params"])} for group in items]
+    return [{"params": [p for p in _unnamed(items) if p.requires_grad]}]
+
+
+def _unnamed(items: Any) -> list[nn.Parameter]:
+    if isinstance(items, nn.Parameter):
+        return [items]
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _check_elementwise(kind: Any) -> None:
+    names = {base.__name__ for base in getattr(kind, "__mro__", ())}
+    if bad := sorted(names & _NOT_ELEMENTWISE):
+        raise ShardwellError(
+            f"{bad[0]} is not elementwise: it needs whole tensors where shardwell has shards. "
+            "Use an elementwise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, ...)."
+        )

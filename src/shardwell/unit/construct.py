@@ -1,0 +1,195 @@
+"""`Init`: a model whose parameters are born sharded.
+
+Every parameter that a module registers gets a keeper at once. The parameters of the module that was touched last are
+whole; when another module is touched they are split, and each rank keeps its shard. An initialiser that comes back to
+a released parameter is served: it is gathered, changed, and split again. All ranks run the whole construction, so the
+same seed gives the same weights as without `Init`. `initialize` then regroups the shards into units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
+from shardwell.comm.mesh import world_mesh
+from shardwell.config import load
+from shardwell.errors import ConfigError
+from shardwell.layout import Spec, dense_stride, lay_out
+from shardwell.memory import Account, Buffer, Device, Pool, State
+from shardwell.memory.device import default_device
+from shardwell.unit import guard
+from shardwell.unit.group import Context
+
+_nurseries = count()
+
+
+class Init(contextlib.AbstractContextManager["Init"]):
+    """Inside this context, parameters are split over the ranks as soon as the next module is touched."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        remote_device: str | None = None,
+        enabled: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        settings = load(config_dict_or_path if config_dict_or_path is not None else config)
+        if remote_device not in (None, "none", "cpu", "cuda"):
+            raise ConfigError(f"zero.Init(remote_device='{remote_device}') is not there yet; use 'cpu' or leave it out")
+        self._enabled = enabled and settings.zero_optimization.stage == 3
+        self._time_limit = settings.shardwell.divergence_timeout
+        chosen = "cpu" if remote_device == "cpu" else device
+        self._where = torch.device(chosen) if chosen is not None else default_device()
+        self._handle: RemovableHandle | None = None
+        self._scope: contextlib.ExitStack = contextlib.ExitStack()
+        self._nursery: Nursery | None = None
+        if module is not None and self._enabled:
+            with self:
+                for child in module.modules():
+                    for parameter in child.parameters(recurse=False):
+                        self._adopt(child, "", parameter)
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            start_process_group(self._where)
+            self._nursery = self._nursery or Nursery(self._where, self._time_limit)
+            self._scope.enter_context(self._where)
+            self._handle = register_module_parameter_registration_hook(self._adopt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            self._scope.close()
+            if self._nursery is not None and error is None:
+                self._nursery.focus(None)
+
+    def _adopt(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if isinstance(parameter, nn.Parameter) and not guard.is_kept(parameter) and not parameter.is_meta:
+            assert self._nursery is not None
+            self._nursery.adopt(module, name, parameter)
+
+
+class Nursery:
+    """Parameters between their birth and `initialize`. Only those of one module are whole at a time."""
+
+    def __init__(self, where: torch.device, time_limit: float) -> None:
+        device, account, ledger = Device(where), Account(), Ledger()
+        pool = Pool(device, account)
+        world = world_mesh(where)
+        comm = Collectives(world, device, ledger, pool)
+        comm.agreement = Agreement(world, f"init-{next(_nurseries)}", time_limit, comm.cut_links)
+        self.context = Context(device, account, pool, {Axis.WORLD: comm})
+        self._whole: list[Newborn] = []
+
+    def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self.focus(id(module))
+        self._whole.append(Newborn(self, id(module), f"{type(module).__name__}.{name}", parameter))
+
+    def focus(self, module: int | None) -> None:
+        """Split every whole parameter of other modules, except those that somebody holds or has a view of."""
+        still = []
+        for newborn in self._whole:
+            if newborn.module == module or not newborn.fold():
+                still.append(newborn)
+        self._whole = still
+
+    def unfold(self, newborn: Newborn) -> None:
+        self.focus(newborn.module)
+        newborn.unfold()
+        if newborn not in self._whole:
+            self._whole.append(newborn)
+
+    def forget(self, newborn: Newborn) -> None:
+        self._whole = [other for other in self._whole if other is not newborn]
+
+
+class Newborn:
+    """One parameter in the nursery, and its keeper."""
+
+    def __init__(self, nursery: Nursery, module: int, name: str, parameter: nn.Parameter) -> None:
+        self.module = module
+        self._nursery, self._name, self._parameter = nursery, name, parameter
+        context = nursery.context
+        shape = tuple(parameter.shape)
+        spec = Spec(name, shape, dense_stride(shape, parameter.stride()))
+        self._layout = lay_out([spec], context.world.mesh.size)
+        self._range = self._layout.shard_range(context.world.mesh.rank)
+        slot = self._layout.slots[0]
+        self._flat = self._buffer(self._layout.padded, parameter.dtype)
+        self._flat.tensor[slot.numel :].zero_()
+        view = self._flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+        view.copy_(parameter.data)
+        parameter.data = view
+        self._shard: Buffer | None = None
+        self._held = 0
+        self._is_whole = True
+        guard.keep(parameter, self)
+        self._views = _use_count(self._flat.tensor)
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        context = self._nursery.context
+        return Buffer(context.device, context.account, State.PARAMETERS, self._name, numel, dtype)
+
+    def fold(self) -> bool:
+        """Keep this rank's shard and free the rest; false if somebody still looks at the whole."""
+        if self._held or _use_count(self._flat.tensor) > self._views:
+            return False
+        start, end = self._range
+        if self._shard is None:
+            self._shard = self._buffer(end - start, self._flat.tensor.dtype)
+        self._shard.tensor.copy_(self._flat.tensor[start:end])
+        self._flat.drop()
+        self._is_whole = False
+        guard.send_away([self._parameter])
+        return True
+
+    def unfold(self) -> None:
+        if self._is_whole:
+            return
+        assert self._shard is not None
+        self._flat.grow()
+        start, end = self._range
+        self._flat.tensor[start:end].copy_(self._shard.tensor)
+        self._nursery.context.world.gather(self._flat.tensor, f"GATHER {self._name}").wait()
+        self._is_whole = True
+        guard.bring_back([self._parameter])
+
+    # ------------------------------------------------------------------------------------------ as a keeper
+
+    def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
+        self._nursery.unfold(self)
+
+    def surrender(self, parameter: nn.Parameter) -> Tensor:
+        self._nursery.unfold(self)
+        self._nursery.forget(self)
+        guard.let_go(parameter)
+        return parameter.data
+
+    def open(self) -> None:
+        self._nursery.unfold(self)
+        self._held += 1
+
+    def close(self, modifier_rank: int | None) -> None:
+        self._held -= 1
+        if modifier_rank is not None:
+            self._nursery.context.world.broadcast(self._flat.tensor, modifier_rank, token=f"WRITE {self._name}")
+
+
+def _use_count(tensor: Tensor) -> int:
+    """How many tensors share this storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

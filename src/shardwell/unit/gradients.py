@@ -1,0 +1,180 @@
+"""A group's gradients: filled by backward, averaged over the ranks, added up over micro-steps.
+
+Autograd hands over one parameter's gradient at a time. It is copied into the group's flat buffer at once, so that
+nothing but the flat buffer outlives the hook; a later gradient of the same parameter is added. Reducing empties the
+flat buffer into `result`, which holds what the optimizer will read. Reduces are additive: a gradient that arrives
+after its group was reduced opens a new flat buffer and is reduced again.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor
+
+from shardwell.comm import Collectives, Kind, Pending
+from shardwell.layout import Layout
+from shardwell.memory import Pool, State
+from shardwell.unit.table import Precision, Row
+
+
+class GradState(enum.Enum):
+    NONE = "none"
+    PARTIAL = "partial"  # this rank's own sum, in the flat buffer
+    REDUCING = "reducing"
+    REDUCED = "reduced"  # averaged, in `result`
+
+
+_ALLOWED = {
+    GradState.NONE: {GradState.PARTIAL},
+    GradState.PARTIAL: {GradState.REDUCING},
+    GradState.REDUCING: {GradState.REDUCED},
+    GradState.REDUCED: {GradState.PARTIAL, GradState.NONE},
+}
+
+
+class Gradients:
+    """The gradient buffers of one group."""
+
+    result: Tensor | None  # 1D: this rank's shard, or all of it on rows that keep gradients whole
+
+    def __init__(
+        self, name: str, unit: str, layout: Layout, row: Row, precision: Precision, comm: Collectives, pool: Pool
+    ) -> None:
+        self._name, self._unit = name, unit
+        self._layout, self._row, self._precision = layout, row, precision
+        self._comm, self._pool = comm, pool
+        self.state = GradState.NONE
+        self.result = None
+        self._flat: Tensor | None = None  # 1D, padded
+        self._filled = [False] * len(layout.slots)
+        self._scale = 1.0
+        self._pending: Pending | None = None
+
+    def move(self, state: GradState) -> None:
+        assert state in _ALLOWED[self.state], f"gradients of {self._name} cannot go from {self.state} to {state}"
+        self.state = state
+
+    @property
+    def is_partial(self) -> bool:
+        return self.state is GradState.PARTIAL
+
+    @property
+    def whole_elements(self) -> int:
+        """Elements held beyond this rank's shard."""
+        return self._flat.numel() if self._flat is not None else 0
+
+    def absorb(self, index: int, grad: Tensor, scale: float, *, stays: bool) -> None:
+        """Add one parameter's gradient. `stays`: it will wait for later micro-steps, so it is kept in full precision.
+
+        Wide gradients are scaled here, for the price of the copy; 16-bit ones where they are summed in fp32.
+        """
+        if self._flat is None:
+            dtype = self._precision.accumulate if stays else self._precision.compute
+            recycle = not stays and self._row.gradients.over is not None and self._comm.mesh.size > 1
+            self._flat = self._pool.take(self._layout.padded, dtype, State.GRADIENTS, self._unit, recycle=recycle)
+            self._filled = [False] * len(self._layout.slots)
+            self.move(GradState.PARTIAL)
+        slot = self._layout.slots[index]
+        view = self._flat.as_strided(slot.shape, slot.stride, slot.offset)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self._flat.dtype.itemsize <= 2:
+            self._scale, scale = scale, 1.0
+        else:
+            self._scale = 1.0
+        if self._filled[index]:
+            view.add_(grad, alpha=scale)
+        elif scale == 1.0:
+            view.copy_(grad)
+        elif grad.dtype == view.dtype:
+            torch.mul(grad, scale, out=view)
+        else:
+            view.copy_(grad).mul_(scale)
+        self._filled[index] = True
+
+    def reduce(self, *, accumulates: bool) -> None:
+        """Start averaging what is in the flat buffer into `result`."""
+        assert self._flat is not None
+        self.move(GradState.REDUCING)
+        flat = self._flat
+        for slot, filled in zip(self._layout.slots, self._filled, strict=True):
+            if not filled:
+                flat[slot.offset : slot.end].zero_()
+        self._pending = (
+            self._average_whole(flat) if self._row.gradients.over is None else self._scatter(flat, accumulates)
+        )
+
+    def _scatter(self, flat: Tensor, accumulates: bool) -> Pending:
+        if self._comm.mesh.size == 1 and self.result is None and self._scale == 1.0 and not accumulates:
+            return Pending(self._adopt_flat)
+        fresh = self.result is None
+        if self.result is None:
+            dtype = self._precision.accumulate if accumulates else flat.dtype
+            self.result = self._take_result(self._layout.shard_numel, dtype)
+        elif self.result.dtype.itemsize <= 2:
+            self._widen()
+        move = self._comm.reduce(flat, self.result, self._scale, not fresh, f"REDUCE {self._name}")
+        return move.then(self._give_flat)
+
+    def _average_whole(self, flat: Tensor) -> Pending:
+        """Reduce into this rank's own slice, then send the slice to everyone."""
+        start, end = self._layout.shard_range(self._comm.mesh.rank)
+        reduced = self._comm.reduce(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
+
+        def publish() -> None:
+            self._pending = self._comm.gather(flat, f"PUBLISH {self._name}", Kind.PUBLISH).then(self._adopt_flat)
+
+        return reduced.then(publish)
+
+    def finish(self) -> None:
+        """Wait for the reduce. On rows that keep gradients whole this only starts the second half; `settle` ends it."""
+        if self.state is GradState.REDUCING:
+            assert self._pending is not None
+            pending, self._pending = self._pending, None
+            pending.wait()
+            self.move(GradState.REDUCED)
+
+    def settle(self) -> None:
+        """Wait until `result` may be read."""
+        self.finish()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+
+    def clear(self) -> None:
+        """Forget everything, also a reduce that nobody will read."""
+        self.settle()
+        if self.result is not None:
+            self._pool.give(self.result)
+            self.result = None
+        self._give_flat()
+        self.state = GradState.NONE
+
+    def _adopt_flat(self) -> None:
+        """The flat buffer is the result; with an earlier result, it is added to that."""
+        assert self._flat is not None
+        if self.result is None:
+            self.result, self._flat = self._flat, None
+        else:
+            self._widen()
+            self.result.add_(self._flat)
+            self._give_flat()
+
+    def _give_flat(self) -> None:
+        if self._flat is not None:
+            self._pool.give(self._flat)
+            self._flat = None
+
+    def _widen(self) -> None:
+        """More is to be added: go on in full precision."""
+        assert self.result is not None
+        if self.result.dtype != self._precision.accumulate:
+            wide = self._take_result(self.result.numel(), self._precision.accumulate)
+            wide.copy_(self.result)
+            self._pool.give(self.result)
+            self.result = wide
+
+    def _take_result(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._pool.take(numel, dtype, State.GRADIENTS, self._unit, recycle=False)

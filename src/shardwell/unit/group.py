@@ -1,0 +1,224 @@
+"""A group: the parameters of one unit that share dtype, trainability and persistence, and their three buffers.
+
+flat       compute dtype, all parameters back to back; the parameters are views of it
+shard      this rank's slice of the truth in storage of its own (rows that release their parameters)
+remainder  the lower halves of this rank's fp32 masters (rows that keep 16-bit parameters whole)
+master     what the optimizer steps: the shard, a slice of `flat`, or upper and lower halves joined for the step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.comm import Axis, Collectives, Kind, Pending
+from shardwell.layout import Layout, Run, Spec, dense_stride, lay_out
+from shardwell.memory import Account, Buffer, Device, Pool, State
+from shardwell.rounding import join, split, to_bf16
+from shardwell.unit import guard
+from shardwell.unit.gradients import Gradients
+from shardwell.unit.table import Precision, Row
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the groups of one engine share."""
+
+    device: Device
+    account: Account
+    pool: Pool
+    comm: dict[Axis, Collectives]
+
+    @property
+    def world(self) -> Collectives:
+        return self.comm[Axis.WORLD]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter on its way into a group."""
+
+    name: str
+    parameter: nn.Parameter
+    label: int  # its parameter group in the optimizer
+
+
+class Group:
+    """The buffers of some parameters of one unit, placed as their row says."""
+
+    parameters: list[nn.Parameter]  # in slot order
+    gradients: Gradients
+
+    def __init__(
+        self, name: str, unit: str, members: list[Member], row: Row, precision: Precision, context: Context
+    ) -> None:
+        self.name, self.unit = name, unit
+        self.row, self.precision, self.context = row, precision, context
+        self.trainable = members[0].parameter.requires_grad
+        world = context.world.mesh
+        self.layout = lay_out([_spec(member) for member in members], world.size)
+        by_name = {member.name: member.parameter for member in members}
+        self.parameters = [by_name[slot.name] for slot in self.layout.slots]
+        self.own = self.layout.shard_range(world.rank) if row.optimizer.over is not None else (0, self.layout.padded)
+        self.flat = self._buffer(State.PARAMETERS, self.layout.padded, precision.compute)
+        self.shard: Buffer | None = None
+        self.remainder: Buffer | None = None
+        self._joined: Buffer | None = None
+        self._second: Tensor | None = None
+        self._make_room_for_the_truth()
+        self._take_over(context)
+        self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.pool)
+
+    def _buffer(self, state: State, numel: int, dtype: torch.dtype) -> Buffer:
+        return Buffer(self.context.device, self.context.account, state, self.unit, numel, dtype)
+
+    def _make_room_for_the_truth(self) -> None:
+        own = self.own[1] - self.own[0]
+        if self.row.released:
+            self.shard = self._buffer(State.PARAMETERS, self.layout.shard_numel, self.precision.master)
+        elif self.precision.is_split:
+            self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16)
+            self._joined = self._buffer(State.STAGING, own, self.precision.master)
+            self._joined.drop()
+
+    def _take_over(self, context: Context) -> None:
+        """Move the parameters' values into the buffers, rank 0's for everyone, and make the parameters views."""
+        whole = self.flat.tensor
+        if self.precision.is_split:
+            whole = context.device.empty(self.layout.padded, self.precision.master)
+        whole[self.layout.numel :].zero_()
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            kept = guard.is_kept(parameter)
+            values = guard.keeper_of(parameter).surrender(parameter) if kept else parameter.data
+            whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
+            del values
+            parameter.data = self.flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+        context.world.broadcast(whole, token=f"SETUP {self.name}")
+        self.write(whole)
+        if self.row.released:
+            self.flat.drop()
+            guard.send_away(self.parameters)
+
+    def write(self, whole: Tensor) -> None:
+        """Make `whole` (1D, padded, in the master dtype) the truth. `flat` must be present, and is filled."""
+        start, end = self.own
+        if self.shard is not None:
+            first, last = self.layout.shard_range(self.context.world.mesh.rank)
+            self.shard.tensor.copy_(whole[first:last])
+        if whole is not self.flat.tensor:
+            to_bf16(whole, self.flat.tensor)
+            if self.remainder is not None:
+                split(whole[start:end], self.flat.tensor[start:end], self.remainder.tensor)
+
+    def write_back(self, source: int) -> None:
+        """The parameters were changed on rank `source` while whole: make that the truth everywhere.
+
+        Where a 16-bit value did not change, the master keeps its lower half.
+        """
+        flat = self.flat.tensor
+        before = self._own_values() if self.precision.is_split else None
+        self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
+        if before is None:
+            if self.shard is not None:
+                first, last = self.layout.shard_range(self.context.world.mesh.rank)
+                self.shard.tensor.copy_(flat[first:last])
+            return
+        start, end = self.own
+        rounded = to_bf16(before, torch.empty_like(before, dtype=self.precision.compute))
+        kept = torch.where(flat[start:end] == rounded, before, flat[start:end].to(before.dtype))
+        if self.shard is not None:
+            self.shard.tensor.copy_(kept)
+        elif self.remainder is not None:
+            split(kept, flat[start:end], self.remainder.tensor)
+
+    def _own_values(self) -> Tensor:
+        """This rank's part of the truth in the master dtype. Valid before `flat` was written to by the user."""
+        if self.shard is not None:
+            return self.shard.tensor
+        assert self.remainder is not None and self._before is not None
+        return self._before
+
+    _before: Tensor | None = None
+
+    def open_for_writing(self) -> None:
+        """Remember what a whole 16-bit group's masters are, because the user may now overwrite their upper halves."""
+        if self.remainder is not None:
+            start, end = self.own
+            out = torch.empty_like(self.remainder.tensor, dtype=self.precision.master)
+            self._before = join(self.flat.tensor[start:end], self.remainder.tensor, out)
+
+    def close_for_writing(self) -> None:
+        self._before = None
+
+    # ------------------------------------------------------------------------------------------------- residency
+
+    def gather(self) -> Pending:
+        """Start making a released group whole."""
+        assert self.shard is not None
+        comm, token = self.context.world, f"GATHER {self.name}"
+        self.flat.grow()
+        source = self.shard.tensor
+        if self._second is not None:
+            comm, token, source = self.context.comm[Axis.NODE], f"GATHER {self.name} in the node", self._second
+        mesh = comm.mesh
+        with self.context.device.gathers.after_current():
+            mine = self.flat.tensor.chunk(mesh.size)[mesh.rank]
+            if source.dtype == mine.dtype:
+                mine.copy_(source)
+            else:
+                to_bf16(source, mine)
+            mark = self.context.device.gathers.mark()
+        move = comm.gather(self.flat.tensor, token)
+        return Pending(mark.wait) if mesh.size == 1 else move
+
+    def release(self) -> None:
+        """Free the whole parameters, keeping the second copy's slice if the row has one."""
+        second = self.row.second_copy
+        if second is not None and second.over is not None and self._second is None:
+            mesh = self.context.comm[second.over].mesh
+            self._second = self.flat.tensor.chunk(mesh.size)[mesh.rank].clone()
+        self.flat.drop()
+
+    def forget_second_copy(self) -> None:
+        self._second = None
+
+    def publish(self) -> Pending:
+        """Send this rank's updated slice to everyone."""
+        return self.context.world.gather(self.flat.tensor, f"PUBLISH {self.name}", Kind.PUBLISH)
+
+    # ---------------------------------------------------------------------------------------------- the optimizer
+
+    @property
+    def runs(self) -> list[Run]:
+        """This rank's stretches of the masters, one per optimizer parameter group."""
+        layout = self.layout if self.row.optimizer.over is not None else replace(self.layout, num_shards=1)
+        return layout.runs(self.context.world.mesh.rank if self.row.optimizer.over is not None else 0)
+
+    @property
+    def master(self) -> Tensor:
+        """1D, this rank's part of the truth as the optimizer steps it."""
+        if self.shard is not None:
+            return self.shard.tensor
+        if self._joined is not None:
+            return self._joined.tensor
+        return self.flat.tensor[self.own[0] : self.own[1]]
+
+    def open_master(self) -> None:
+        """Make `master` readable."""
+        if self._joined is not None and self.remainder is not None:
+            self._joined.grow()
+            join(self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor, self._joined.tensor)
+
+    def close_master(self) -> None:
+        """Take over what the optimizer wrote."""
+        if self._joined is not None and self.remainder is not None:
+            split(self._joined.tensor, self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor)
+            self._joined.drop()
+
+
+def _spec(member: Member) -> Spec:
+    parameter = member.parameter
+    shape = tuple(parameter.shape)
+    return Spec(member.name, shape, dense_stride(shape, parameter.stride()), member.label)

@@ -1,0 +1,106 @@
+"""Parameters whose values are away keep their shape, dtype and identity; using their values is caught.
+
+A released parameter is a view of freed storage: reading it would crash the process. While it is away its class is
+`AwayParameter`, whose `__torch_function__` lets metadata through and asks the parameter's keeper about the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class Keeper(Protocol):
+    """Who can bring a parameter's values back."""
+
+    def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
+        """Make the values readable, or raise a clear error."""
+
+    def surrender(self, parameter: nn.Parameter) -> Tensor:
+        """Hand the whole values over to a new keeper and forget the parameter."""
+
+    def open(self) -> None:
+        """Make the values whole until `close`; every rank must call it."""
+
+    def close(self, modifier_rank: int | None) -> None:
+        """End `open`; with a rank, its values become everyone's."""
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_METADATA: frozenset[Any] = frozenset(
+    [
+        _getter(name)
+        for name in (
+            *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "itemsize"),
+            *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "nbytes", "output_nr"),
+            *("retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        )
+        if hasattr(Tensor, name)
+    ]
+    + [
+        *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension),
+        *(Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
+        *(Tensor.storage_offset, Tensor.requires_grad_, Tensor.get_device, Tensor.__len__, Tensor.__hash__),
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor),
+        *(Tensor.grad.__set__, Tensor.requires_grad.__set__, Tensor.grad.__delete__),  # type: ignore[attr-defined]
+        *(Tensor._backward_hooks.__set__, Tensor._post_accumulate_grad_hooks.__set__),  # type: ignore[attr-defined]
+    ]
+)
+
+
+class AwayParameter(nn.Parameter):
+    """A parameter whose values are not here."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) is AwayParameter:
+                keeper_of(leaf).serve(leaf, getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs)
+
+
+def keeper_of(parameter: nn.Parameter) -> Keeper:
+    keeper: Keeper = parameter._shardwell_keeper  # type: ignore[attr-defined]
+    return keeper
+
+
+def is_kept(parameter: nn.Parameter) -> bool:
+    return "_shardwell_keeper" in parameter.__dict__
+
+
+def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
+    parameter._shardwell_keeper = keeper  # type: ignore[attr-defined]
+
+
+def let_go(parameter: nn.Parameter) -> None:
+    """The parameter is an ordinary one again."""
+    parameter.__class__ = nn.Parameter
+    parameter.__dict__.pop("_shardwell_keeper", None)
+
+
+def send_away(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.__class__ = AwayParameter
+
+
+def bring_back(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter

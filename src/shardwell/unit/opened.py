@@ -1,0 +1,43 @@
+"""`GatheredParameters`: whole parameters for reading or changing, outside the modules that own them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from shardwell.unit import guard
+
+
+class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
+    """Make parameters whole on every rank inside the context. All ranks must enter it.
+
+    With `modifier_rank`, that rank's changes are everyone's afterwards; without it, changes are lost. Views of the
+    parameters must not be used after the context: their memory is gone.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter] | None,
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        several = [params] if isinstance(params, nn.Parameter) else list(params or [])
+        kept = [p for p in several if enabled and isinstance(p, nn.Parameter) and guard.is_kept(p)]
+        self._keepers = list({id(guard.keeper_of(p)): guard.keeper_of(p) for p in kept}.values())
+        self._modifier_rank = modifier_rank
+
+    def __enter__(self) -> GatheredParameters:
+        for keeper in self._keepers:
+            keeper.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for keeper in self._keepers:
+            keeper.close(self._modifier_rank)

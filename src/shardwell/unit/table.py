@@ -1,0 +1,113 @@
+"""The one idea: a ZeRO stage is a row of a table.
+
+For each of the three model states a row says over which axis it is split and on which tier it rests; for gradients
+when they are reduced; for the optimizer where its step runs and when it commits. Everything else follows from the
+row, and adding one adds no path through the engine. A row belongs to a *group* of parameters, not to the model.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwell.comm.mesh import Axis
+from shardwell.memory import Tier
+
+
+class ReduceAt(enum.Enum):
+    """When gradients are averaged over the ranks."""
+
+    MICRO_STEP = "every micro-step"
+    BOUNDARY = "the boundary"
+
+
+class Commit(enum.Enum):
+    """When an optimizer update becomes the truth."""
+
+    AT_ONCE = "at once"
+    AFTER_NORM = "after the norm is known"
+    SHADOW = "into a shadow slot, committed after the norm"
+
+
+@dataclass(frozen=True)
+class Resting:
+    """How a state rests between its uses: split over an axis or whole on every rank (None), and on which tier."""
+
+    over: Axis | None
+    tier: Tier = Tier.DEVICE
+
+    def __str__(self) -> str:
+        where = "whole" if self.over is None else f"split over the {self.over.value}"
+        return where if self.tier is Tier.DEVICE else f"{where}, on the {self.tier.value}"
+
+
+WHOLE = Resting(None)
+SPLIT = Resting(Axis.WORLD)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    parameters: Resting
+    gradients: Resting
+    optimizer: Resting
+    reduce_at: ReduceAt
+    second_copy: Resting | None = None  # of the parameters, closer by; filled by a gather, read by the next one
+    step_on: Tier = Tier.DEVICE
+    commit: Commit = Commit.AFTER_NORM
+
+    @property
+    def released(self) -> bool:
+        """Parameters are whole only while they are used."""
+        return self.parameters.over is not None
+
+    @property
+    def publishes(self) -> bool:
+        """Every rank must be sent what the others updated."""
+        return not self.released and self.optimizer.over is not None
+
+
+STAGES: dict[int, Row] = {
+    0: Row(parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE, reduce_at=ReduceAt.BOUNDARY),
+    1: Row(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.BOUNDARY),
+    2: Row(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
+    3: Row(parameters=SPLIT, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
+}
+
+
+def row_for(stage: int, *, persistent: bool = False, num_ranks: int = 2, shard_at_world_one: bool = False) -> Row:
+    """The row of a group at `stage`.
+
+    Persistent groups (small parameters) stay whole, on stage 2's row. With one rank a split over the world is no
+    split: parameters then rest whole, at the same bytes, unless asked otherwise.
+    """
+    row = STAGES[stage]
+    alone = num_ranks == 1 and not shard_at_world_one
+    if row.released and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
+        row = replace(row, parameters=WHOLE)
+    return row
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which dtype a group computes, rests and accumulates in."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    accumulate: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, mixed: torch.dtype | None, trainable: bool) -> Precision:
+        """For parameters of `dtype` when the model runs in `mixed` (None: as it is)."""
+        compute = mixed if mixed is not None and dtype.is_floating_point else dtype
+        if not trainable or not compute.is_floating_point or compute.itemsize > 2:
+            return cls(compute, compute, compute)
+        return cls(compute, torch.float32 if mixed is not None else compute, torch.float32)
+
+    @property
+    def is_split(self) -> bool:
+        """The 16-bit parameter is the upper half of its fp32 master."""
+        return self.master != self.compute

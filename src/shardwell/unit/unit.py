@@ -1,0 +1,149 @@
+"""A unit: a module together with the groups of parameters it owns. The smallest thing that is gathered or reduced.
+
+Residency is a state machine with a count of holders; no phase of training is assumed, because early-stopped
+recomputation, reentrant checkpointing and generation know none.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from shardwell.comm import Pending
+from shardwell.errors import ReleasedParameterError, ShardwellError
+from shardwell.unit import guard
+from shardwell.unit.group import Group
+
+
+class Residency(enum.Enum):
+    RELEASED = "released"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+_ALLOWED = {
+    Residency.RELEASED: {Residency.GATHERING},
+    Residency.GATHERING: {Residency.WHOLE},
+    Residency.WHOLE: {Residency.RELEASED, Residency.GATHERING},  # the latter: a publish
+}
+
+
+class Unit:
+    """A module and its groups."""
+
+    def __init__(self, index: int, name: str, module: nn.Module, groups: list[Group]) -> None:
+        self.index, self.name, self.module, self.groups = index, name, module, groups
+        self.releasable = [group for group in groups if group.row.released]
+        self.trainable = [group for group in groups if group.trainable]
+        self.num_trainable = sum(len(group.parameters) for group in self.trainable)
+        self.numel = sum(group.layout.padded for group in self.releasable)  # elements that a gather makes whole
+        self.residency = Residency.RELEASED if self.releasable else Residency.WHOLE
+        self.in_forward = 0  # running forwards that hold it
+        self.in_backward = False
+        self.opened = 0  # GatheredParameters contexts that hold it
+        self.waits_for_inputs = False  # its backward ends when the gradients of its inputs are known
+        self.arrived: set[int] = set()  # ids of parameters whose gradient came in this backward
+        self.task = -1  # the autograd graph task that it was last seen in
+        self._pending: list[Pending] = []
+        for group in groups:
+            for parameter in group.parameters:
+                guard.keep(parameter, self)
+
+    @property
+    def held(self) -> bool:
+        return bool(self.in_forward or self.in_backward or self.opened)
+
+    def _move(self, residency: Residency) -> None:
+        assert residency in _ALLOWED[self.residency], f"{self.name}: {self.residency} -> {residency}"
+        self.residency = residency
+
+    # All of these are idempotent: a second call in the same state does nothing and says so.
+
+    def gather(self) -> bool:
+        """Start making it whole; true if that moved anything."""
+        if self.residency is not Residency.RELEASED:
+            return False
+        self._move(Residency.GATHERING)
+        self._pending = [group.gather() for group in self.releasable]
+        return True
+
+    def wait(self) -> None:
+        """Finish a gather or a publish."""
+        if self.residency is Residency.GATHERING:
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+            self._move(Residency.WHOLE)
+            guard.bring_back(self._parameters(self.groups))
+
+    def release(self) -> bool:
+        """Free what may be freed, unless somebody holds it; true if that freed anything."""
+        if not self.releasable or self.held or self.residency is Residency.RELEASED:
+            return False
+        self.wait()
+        self._move(Residency.RELEASED)
+        guard.send_away(self._parameters(self.releasable))
+        for group in self.releasable:
+            group.release()
+        return True
+
+    def publish(self) -> bool:
+        """Start sending the updated slices of groups that rest whole; readers wait for it."""
+        groups = [group for group in self.groups if group.row.publishes and group.trainable]
+        for group in self.groups:
+            group.forget_second_copy()
+        if not groups or groups[0].context.world.mesh.size == 1:
+            return False
+        if self.residency is Residency.WHOLE:
+            self._move(Residency.GATHERING)
+            guard.send_away(self._parameters(groups))
+            self._pending = [group.publish() for group in groups]
+        else:  # a persistent group of a released unit: it must be whole before anyone looks
+            for group in groups:
+                group.publish().wait()
+        return True
+
+    def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
+        """Called by the guard: somebody wants the values of a parameter that is away."""
+        if self.residency is Residency.GATHERING:
+            self.wait()
+        if type(parameter) is guard.AwayParameter:
+            raise ReleasedParameterError(
+                f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "
+                f"only its shard of unit '{self.name}'. Read or change them inside "
+                "`with shardwell.zero.GatheredParameters(parameter):`, or use them inside the module that owns them."
+            )
+
+    def surrender(self, parameter: nn.Parameter) -> Tensor:
+        raise ShardwellError(
+            f"parameter {self._name_of(parameter)} belongs to another engine already: a model can be handed to "
+            "initialize once."
+        )
+
+    def open(self) -> None:
+        self.opened += 1
+        self.gather()
+        self.wait()
+        for group in self.groups:
+            group.open_for_writing()
+
+    def close(self, modifier_rank: int | None) -> None:
+        for group in self.groups:
+            if modifier_rank is not None:
+                group.write_back(modifier_rank)
+            group.close_for_writing()
+        self.opened -= 1
+        self.release()
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        for group in self.groups:
+            for slot, candidate in zip(group.layout.slots, group.parameters, strict=True):
+                if candidate is parameter:
+                    return f"'{slot.name}' {tuple(slot.shape)}"
+        return "a parameter"
+
+    @staticmethod
+    def _parameters(groups: list[Group]) -> Iterable[nn.Parameter]:
+        return (parameter for group in groups for parameter in group.parameters)

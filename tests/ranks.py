@@ -1,0 +1,126 @@
+"""A reusable pool of ranks: real processes on gloo, started once because importing torch takes seconds.
+
+    results = ranks.run(2, some_module_level_function, argument, ...)
+
+runs the function on that many ranks, each with a process group of its own, and returns what each rank returned.
+Tensors come back as numpy arrays.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+LIMIT = 120.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+class Ranks:
+    """The pool. Workers outlive a job; they are replaced when a job fails or hangs."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any) -> list[Any]:
+        self._grow(num_ranks)
+        port = free_port()
+        job = (function.__module__, function.__qualname__, args, kwargs)
+        for rank in range(num_ranks):
+            self._workers[rank][1].send((rank, num_ranks, port, job))
+        deadline = time.monotonic() + limit
+        answers: list[Any] = [None] * num_ranks
+        waiting = set(range(num_ranks))
+        errors: list[str] = []
+        while waiting and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                process, pipe = self._workers[rank]
+                if pipe.poll(0.01):
+                    try:
+                        ok, answers[rank] = pipe.recv()
+                    except EOFError:
+                        ok, answers[rank] = False, f"rank {rank} died with exit code {process.exitcode}"
+                    waiting.discard(rank)
+                    if not ok:
+                        errors.append(f"--- rank {rank}\n{answers[rank]}")
+                        deadline = min(deadline, time.monotonic() + 10)
+        if waiting:
+            errors.append(f"rank(s) {sorted(waiting)} did not answer within the limit of {limit:g} s")
+        if errors:
+            self.close()
+            raise RankFailed("\n".join(errors))
+        return answers
+
+    def _grow(self, num_ranks: int) -> None:
+        while len(self._workers) < num_ranks:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            pipe.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, num_ranks, port, (module, name, args, kwargs) = pipe.recv()
+        except EOFError:
+            return
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks),
+            LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks), SHARDWELL_DEVICE="cpu",
+        )  # fmt: skip
+        try:
+            dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+            function = getattr(importlib.import_module(module), name)
+            answer = True, _plain(function(*args, **kwargs))
+        except BaseException:
+            answer = False, traceback.format_exc()
+        try:
+            pipe.send(answer)
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+def _plain(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value
