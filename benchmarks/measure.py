@@ -21,6 +21,7 @@ import gc
 import os
 import platform
 import resource
+import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +54,22 @@ def loopback_bytes() -> int | None:
         if name.strip() == "lo":
             return int(counters.split()[8])
     return None
+
+
+def wait_for_quiet(limit: float = 3.0) -> None:
+    """Sleep until the loopback interface is quiet, at most ``limit`` seconds.
+
+    An engine may still be sending when its step returns (a publish under the next forward). A window that opens or
+    closes on moving traffic would miss some of it, and flatter that engine.
+    """
+    deadline = time.monotonic() + limit
+    before = loopback_bytes()
+    while before is not None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        after = loopback_bytes()
+        if after is None or after - before < 2**16:
+            return
+        before = after
 
 
 class _Mallinfo2(ctypes.Structure):

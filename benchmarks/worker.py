@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import PEER_CONTENDERS, Contender, Workload, by_name
-from benchmarks.measure import TensorLedger, cpu_seconds, gc_tensor_bytes, loopback_bytes
+from benchmarks.measure import TensorLedger, cpu_seconds, gc_tensor_bytes, loopback_bytes, wait_for_quiet
 from benchmarks.model import PRESETS
 
 WARM_UP_STEPS = 2
@@ -43,14 +43,17 @@ def timing_pass(contender: Contender, workload: Workload, steps: int) -> dict[st
     seconds: list[float] = []
     gc.collect()
     dist.barrier()
+    wait_for_quiet()
     sent, cpu = loopback_bytes(), cpu_seconds()
+    dist.barrier()
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + steps):
         batch = batch_for(workload, rank, step)
         begin = time.perf_counter()
         losses.append(trainer.step(*batch))
         seconds.append(time.perf_counter() - begin)
-    cpu = cpu_seconds() - cpu
     dist.barrier()
+    wait_for_quiet()
+    cpu = cpu_seconds() - cpu
     sent_after = loopback_bytes()
     wire = None if sent is None or sent_after is None else (sent_after - sent) / steps
     return {

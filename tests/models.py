@@ -34,7 +34,9 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Embedding, blocks, norm, head; returns the loss."""
 
-    def __init__(self, width: int = 16, blocks: int = 3, vocab: int = 29, tied: bool = False, recompute: str = "") -> None:
+    def __init__(
+        self, width: int = 16, blocks: int = 3, vocab: int = 29, tied: bool = False, recompute: str = ""
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self.embed = nn.Embedding(vocab, width)
@@ -55,7 +57,9 @@ class Gpt(nn.Module):
             else:
                 x = block(x)
         logits = self.head(self.norm(x)) * self.temperature.to(x.dtype)
-        return F.cross_entropy(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten()
+        )
 
 
 def batches(num_steps: int, rows: int, vocab: int = 29, length: int = 9, seed: int = 1) -> list[Tensor]:

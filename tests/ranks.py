@@ -32,7 +32,9 @@ class Ranks:
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Any]] = []
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any) -> list[Any]:
+    def run(
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any
+    ) -> list[Any]:
         self._grow(num_ranks)
         port = free_port()
         job = (function.__module__, function.__qualname__, args, kwargs)

@@ -35,7 +35,7 @@ _FAILURE = "failure"
 class Agreement:
     """The book of one engine. With one rank, or simulated ones, there is nobody to agree with and it does nothing."""
 
-    def __init__(self, mesh: Mesh, name: str, time_limit: float, cut_links: Callable[[], None]) -> None:
+    def __init__(self, mesh: Mesh, time_limit: float, cut_links: Callable[[], None]) -> None:
         self._mesh = mesh
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self._time_limit = time_limit
@@ -48,7 +48,9 @@ class Agreement:
         self._store: Any = None
         if self._active:
             store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"shardwell/{name}", store)
+            # Books are opened in the same order on all ranks: the store itself counts them for each rank.
+            number = store.add(f"shardwell/books/{mesh.rank}", 1)
+            self._store = dist.distributed_c10d.PrefixStore(f"shardwell/{number}", store)
 
     def announce(self, token: str) -> None:
         """Say what comes next. Returns if all ranks (will) do the same; raises before a mismatched collective."""

@@ -34,9 +34,12 @@ def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs
     flow.enter_forward(unit)
     if unit.releasable and torch.is_grad_enabled():
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if inputs:
-            unit.waits_for_inputs = True
-            register_multi_grad_hook(inputs, lambda grads: flow.end_backward(unit))
+        unit.waits_for_inputs = unit.waits_for_inputs or bool(inputs)
+        # A leaf's gradient may come before those of parameters used by the same op: then the end of the graph task
+        # ends the unit (reentrant checkpointing runs a graph task of its own for each unit).
+        inner = [tensor for tensor in inputs if not tensor.is_leaf]
+        if inner:
+            register_multi_grad_hook(inner, lambda grads: flow.end_backward(unit))
 
 
 def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,6 @@ from shardwell.optim.build import NO_LABEL
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
-
-_engines = count()  # engines are numbered alike on all ranks, which keeps their keys in the store apart
 
 
 class Initialized(NamedTuple):
@@ -98,7 +95,7 @@ def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledge
     account, ledger = Account(), Ledger()
     pool = Pool(home, account)
     comm = Collectives(world, home, ledger, pool)
-    agreement = Agreement(world, str(next(_engines)), settings.shardwell.divergence_timeout, comm.cut_links)
+    agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
     comm.agreement = agreement
     return Context(home, account, pool, {Axis.WORLD: comm}), ledger, agreement
 

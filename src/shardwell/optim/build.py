@@ -99,7 +99,7 @@ def _spelled(name: str) -> str:
 
 def _from_object(optimizer: Optimizer) -> Recipe:
     _check_elementwise(type(optimizer))
-    if optimizer.state:
+    if any(_steps_taken(state) for state in optimizer.state.values()):
         raise ShardwellError(
             f"the {type(optimizer).__name__} that was passed has taken steps already; its state cannot be split. "
             "Pass a new one."
@@ -109,6 +109,10 @@ def _from_object(optimizer: Optimizer) -> Recipe:
     def make(shards: list[list[Tensor]]) -> Optimizer:
         for group, tensors in zip(optimizer.param_groups, shards, strict=True):
             group["params"] = tensors
+        if optimizer.state:  # made at birth (Adagrad does): make it again, for the shards
+            optimizer.state = type(optimizer)(
+                [dict(group) for group in optimizer.param_groups], **optimizer.defaults
+            ).state
         return optimizer
 
     return Recipe(labels, make)
@@ -140,6 +144,10 @@ def _unnamed(items: Any) -> list[nn.Parameter]:
     if isinstance(items, nn.Parameter):
         return [items]
     return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _steps_taken(state: dict[str, Any]) -> bool:
+    return bool(state.get("step", 1))
 
 
 def _check_elementwise(kind: Any) -> None:

@@ -9,7 +9,6 @@ same seed gives the same weights as without `Init`. `initialize` then regroups t
 from __future__ import annotations
 
 import contextlib
-from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -27,8 +26,6 @@ from shardwell.memory import Account, Buffer, Device, Pool, State
 from shardwell.memory.device import default_device
 from shardwell.unit import guard
 from shardwell.unit.group import Context
-
-_nurseries = count()
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
@@ -92,7 +89,7 @@ class Nursery:
         pool = Pool(device, account)
         world = world_mesh(where)
         comm = Collectives(world, device, ledger, pool)
-        comm.agreement = Agreement(world, f"init-{next(_nurseries)}", time_limit, comm.cut_links)
+        comm.agreement = Agreement(world, time_limit, comm.cut_links)
         self.context = Context(device, account, pool, {Axis.WORLD: comm})
         self._whole: list[Newborn] = []
 

@@ -70,6 +70,8 @@ class Gradients:
 
         Wide gradients are scaled here, for the price of the copy; 16-bit ones where they are summed in fp32.
         """
+        if self.state is GradState.REDUCING or self._pending is not None:
+            self.settle()  # the buffer on its way must not be written to
         if self._flat is None:
             dtype = self._precision.accumulate if stays else self._precision.compute
             recycle = not stays and self._row.gradients.over is not None and self._comm.mesh.size > 1

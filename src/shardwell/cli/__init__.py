@@ -1,0 +1,60 @@
+"""The command line: one file per command, torch imported only by the commands that need it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from shardwell.cli import config_command, demo_command, doctor_command, run_command
+from shardwell.errors import ShardwellError
+from shardwell.version import __version__
+
+app = typer.Typer(
+    name="shardwell",
+    help="The Zero Redundancy Optimizer as one small engine on PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo_command.demo)
+app.command("run", context_settings={"allow_interspersed_args": False})(run_command.run)
+app.command("doctor")(doctor_command.doctor)
+app.command("config")(config_command.show)
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. What shardwell raises on purpose is one red line and exit code 2, not a traceback."""
+    try:
+        app()
+    except ShardwellError as error:
+        if os.environ.get("SHARDWELL_DEBUG") == "1":
+            raise
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,134 @@
+"""`shardwell demo`: trains one small model at every stage and holds what was measured against the formulas."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from shardwell.cli.demo_report import StageResult, Verdict, compare, loss_line, results_table, save_json, save_picture
+from shardwell.cli.launch import Interrupted, Place, RanksFailed, launch
+from shardwell.errors import ShardwellError
+
+_ROWS = 4  # per rank and step, of 128 bytes each
+_LEARNING_RATE = 2e-3
+_WIDTH_IN_A_PIPE = 130
+
+
+def demo(
+    ranks: Annotated[int, typer.Option(min=1, help="CPU ranks.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps at each stage.")] = 60,
+    stages: Annotated[str, typer.Option(help="Which stages, such as 0,3. All are compared with the first.")] = "0,1,2,3",
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the raw numbers.")] = Path("shardwell-demo"),
+    trace: Annotated[bool, typer.Option("--trace", help="Print what happened in the last step of each stage.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 over fp32 masters.")] = False,
+) -> None:
+    """Train a small GPT on this machine's CPU at each ZeRO stage: same losses, less memory."""
+    from shardwell.cli.demo_rank import Job
+
+    chosen = _parse_stages(stages)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH_IN_A_PIPE)
+    with tempfile.TemporaryDirectory(prefix="shardwell-demo-") as folder:
+        events = Path(folder, "events.jsonl")
+        events.touch()
+        job = Job(chosen, steps, _ROWS, _LEARNING_RATE, bf16, trace, str(events))
+        results = _train(job.to_json(), chosen, steps, ranks, events, console)
+    verdict = compare(results, bf16)
+    _show(console, results, verdict, ranks, bf16, trace)
+    out.mkdir(parents=True, exist_ok=True)
+    save_json(out / "demo.json", results, verdict, ranks=ranks, steps=steps, bf16=bf16)
+    save_picture(out / "demo.png", results, ranks, bf16)
+    console.print(f"picture: {out / 'demo.png'}   numbers: {out / 'demo.json'}")
+    if not verdict.agrees:
+        raise typer.Exit(1)
+
+
+def _parse_stages(text: str) -> list[int]:
+    wanted = [part.strip() for part in text.split(",")]
+    if not wanted or any(part not in ("0", "1", "2", "3") for part in wanted) or len(set(wanted)) < len(wanted):
+        raise ShardwellError(f"--stages {text}: expected some of 0,1,2,3, separated by commas, each once")
+    return [int(part) for part in wanted]
+
+
+def _train(job: str, stages: list[int], steps: int, ranks: int, events: Path, console: Console) -> list[StageResult]:
+    """All stages in one set of processes; ends the command with the first failing rank's error if there is one."""
+    progress = Progress(
+        TextColumn("stage {task.fields[stage]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    tasks: dict[int, TaskID] = {}
+    results: list[StageResult] = []
+
+    def take(event: dict[str, Any]) -> None:
+        stage = event.pop("stage")
+        if event.pop("event") == "stage":
+            results.append(StageResult(stage=stage, **event))
+            return
+        if stage not in tasks:
+            tasks[stage] = progress.add_task("", total=steps, stage=stage, loss="", speed="")
+        speed = f"{event['tokens_per_second']:,.0f}"
+        progress.update(tasks[stage], completed=event["step"], loss=f"{event['loss']:.3f}", speed=speed)
+
+    console.print(f"training a byte-level GPT on {ranks} CPU rank(s) at stage {', '.join(map(str, stages))}")
+    try:
+        with progress, _listening(events, take):
+            launch(["-m", "shardwell.cli.demo_rank", job], Place(ranks), quiet_ranks=True)
+    except RanksFailed as failure:
+        failure.show()
+        raise typer.Exit(failure.exit_code) from None
+    except Interrupted as interrupted:
+        Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
+        raise typer.Exit(interrupted.exit_code) from None
+    return results
+
+
+@contextmanager
+def _listening(path: Path, take: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Hand every line that appears in `path` to `take`, from a thread of its own, until the block ends."""
+    ended = threading.Event()
+
+    def listen() -> None:
+        rest = ""
+        with path.open(encoding="utf-8") as file:
+            while True:
+                last_look = ended.wait(0.05)
+                *lines, rest = (rest + file.read()).split("\n")
+                for line in lines:
+                    take(json.loads(line))
+                if last_look:
+                    return
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _show(
+    console: Console, results: list[StageResult], verdict: Verdict, ranks: int, bf16: bool, trace: bool
+) -> None:
+    if trace:
+        for result in results:
+            console.print(f"\n[bold]stage {result.stage}, one step[/bold]")
+            console.print(Text(result.trace or ""))
+    console.print(results_table(results, ranks, bf16))
+    console.print(loss_line(results, verdict))

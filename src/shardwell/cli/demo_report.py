@@ -1,0 +1,178 @@
+"""The demo's numbers against the formulas: a table, a verdict on the losses, a picture and a JSON file.
+
+Formulas are for Adam with fp32 state over Ψ parameters and N ranks. A parameter and its gradient take w bytes each
+(4, or 2 in bfloat16, whose fp32 master keeps its other 2 bytes with the optimizer), so the optimizer takes 12 - w.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from shardwell.memory.account import human
+from shardwell.version import __version__
+
+# All stages average the same gradients with the same arithmetic; only the places where buffers are cut, and with them
+# the order of a few fp32 additions, may differ. One rounding of a loss near 5 is 3e-7. Adam divides by the gradient's
+# own size, so a rounding can grow to a visible part of an update where a gradient is almost zero; 1e-3 leaves room for
+# that over hundreds of steps. A mistake is far larger: a lost or doubled average moves the loss by more than 1e-2
+# within ten steps. bfloat16 keeps 8 bits, 2 ** 16 times fewer, but fp32 masters and sums absorb most of it.
+_TOLERANCE = {False: 1e-3, True: 2e-2}
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage measured: bytes on the rank where they are largest."""
+
+    stage: int
+    parameters: int
+    losses: list[float]
+    seconds: float
+    at_rest: dict[str, int]
+    after_backward: dict[str, int]  # a reduce or two may still be in flight
+    before_update: dict[str, int]  # all gradients are averaged
+    received_per_step: dict[str, int]
+    trace: str | None = None
+
+    @property
+    def rest(self) -> int:
+        return sum(self.at_rest[state] for state in ("parameters", "gradients", "optimizer"))
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What one stage must hold and receive, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    received: float
+
+    @property
+    def rest(self) -> float:
+        return self.parameters + self.optimizer
+
+
+def formula(stage: int, num_parameters: int, num_ranks: int, bf16: bool) -> Formula:
+    width = 2 if bf16 else 4
+    share = num_parameters / num_ranks
+    moves = 3 if stage == 3 and num_ranks > 1 else 2
+    return Formula(
+        parameters=width * (share if stage == 3 else num_parameters),
+        gradients=width * (share if stage >= 1 else num_parameters),
+        optimizer=(12 - width) * (share if stage >= 1 else num_parameters),
+        received=(num_ranks - 1) / num_ranks * width * moves * num_parameters,
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the loss curves are one curve."""
+
+    largest_difference: float
+    tolerance: float
+    agrees: bool
+
+
+def compare(results: list[StageResult], bf16: bool) -> Verdict:
+    """Hold every stage's losses against the first's."""
+    first = results[0].losses
+    largest = max(abs(a - b) for other in results for a, b in zip(first, other.losses, strict=True))
+    return Verdict(largest, _TOLERANCE[bf16], largest <= _TOLERANCE[bf16])
+
+
+def results_table(results: list[StageResult], num_ranks: int, bf16: bool) -> Table:
+    count = results[0].parameters
+    kind = "bf16" if bf16 else "fp32"
+    table = Table(title=f"bytes per rank: Ψ = {count:,} parameters, N = {num_ranks}, Adam, {kind}; formula and deviation")
+    table.add_column("stage", justify="right")
+    for what in ("at rest", "averaged gradients", "received per step"):
+        table.add_column(what, justify="right")
+        table.add_column("formula", justify="right")
+        table.add_column("off by", justify="right")
+    for result in results:
+        expected = formula(result.stage, count, num_ranks, bf16)
+        cells: list[str | Text] = [str(result.stage)]
+        for found, wanted in (
+            (result.rest, expected.rest),
+            (result.before_update["gradients"], expected.gradients),
+            (result.received_per_step["payload"], expected.received),
+        ):
+            cells += [human(found), human(wanted), _deviation(found, wanted)]
+        table.add_row(*cells)
+    return table
+
+
+def _deviation(found: float, wanted: float) -> Text:
+    if not wanted:
+        return Text("0.00 %" if not found else "∞", "green" if not found else "red")
+    percent = 100 * (found - wanted) / wanted
+    return Text(f"{percent:+.2f} %", "green" if abs(percent) < 0.5 else "yellow" if abs(percent) < 5 else "red")
+
+
+def loss_line(results: list[StageResult], verdict: Verdict) -> Text:
+    first = results[0]
+    word = ("pass", "bold green") if verdict.agrees else ("FAIL", "bold red")
+    others = ", ".join(str(result.stage) for result in results[1:])
+    fell = f"loss {first.losses[0]:.3f} → {first.losses[-1]:.3f} in {len(first.losses)} steps; "
+    if not others:
+        return Text(fell + "one stage, nothing to compare")
+    compared = f"stage {others} differ{'s' if len(results) == 2 else ''} from stage {first.stage} by at most "
+    return Text.assemble(
+        fell, compared, f"{verdict.largest_difference:.1e} (tolerance {verdict.tolerance:.0e}): ", word
+    )
+
+
+def save_json(path: Path, results: list[StageResult], verdict: Verdict, **settings: Any) -> None:
+    import torch
+
+    stages = []
+    for result in results:
+        expected = formula(result.stage, result.parameters, settings["ranks"], settings["bf16"])
+        stages.append({**asdict(result), "formula": {**asdict(expected), "rest": expected.rest}})
+    versions = {"shardwell": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    whole = {
+        "command": " ".join(["shardwell", *sys.argv[1:]]),
+        "versions": versions,
+        **settings,
+        "verdict": asdict(verdict),
+        "stages": stages,
+    }
+    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def save_picture(path: Path, results: list[StageResult], num_ranks: int, bf16: bool) -> None:
+    """Left the loss curves, right the bytes per rank when all gradients are averaged, with the formulas as lines."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for index, result in enumerate(results):
+        # thinner and thinner, so that curves that lie on each other all show
+        left.plot(result.losses, label=f"stage {result.stage}", linewidth=2 * (len(results) - index), alpha=0.8)
+    left.set(xlabel="step", ylabel="loss (nats per byte)", title="the same training at every stage")
+    left.legend()
+
+    names = [f"stage {result.stage}" for result in results]
+    bottom = [0.0] * len(results)
+    for state in ("parameters", "gradients", "optimizer"):
+        sizes = [result.before_update[state] / 2**20 for result in results]
+        right.bar(names, sizes, bottom=bottom, label=state, width=0.6)
+        bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+    for index, result in enumerate(results):
+        expected = formula(result.stage, result.parameters, num_ranks, bf16)
+        height = (expected.rest + expected.gradients) / 2**20
+        right.hlines(height, index - 0.38, index + 0.38, "black", "dashed", label=None if index else "formula")
+    right.set(ylabel=f"MiB on each of {num_ranks} ranks", title="memory before the update", ylim=(0, 1.25 * max(bottom)))
+    right.legend(ncols=2, loc="upper right")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

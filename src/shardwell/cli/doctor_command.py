@@ -1,0 +1,185 @@
+"""`shardwell doctor`: what this machine has, what works, what is off and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardwell.memory.account import human
+from shardwell.version import __version__
+
+_OLDEST_TORCH = (2, 11)
+_SMALL_SHM = 1 << 30
+_MARKS = {"broken": "[bold red]broken[/bold red]", "warning": "[yellow]warning[/yellow]", "note": "[cyan]note[/cyan]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is missing or off."""
+
+    level: str  # "broken": training cannot work; "warning": it may be slow or fail later; "note": good to know
+    found: str
+    remedy: str
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Check this machine. Exit code 0 unless something that training needs is broken."""
+    sections = {"versions": versions(), "devices": devices(), "backends": backends()}
+    findings = check(sections)
+    broken = any(finding.level == "broken" for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({**sections, "findings": [asdict(f) for f in findings], "ok": not broken}, indent=2))
+    else:
+        _show(sections, findings)
+    if broken:
+        raise typer.Exit(1)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what shardwell stands on; None for what is not installed."""
+    import torch
+
+    found: dict[str, str | None] = {"shardwell": __version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "pydantic", "triton"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    found["cuda"] = torch.version.cuda
+    return found
+
+
+def devices() -> dict[str, Any]:
+    """The processor, its memory and the GPUs."""
+    import psutil
+    import torch
+
+    gpus = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append({"name": properties.name, "memory": properties.total_memory})
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "gpus": gpus,
+    }
+
+
+def backends() -> dict[str, str]:
+    """For each process-group backend 'works', 'available' (built in, not tried), 'missing' or what went wrong."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {"gloo": "missing", "nccl": "missing"}
+    nccl = "missing"
+    if dist.is_nccl_available():
+        nccl = _try_backend("nccl", "cuda") if torch.cuda.is_available() else "available"
+    return {"gloo": _try_backend("gloo", "cpu"), "nccl": nccl}
+
+
+def _try_backend(name: str, device: str) -> str:
+    """Start a group of one rank, in this process, and sum over it."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            value = torch.ones(3, device=device)
+            dist.all_reduce(value)
+            return "works" if value.tolist() == [1.0, 1.0, 1.0] else f"gives {value.tolist()} for a sum of ones"
+        finally:
+            dist.destroy_process_group()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def check(sections: dict[str, Any]) -> list[Finding]:
+    """Hold what was found against what training needs."""
+    findings = [*_check_torch(sections["versions"]), *_check_backends(sections), *_check_memory()]
+    order = list(_MARKS)
+    return sorted(findings, key=lambda finding: order.index(finding.level))
+
+
+def _check_torch(found: dict[str, str | None]) -> list[Finding]:
+    findings = []
+    words = (found["torch"] or "0.0").split("+")[0].split(".")[:2]
+    if tuple(int(word) for word in words if word.isdigit()) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        findings.append(Finding("broken", f"torch {found['torch']}", f"pip install 'torch>={oldest}'"))
+    if found["triton"] is None:
+        findings.append(Finding("note", "no triton", "not needed to train; torch.compile on a GPU would need it"))
+    return findings
+
+
+def _check_backends(sections: dict[str, Any]) -> list[Finding]:
+    findings = []
+    gloo, nccl = sections["backends"]["gloo"], sections["backends"]["nccl"]
+    if gloo != "works":
+        remedy = "CPU ranks need it: reinstall torch with distributed support, check the loopback interface"
+        findings.append(Finding("broken", f"gloo: {gloo}", remedy))
+    if not sections["devices"]["gpus"]:
+        findings.append(Finding("note", "no CUDA device", "stages run on CPU ranks with gloo"))
+    elif nccl != "works":
+        remedy = "GPU ranks need it: install a CUDA build of torch, try NCCL_DEBUG=INFO"
+        findings.append(Finding("broken", f"nccl: {nccl}", remedy))
+    return findings
+
+
+def _check_memory() -> list[Finding]:
+    findings = []
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and locked < 1 << 30:
+        remedy = "only InfiniBand needs more locked memory: ulimit -l unlimited"
+        findings.append(Finding("note", f"memlock limit of {human(locked)}", remedy))
+    shared = Path("/dev/shm")
+    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _SMALL_SHM:
+        remedy = "loader workers and NCCL share memory there: docker run --shm-size=8g, or --ipc=host"
+        findings.append(Finding("warning", f"{shared} holds only {human(size)}", remedy))
+    return findings
+
+
+def _cpu_model() -> str:
+    """As Linux names it, or what Python knows."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _show(sections: dict[str, Any], findings: list[Finding]) -> None:
+    console = Console()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in sections["versions"].items():
+        table.add_row(name, value or "[dim]none[/dim]")
+    machine = sections["devices"]
+    table.add_row("cpu", escape(f"{machine['cpu']}, {machine['cores']} core(s), {human(machine['memory'])}"))
+    for index, gpu in enumerate(machine["gpus"]):
+        table.add_row(f"gpu {index}", escape(f"{gpu['name']}, {human(gpu['memory'])}"))
+    for name, state in sections["backends"].items():
+        table.add_row(name, "[green]works[/green]" if state == "works" else escape(state))
+    console.print(table)
+    for finding in findings:
+        console.print(f"{_MARKS[finding.level]}: {escape(finding.found)}. {escape(finding.remedy)}", soft_wrap=True)
+    if not any(finding.level == "broken" for finding in findings):
+        console.print("[green]ready to train[/green]")

@@ -1,0 +1,85 @@
+"""One rank: runs the user's script or module as `__main__` and writes down what ended it.
+
+Started by file name with nothing but the standard library, so that the script is the first to import torch. The
+launcher reads the error file and prints the first failing rank's error; here nothing is printed, because the
+tracebacks of many ranks on one terminal hide the one that matters.
+
+    python rank.py script.py ARGS...
+    python rank.py -m module ARGS...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+
+_PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
+
+
+def main() -> None:
+    """Run what the arguments name. Ends with the script's own exit code, with 1 after an exception."""
+    _end_with_launcher()
+    if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]  # the script's folder takes its place
+    as_module = sys.argv[1] == "-m"
+    target = sys.argv[2 if as_module else 1]
+    sys.argv = sys.argv[2 if as_module else 1 :]
+    try:
+        if as_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+            runpy.run_path(target, run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            _write_down(leaving, leaving.code, "")
+        raise
+    except Exception as error:
+        trace = _own_traceback(error)
+        if not _write_down(error, f"{type(error).__name__}: {error}", trace):
+            sys.stderr.write(trace)
+        sys.exit(1)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback without the frames of this file and of runpy."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith((__file__, "<frozen runpy>", "runpy.py")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _write_down(error: BaseException, message: str, trace: str) -> bool:
+    """Write the file that torch's elastic agent expects, with a finer clock and the names of the error's classes."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    now = time.time()
+    extra = {"py_callstack": trace, "timestamp": str(int(now)), "seconds": now, "kinds": kinds}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    except OSError:
+        return False
+    return True
+
+
+def _end_with_launcher() -> None:
+    """A launcher that is killed cannot end its ranks; on Linux the kernel does it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()
