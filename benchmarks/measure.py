@@ -120,6 +120,10 @@ def gc_tensor_bytes() -> int:
 
 def _ring_share(operation: str, num_bytes: int, world: int) -> float:
     """Bytes that a rank sends on average in a bandwidth-optimal algorithm, for a whole buffer of ``num_bytes``."""
+    if operation == "send":
+        return num_bytes
+    if operation.startswith("recv"):
+        return 0
     share = num_bytes * (world - 1) / world
     return 2 * share if operation.startswith("allreduce") else share
 

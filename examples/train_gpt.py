@@ -20,17 +20,16 @@ class Gpt(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(256, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
-        block = dict(d_model=WIDTH, nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(**block) for _ in range(BLOCKS))
+        layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True) for _ in range(BLOCKS)]
+        self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        inputs, targets = text[:, :-1], text[:, 1:]
-        x = self.embed(inputs) + self.position(torch.arange(CONTEXT, device=text.device))
+        x = self.embed(text[:, :-1]) + self.position(torch.arange(CONTEXT, device=text.device))
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=text.device)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), text[:, 1:].flatten())
 
 
 class Pieces(Dataset):

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
-import pytest
-import torch
+# Some virtual machines announce AMX and then refuse its instructions, which kills any bf16 matrix product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
-from tests.ranks import Ranks
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.ranks import Ranks  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -1,8 +1,13 @@
-"""shardwell: the Zero Redundancy Optimizer as one small engine on PyTorch."""
+"""shardwell: the Zero Redundancy Optimizer as one small engine on PyTorch.
 
-from shardwell import zero
-from shardwell.config import Config
-from shardwell.engine import Engine, Initialized, Trace, initialize
+Public names are loaded when they are first used, so that the command line does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardwell.errors import (
     BackwardError,
     ConfigError,
@@ -14,6 +19,11 @@ from shardwell.errors import (
     ShardwellError,
 )
 from shardwell.version import __version__
+
+if TYPE_CHECKING:
+    from shardwell import zero
+    from shardwell.config import Config
+    from shardwell.engine import Engine, Initialized, Trace, initialize
 
 __all__ = [
     "BackwardError",
@@ -32,3 +42,16 @@ __all__ = [
     "initialize",
     "zero",
 ]
+
+_HOME = {
+    "Config": "shardwell.config",
+    **dict.fromkeys(("Engine", "Initialized", "Trace", "initialize"), "shardwell.engine"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "zero":
+        return import_module("shardwell.zero")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'shardwell' has no attribute '{name}'")

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from shardwell.cli.demo_report import StageResult, Verdict, compare, loss_line, results_table, save_json, save_picture
-from shardwell.cli.launch import Interrupted, Place, RanksFailed, launch
+from shardwell.cli.launch import Place, RanksFailedError, RunInterruptedError, launch
 from shardwell.errors import ShardwellError
 
 _ROWS = 4  # per rank and step, of 128 bytes each
@@ -27,7 +27,9 @@ _WIDTH_IN_A_PIPE = 130
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="CPU ranks.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps at each stage.")] = 60,
-    stages: Annotated[str, typer.Option(help="Which stages, such as 0,3. All are compared with the first.")] = "0,1,2,3",
+    stages: Annotated[
+        str, typer.Option(help="Which stages, such as 0,3. All are compared with the first.")
+    ] = "0,1,2,3",
     out: Annotated[Path, typer.Option(help="Folder for the picture and the raw numbers.")] = Path("shardwell-demo"),
     trace: Annotated[bool, typer.Option("--trace", help="Print what happened in the last step of each stage.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 over fp32 masters.")] = False,
@@ -89,10 +91,10 @@ def _train(job: str, stages: list[int], steps: int, ranks: int, events: Path, co
     try:
         with progress, _listening(events, take):
             launch(["-m", "shardwell.cli.demo_rank", job], Place(ranks), quiet_ranks=True)
-    except RanksFailed as failure:
+    except RanksFailedError as failure:
         failure.show()
         raise typer.Exit(failure.exit_code) from None
-    except Interrupted as interrupted:
+    except RunInterruptedError as interrupted:
         Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
         raise typer.Exit(interrupted.exit_code) from None
     return results
@@ -123,9 +125,7 @@ def _listening(path: Path, take: Callable[[dict[str, Any]], None]) -> Iterator[N
         thread.join()
 
 
-def _show(
-    console: Console, results: list[StageResult], verdict: Verdict, ranks: int, bf16: bool, trace: bool
-) -> None:
+def _show(console: Console, results: list[StageResult], verdict: Verdict, ranks: int, bf16: bool, trace: bool) -> None:
     if trace:
         for result in results:
             console.print(f"\n[bold]stage {result.stage}, one step[/bold]")

@@ -34,7 +34,8 @@ class Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        changed: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + changed
 
 
 class ByteGpt(nn.Module):

@@ -86,6 +86,7 @@ def train(job: Job, stage: int, text: Tensor, rank: int, num_ranks: int, reporte
     at_update = AtUpdate()
     at_update.watch(engine)
     losses: list[float] = []
+    norms: list[float] = []
     after_backward: MemoryReport | None = None
     trace = ""
     began = time.perf_counter()
@@ -101,6 +102,7 @@ def train(job: Job, stage: int, text: Tensor, rank: int, num_ranks: int, reporte
         mean = loss.detach().double() / num_ranks
         dist.all_reduce(mean)
         losses.append(float(mean))
+        norms.append(engine.get_global_grad_norm() or 0.0)
         speed = (step + 1) * rows.shape[0] * CONTEXT * num_ranks / (time.perf_counter() - began)
         reporter.say("step", stage=stage, step=step + 1, loss=losses[-1], tokens_per_second=speed)
     measured = {
@@ -114,6 +116,7 @@ def train(job: Job, stage: int, text: Tensor, rank: int, num_ranks: int, reporte
         stage=stage,
         parameters=num_parameters,
         losses=losses,
+        gradient_norms=norms,
         seconds=time.perf_counter() - began,
         trace=trace if job.trace else None,
         **_largest_over_ranks(measured),

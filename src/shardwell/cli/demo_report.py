@@ -16,14 +16,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.memory.account import human
 from shardwell.version import __version__
 
-# All stages average the same gradients with the same arithmetic; only the places where buffers are cut, and with them
-# the order of a few fp32 additions, may differ. One rounding of a loss near 5 is 3e-7. Adam divides by the gradient's
-# own size, so a rounding can grow to a visible part of an update where a gradient is almost zero; 1e-3 leaves room for
-# that over hundreds of steps. A mistake is far larger: a lost or doubled average moves the loss by more than 1e-2
-# within ten steps. bfloat16 keeps 8 bits, 2 ** 16 times fewer, but fp32 masters and sums absorb most of it.
+# All stages average the same gradients; only the places where buffers are cut, and with them the order of a few
+# additions, may differ. One fp32 rounding of a loss near 5 is 3e-7. Adam divides by the gradient's own size, so where
+# a gradient is almost zero a rounding can grow into a visible part of an update: 1e-3 leaves room for that over
+# hundreds of steps. A mistake is larger: ranks that do not average are off by 2e-2 after the first step. Adam does not
+# feel a gradient that is wrong by a factor, but its norm does; so norms are compared too, relative to their size.
+# bfloat16 rounds 2 ** 16 times more coarsely, but only the compute: masters and sums are fp32.
 _TOLERANCE = {False: 1e-3, True: 2e-2}
 
 
@@ -34,6 +34,7 @@ class StageResult:
     stage: int
     parameters: int
     losses: list[float]
+    gradient_norms: list[float]
     seconds: float
     at_rest: dict[str, int]
     after_backward: dict[str, int]  # a reduce or two may still be in flight
@@ -74,24 +75,33 @@ def formula(stage: int, num_parameters: int, num_ranks: int, bf16: bool) -> Form
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the loss curves are one curve."""
+    """Whether the stages trained alike."""
 
-    largest_difference: float
+    loss_difference: float  # the largest over all steps and stages
+    norm_difference: float  # the same for the gradient's norm, relative
     tolerance: float
     agrees: bool
 
 
 def compare(results: list[StageResult], bf16: bool) -> Verdict:
-    """Hold every stage's losses against the first's."""
-    first = results[0].losses
-    largest = max(abs(a - b) for other in results for a, b in zip(first, other.losses, strict=True))
-    return Verdict(largest, _TOLERANCE[bf16], largest <= _TOLERANCE[bf16])
+    """Hold every stage's losses and gradient norms against the first's."""
+    first, tolerance = results[0], _TOLERANCE[bf16]
+    loss = norm = 0.0
+    for other in results[1:]:
+        loss = max(loss, *(abs(a - b) for a, b in zip(first.losses, other.losses, strict=True)))
+        pairs = zip(first.gradient_norms, other.gradient_norms, strict=True)
+        norm = max(norm, *(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs))
+    return Verdict(loss, norm, tolerance, max(loss, norm) <= tolerance)
 
 
 def results_table(results: list[StageResult], num_ranks: int, bf16: bool) -> Table:
+    from shardwell.memory.account import human
+
     count = results[0].parameters
     kind = "bf16" if bf16 else "fp32"
-    table = Table(title=f"bytes per rank: Ψ = {count:,} parameters, N = {num_ranks}, Adam, {kind}; formula and deviation")
+    table = Table(
+        title=f"bytes per rank: Ψ = {count:,} parameters, N = {num_ranks}, Adam, {kind}; formula and deviation"
+    )
     table.add_column("stage", justify="right")
     for what in ("at rest", "averaged gradients", "received per step"):
         table.add_column(what, justify="right")
@@ -124,10 +134,11 @@ def loss_line(results: list[StageResult], verdict: Verdict) -> Text:
     fell = f"loss {first.losses[0]:.3f} → {first.losses[-1]:.3f} in {len(first.losses)} steps; "
     if not others:
         return Text(fell + "one stage, nothing to compare")
-    compared = f"stage {others} differ{'s' if len(results) == 2 else ''} from stage {first.stage} by at most "
-    return Text.assemble(
-        fell, compared, f"{verdict.largest_difference:.1e} (tolerance {verdict.tolerance:.0e}): ", word
+    compared = (
+        f"from stage {first.stage} to stage {others} the loss differs by at most {verdict.loss_difference:.1e}, "
+        f"the gradient norm by {verdict.norm_difference:.1e} of itself (tolerance {verdict.tolerance:.0e}): "
     )
+    return Text.assemble(fell, compared, word)
 
 
 def save_json(path: Path, results: list[StageResult], verdict: Verdict, **settings: Any) -> None:
@@ -172,7 +183,9 @@ def save_picture(path: Path, results: list[StageResult], num_ranks: int, bf16: b
         expected = formula(result.stage, result.parameters, num_ranks, bf16)
         height = (expected.rest + expected.gradients) / 2**20
         right.hlines(height, index - 0.38, index + 0.38, "black", "dashed", label=None if index else "formula")
-    right.set(ylabel=f"MiB on each of {num_ranks} ranks", title="memory before the update", ylim=(0, 1.25 * max(bottom)))
+    right.set(
+        ylabel=f"MiB on each of {num_ranks} ranks", title="memory before the update", ylim=(0, 1.25 * max(bottom))
+    )
     right.legend(ncols=2, loc="upper right")
     figure.savefig(path, dpi=130)
     plt.close(figure)

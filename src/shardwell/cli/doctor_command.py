@@ -8,6 +8,9 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
+import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardwell.memory.account import human
 from shardwell.version import __version__
 
 _OLDEST_TORCH = (2, 11)
+_WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 _SMALL_SHM = 1 << 30
 _MARKS = {"broken": "[bold red]broken[/bold red]", "warning": "[yellow]warning[/yellow]", "note": "[cyan]note[/cyan]"}
 
@@ -38,7 +41,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Check this machine. Exit code 0 unless something that training needs is broken."""
-    sections = {"versions": versions(), "devices": devices(), "backends": backends()}
+    sections = {"versions": versions(), "devices": devices(), "backends": backends(), "bf16_on_cpu": bf16_on_cpu()}
     findings = check(sections)
     broken = any(finding.level == "broken" for finding in findings)
     if as_json:
@@ -65,7 +68,7 @@ def versions() -> dict[str, str | None]:
 
 def devices() -> dict[str, Any]:
     """The processor, its memory and the GPUs."""
-    import psutil
+    import psutil  # type: ignore[import-untyped, unused-ignore]
     import torch
 
     gpus = []
@@ -100,15 +103,25 @@ def _try_backend(name: str, device: str) -> str:
     import torch.distributed as dist
 
     try:
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            value = torch.ones(3, device=device)
-            dist.all_reduce(value)
-            return "works" if value.tolist() == [1.0, 1.0, 1.0] else f"gives {value.tolist()} for a sum of ones"
-        finally:
-            dist.destroy_process_group()
+        with tempfile.TemporaryDirectory(prefix="shardwell-") as folder:
+            dist.init_process_group(name, init_method=f"file://{folder}/store", rank=0, world_size=1)
+            try:
+                value = torch.ones(3, device=device)
+                dist.all_reduce(value)
+                return "works" if value.tolist() == [1.0, 1.0, 1.0] else f"gives {value.tolist()} for a sum of ones"
+            finally:
+                dist.destroy_process_group()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def bf16_on_cpu() -> bool:
+    """Whether a matrix product in bfloat16 survives on the CPU, in a process of its own.
+
+    Virtual machines may announce instructions (AMX) that they do not let through.
+    """
+    product = "import torch; a = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(a, a)"
+    return subprocess.run([sys.executable, "-c", product], capture_output=True).returncode == 0
 
 
 def check(sections: dict[str, Any]) -> list[Finding]:
@@ -140,10 +153,15 @@ def _check_backends(sections: dict[str, Any]) -> list[Finding]:
     elif nccl != "works":
         remedy = "GPU ranks need it: install a CUDA build of torch, try NCCL_DEBUG=INFO"
         findings.append(Finding("broken", f"nccl: {nccl}", remedy))
+    if not sections["bf16_on_cpu"]:
+        remedy = f"for bf16 on CPU ranks: export {_WITHOUT_AMX}"
+        findings.append(Finding("warning", "bfloat16 on this CPU crashes torch", remedy))
     return findings
 
 
 def _check_memory() -> list[Finding]:
+    from shardwell.memory.account import human
+
     findings = []
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and locked < 1 << 30:
@@ -168,6 +186,8 @@ def _cpu_model() -> str:
 
 
 def _show(sections: dict[str, Any], findings: list[Finding]) -> None:
+    from shardwell.memory.account import human
+
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in sections["versions"].items():

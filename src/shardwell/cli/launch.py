@@ -62,12 +62,14 @@ class End:
     def cause(self) -> str:
         if self.message:
             return self.message
+        if self.exit_code == -signal.SIGILL:
+            return "ended by SIGILL: torch used an instruction that this CPU lacks; shardwell doctor may know which"
         if self.exit_code < 0:
             return f"ended by {_signal_name(-self.exit_code)}"
         return f"ended with exit code {self.exit_code}"
 
 
-class RanksFailed(ShardwellError):
+class RanksFailedError(ShardwellError):
     """One or more ranks failed; `ends` has the first of them first."""
 
     def __init__(self, ends: Sequence[End]) -> None:
@@ -92,7 +94,7 @@ class RanksFailed(ShardwellError):
                 console.print(Text(line, "dim"), soft_wrap=True)
 
 
-class Interrupted(ShardwellError):
+class RunInterruptedError(ShardwellError):
     """Ctrl-C, or another signal, ended the run; no rank is left."""
 
     def __init__(self, number: int) -> None:
@@ -103,8 +105,8 @@ class Interrupted(ShardwellError):
 def launch(command: Sequence[str], place: Place, *, quiet_ranks: bool = False) -> None:
     """Run `command` (`script args...` or `-m module args...`) on every rank; returns when all have succeeded.
 
-    When a rank fails the others are ended and `RanksFailed` is raised; on a signal, `Interrupted`. `quiet_ranks` keeps
-    what ranks print off the terminal.
+    When a rank fails the others are ended and `RanksFailedError` is raised; on a signal, `RunInterruptedError`.
+    `quiet_ranks` keeps what ranks print off the terminal.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // place.ranks_here)))
     with tempfile.TemporaryDirectory(prefix="shardwell-") as logs, _no_leftovers(), _quiet_agent():
@@ -116,11 +118,11 @@ def launch(command: Sequence[str], place: Place, *, quiet_ranks: bool = False) -
         try:
             elastic_launch(config, sys.executable)(str(_RANK), *command)
         except ChildFailedError as error:
-            raise RanksFailed(in_order([_end(r, f, logs) for r, f in error.failures.items()])) from None
+            raise RanksFailedError(in_order([_end(r, f, logs) for r, f in error.failures.items()])) from None
         except SignalException as error:
-            raise Interrupted(error.sigval) from None
+            raise RunInterruptedError(error.sigval) from None
         except KeyboardInterrupt:
-            raise Interrupted(signal.SIGINT) from None
+            raise RunInterruptedError(signal.SIGINT) from None
 
 
 def in_order(ends: Sequence[End]) -> list[End]:
@@ -176,7 +178,7 @@ def _no_leftovers() -> Iterator[None]:
     try:
         yield
     finally:
-        import psutil
+        import psutil  # type: ignore[import-untyped, unused-ignore]
 
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shardwell.cli.launch import Interrupted, Place, RanksFailed, launch
+from shardwell.cli.launch import Place, RanksFailedError, RunInterruptedError, launch
 from shardwell.errors import ShardwellError
 
 
 def run(
     script: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False),
     ],
     num_ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on this node.  [default: one per GPU, or one]")
@@ -30,10 +31,10 @@ def run(
     place = Place(num_ranks or _one_per_gpu(), nnodes, node_rank, master_addr, master_port)
     try:
         launch(["-m", *script] if module else script, place)
-    except RanksFailed as failure:
+    except RanksFailedError as failure:
         failure.show()
         raise typer.Exit(failure.exit_code) from None
-    except Interrupted as interrupted:
+    except RunInterruptedError as interrupted:
         Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
         raise typer.Exit(interrupted.exit_code) from None
 

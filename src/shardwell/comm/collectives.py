@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwell.comm.agreement import Agreement
 from shardwell.comm.ledger import Kind, Ledger
 from shardwell.comm.mesh import Mesh
-from shardwell.memory import Device, Mark, Pool, State
+from shardwell.memory import Device, Mark, Scratch, State
 
 _STAGING = "(staging)"
 
@@ -55,12 +55,12 @@ class Pending:
 class Collectives:
     """The collectives of one engine over one mesh."""
 
-    def __init__(self, mesh: Mesh, device: Device, ledger: Ledger, pool: Pool) -> None:
+    def __init__(self, mesh: Mesh, device: Device, ledger: Ledger, scratch: Scratch) -> None:
         self.mesh = mesh
         self.agreement: Agreement | None = None
         self._device = device
         self._ledger = ledger
-        self._pool = pool
+        self._scratch = scratch
         self._by_links = mesh.backend == "gloo" and device.torch_device.type == "cpu"
         self._tag = 0
 
@@ -93,7 +93,7 @@ class Collectives:
         size, rank = self.mesh.size, self.mesh.rank
         shard = flat.numel() // size
         if self._by_links:
-            received = self._pool.take((size - 1) * shard, flat.dtype, State.STAGING, _STAGING)
+            received = self._scratch.take((size - 1) * shard, flat.dtype, State.STAGING, _STAGING)
             incoming = iter(received.split(shard) if shard else [received] * (size - 1))
             shards = flat.chunk(size)
             works = self._swap([(part, part if r == rank else next(incoming)) for r, part in enumerate(shards)])
@@ -101,7 +101,7 @@ class Collectives:
             def finish() -> None:
                 self._wait_all(works)
                 combine([shards[rank], *received.split(max(shard, 1))], into, scale, accumulate)
-                self._pool.give(received)
+                self._scratch.give(received)
 
             return Pending(finish)
         if self.mesh.backend != "gloo" and flat.dtype in (torch.float32, torch.float64):
@@ -160,7 +160,7 @@ class Collectives:
             return _after(self._device.reduces.mark())
 
     def _reduce_by_exchange(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
-        received = self._pool.take(flat.numel(), flat.dtype, State.STAGING, _STAGING)
+        received = self._scratch.take(flat.numel(), flat.dtype, State.STAGING, _STAGING)
         with self._device.reduces.after_current():
             work = self._guarded(dist.all_to_all_single, received, flat, group=self.mesh.group, async_op=True)
 
@@ -171,7 +171,7 @@ class Collectives:
                     combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
                     mark = self._device.reduces.mark()
                 mark.wait()
-                self._pool.give(received)
+                self._scratch.give(received)
 
             if self.mesh.backend == "gloo":
                 return Pending(finish)
@@ -179,7 +179,7 @@ class Collectives:
             parts = list(received.chunk(self.mesh.size))
             combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
             mark = self._device.reduces.mark()
-        return _after(mark).then(lambda: self._pool.give(received))
+        return _after(mark).then(lambda: self._scratch.give(received))
 
     def _launched(self, work: Any) -> Pending:
         """Called on the lane: what the caller's lane has to wait for."""

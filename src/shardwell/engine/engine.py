@@ -161,8 +161,7 @@ class Engine(nn.Module):
         return self._ledger.last
 
     def trim(self) -> None:
-        """Give idle staging memory back."""
-        self._context.pool.trim()
+        """Give freed memory that the allocator keeps back to the system."""
         self._context.device.trim()
 
     @contextlib.contextmanager

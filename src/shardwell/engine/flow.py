@@ -49,7 +49,8 @@ class Flow:
         self.trace: Trace | None = None
         released = [unit for unit in units if unit.releasable]
         self._forward = Order(released)
-        self._backward = Order(released[::-1])
+        root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
+        self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
         self._tasks: set[int] = set()
         self._reducing: list[Group] = []
 
@@ -92,9 +93,15 @@ class Flow:
         expected = order.visit(unit) if unit.releasable else None
         self._gather(unit)
         unit.wait()
-        if expected is not None and expected.residency is Residency.RELEASED:
-            if expected.numel <= self.limits.prefetch and self._live() + expected.numel <= self.limits.live:
-                self._gather(expected)
+        if expected is not None and self._worth_prefetching(expected, order):
+            self._gather(expected)
+
+    def _worth_prefetching(self, unit: Unit, order: Order) -> bool:
+        if unit.residency is not Residency.RELEASED:
+            return False
+        if order is self._backward and isinstance(unit.module, nn.Embedding):
+            return False  # nothing in its backward waits for its values: early is only more memory
+        return unit.numel <= self.limits.prefetch and self._live() + unit.numel <= self.limits.live
 
     def _live(self) -> int:
         return sum(unit.numel for unit in self.units if unit.residency is not Residency.RELEASED)

@@ -20,6 +20,7 @@ class Order:
     def start(self) -> None:
         if self._seen:
             self._before = self._seen
+            self._next.pop(self._seen[-1].index, None)  # nothing came after it
         self._seen, self._last = [], None
 
     def visit(self, unit: Unit) -> Unit | None:

@@ -18,7 +18,7 @@ from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Account, Device, Pool
+from shardwell.memory import Account, Device, Scratch
 from shardwell.memory.device import default_device
 from shardwell.optim import Recipe, ShardedOptimizer, recipe_for
 from shardwell.optim.build import NO_LABEL
@@ -93,11 +93,11 @@ def initialize(
 
 def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledger, Agreement]:
     account, ledger = Account(), Ledger()
-    pool = Pool(home, account)
-    comm = Collectives(world, home, ledger, pool)
+    scratch = Scratch(home, account)
+    comm = Collectives(world, home, ledger, scratch)
     agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
     comm.agreement = agreement
-    return Context(home, account, pool, {Axis.WORLD: comm}), ledger, agreement
+    return Context(home, account, scratch, {Axis.WORLD: comm}), ledger, agreement
 
 
 def build_units(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context) -> list[Unit]:

@@ -3,6 +3,6 @@
 from shardwell.memory.account import Account, MemoryReport, State, Tier
 from shardwell.memory.buffer import Buffer
 from shardwell.memory.device import Device, Lane, Mark
-from shardwell.memory.pool import Pool
+from shardwell.memory.scratch import Scratch
 
-__all__ = ["Account", "Buffer", "Device", "Lane", "Mark", "MemoryReport", "Pool", "State", "Tier"]
+__all__ = ["Account", "Buffer", "Device", "Lane", "Mark", "MemoryReport", "Scratch", "State", "Tier"]

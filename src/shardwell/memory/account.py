@@ -37,14 +37,13 @@ Entry = tuple[State, str, Tier]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank, now and at the peak, by (state, unit, tier). Idle staging is kept apart: `trim()` frees it."""
+    """Bytes on this rank, now and at the peak, by (state, unit, tier)."""
 
     now: dict[Entry, int]
     peak: dict[Entry, int]  # the books at the moment when their total was largest
-    idle: int
 
     def total(self, state: State | None = None, *, at_peak: bool = False) -> int:
-        """All bytes, or those of one state; idle staging is not part of it."""
+        """All bytes, or those of one state."""
         books = self.peak if at_peak else self.now
         return sum(size for (kind, _, _), size in books.items() if state is None or kind is state)
 
@@ -67,7 +66,6 @@ class MemoryReport:
             table.add_row(state.value, tier.value, human(now), human(peak))
         table.add_section()
         table.add_row("all", "", human(self.total()), human(self.total(at_peak=True)))
-        table.add_row("idle staging", "", human(self.idle), "")
         return table
 
     def __str__(self) -> str:
@@ -82,7 +80,6 @@ class Account:
     _peak: dict[Entry, int] = field(default_factory=dict)
     _total: int = 0
     _peak_total: int = 0
-    idle: int = 0
 
     def add(self, state: State, unit: str, tier: Tier, size: int) -> None:
         self._now[state, unit, tier] += size
@@ -107,7 +104,7 @@ class Account:
 
     def report(self) -> MemoryReport:
         self._write_down_peak()
-        return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak), self.idle)
+        return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak))
 
     def reset_peak(self) -> None:
         self._peak_total, self._peak = self._total, {}

@@ -244,6 +244,5 @@ class ShardedOptimizer(Optimizer):
 
 def _shards_of(unit: Unit) -> Iterator[Shard]:
     for group in unit.trainable:
-        master = group.master
-        for run in group.runs:
-            yield Shard(group, run.label, run.start, master[run.start : run.start + run.numel])
+        for run, tensor in group.runs:
+            yield Shard(group, run.label, run.start, tensor)

@@ -22,7 +22,7 @@ from shardwell.comm.mesh import world_mesh
 from shardwell.config import load
 from shardwell.errors import ConfigError
 from shardwell.layout import Spec, dense_stride, lay_out
-from shardwell.memory import Account, Buffer, Device, Pool, State
+from shardwell.memory import Account, Buffer, Device, Scratch, State
 from shardwell.memory.device import default_device
 from shardwell.unit import guard
 from shardwell.unit.group import Context
@@ -86,11 +86,11 @@ class Nursery:
 
     def __init__(self, where: torch.device, time_limit: float) -> None:
         device, account, ledger = Device(where), Account(), Ledger()
-        pool = Pool(device, account)
+        scratch = Scratch(device, account)
         world = world_mesh(where)
-        comm = Collectives(world, device, ledger, pool)
+        comm = Collectives(world, device, ledger, scratch)
         comm.agreement = Agreement(world, time_limit, comm.cut_links)
-        self.context = Context(device, account, pool, {Axis.WORLD: comm})
+        self.context = Context(device, account, scratch, {Axis.WORLD: comm})
         self._whole: list[Newborn] = []
 
     def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:

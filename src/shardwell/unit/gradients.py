@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwell.comm import Collectives, Kind, Pending
 from shardwell.layout import Layout
-from shardwell.memory import Pool, State
+from shardwell.memory import Scratch, State
 from shardwell.unit.table import Precision, Row
 
 
@@ -40,11 +40,11 @@ class Gradients:
     result: Tensor | None  # 1D: this rank's shard, or all of it on rows that keep gradients whole
 
     def __init__(
-        self, name: str, unit: str, layout: Layout, row: Row, precision: Precision, comm: Collectives, pool: Pool
+        self, name: str, unit: str, layout: Layout, row: Row, precision: Precision, comm: Collectives, scratch: Scratch
     ) -> None:
         self._name, self._unit = name, unit
         self._layout, self._row, self._precision = layout, row, precision
-        self._comm, self._pool = comm, pool
+        self._comm, self._scratch = comm, scratch
         self.state = GradState.NONE
         self.result = None
         self._flat: Tensor | None = None  # 1D, padded
@@ -72,20 +72,15 @@ class Gradients:
         """
         if self.state is GradState.REDUCING or self._pending is not None:
             self.settle()  # the buffer on its way must not be written to
-        if self._flat is None:
-            dtype = self._precision.accumulate if stays else self._precision.compute
-            recycle = not stays and self._row.gradients.over is not None and self._comm.mesh.size > 1
-            self._flat = self._pool.take(self._layout.padded, dtype, State.GRADIENTS, self._unit, recycle=recycle)
-            self._filled = [False] * len(self._layout.slots)
-            self.move(GradState.PARTIAL)
+        if self._flat is None and not self._open(grad, scale, stays):
+            return
+        assert self._flat is not None
         slot = self._layout.slots[index]
         view = self._flat.as_strided(slot.shape, slot.stride, slot.offset)
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self._flat.dtype.itemsize <= 2:
-            self._scale, scale = scale, 1.0
-        else:
-            self._scale = 1.0
+        if self._scale != 1.0:
+            scale = 1.0
         if self._filled[index]:
             view.add_(grad, alpha=scale)
         elif scale == 1.0:
@@ -95,6 +90,29 @@ class Gradients:
         else:
             view.copy_(grad).mul_(scale)
         self._filled[index] = True
+
+    def _open(self, grad: Tensor, scale: float, stays: bool) -> bool:
+        """Start a flat buffer and decide where it is scaled; false if `grad` itself became the buffer."""
+        dtype = self._precision.accumulate if stays else self._precision.compute
+        slots = self._layout.slots
+        self.move(GradState.PARTIAL)
+        # A group of one parameter without padding: autograd's gradient serves as it is, without a copy.
+        adopt = (
+            len(slots) == 1
+            and not stays
+            and not grad.is_sparse
+            and grad.dtype == dtype
+            and grad.numel() == self._layout.padded
+            and grad.stride() == slots[0].stride
+        )
+        self._scale = scale if adopt or dtype.itemsize <= 2 else 1.0  # what the reduce has to multiply by
+        self._filled = [adopt] * len(slots)
+        if adopt:
+            flat = grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+            self._flat = self._scratch.adopt(flat, State.GRADIENTS, self._unit)
+        else:
+            self._flat = self._scratch.take(self._layout.padded, dtype, State.GRADIENTS, self._unit)
+        return not adopt
 
     def reduce(self, *, accumulates: bool) -> None:
         """Start averaging what is in the flat buffer into `result`."""
@@ -149,7 +167,7 @@ class Gradients:
         """Forget everything, also a reduce that nobody will read."""
         self.settle()
         if self.result is not None:
-            self._pool.give(self.result)
+            self._scratch.give(self.result)
             self.result = None
         self._give_flat()
         self.state = GradState.NONE
@@ -166,7 +184,7 @@ class Gradients:
 
     def _give_flat(self) -> None:
         if self._flat is not None:
-            self._pool.give(self._flat)
+            self._scratch.give(self._flat)
             self._flat = None
 
     def _widen(self) -> None:
@@ -175,8 +193,8 @@ class Gradients:
         if self.result.dtype != self._precision.accumulate:
             wide = self._take_result(self.result.numel(), self._precision.accumulate)
             wide.copy_(self.result)
-            self._pool.give(self.result)
+            self._scratch.give(self.result)
             self.result = wide
 
     def _take_result(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._pool.take(numel, dtype, State.GRADIENTS, self._unit, recycle=False)
+        return self._scratch.take(numel, dtype, State.GRADIENTS, self._unit)

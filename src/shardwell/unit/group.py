@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwell.comm import Axis, Collectives, Kind, Pending
 from shardwell.layout import Layout, Run, Spec, dense_stride, lay_out
-from shardwell.memory import Account, Buffer, Device, Pool, State
+from shardwell.memory import Account, Buffer, Device, Scratch, State
 from shardwell.rounding import join, split, to_bf16
 from shardwell.unit import guard
 from shardwell.unit.gradients import Gradients
@@ -28,7 +28,7 @@ class Context:
 
     device: Device
     account: Account
-    pool: Pool
+    scratch: Scratch
     comm: dict[Axis, Collectives]
 
     @property
@@ -50,6 +50,7 @@ class Group:
 
     parameters: list[nn.Parameter]  # in slot order
     gradients: Gradients
+    runs: list[tuple[Run, Tensor]]  # this rank's stretches of the masters, 1D, one per optimizer parameter group
 
     def __init__(
         self, name: str, unit: str, members: list[Member], row: Row, precision: Precision, context: Context
@@ -69,7 +70,7 @@ class Group:
         self._second: Tensor | None = None
         self._make_room_for_the_truth()
         self._take_over(context)
-        self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.pool)
+        self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
 
     def _buffer(self, state: State, numel: int, dtype: torch.dtype) -> Buffer:
         return Buffer(self.context.device, self.context.account, state, self.unit, numel, dtype)
@@ -81,6 +82,9 @@ class Group:
         elif self.precision.is_split:
             self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16)
             self._joined = self._buffer(State.STAGING, own, self.precision.master)
+        # Views are cut while the storage is there: a dropped one refuses new views.
+        self.runs = [(run, self.master[run.start : run.start + run.numel]) for run in self._runs()]
+        if self._joined is not None:
             self._joined.drop()
 
     def _take_over(self, context: Context) -> None:
@@ -190,9 +194,7 @@ class Group:
 
     # ---------------------------------------------------------------------------------------------- the optimizer
 
-    @property
-    def runs(self) -> list[Run]:
-        """This rank's stretches of the masters, one per optimizer parameter group."""
+    def _runs(self) -> list[Run]:
         layout = self.layout if self.row.optimizer.over is not None else replace(self.layout, num_shards=1)
         return layout.runs(self.context.world.mesh.rank if self.row.optimizer.over is not None else 0)
 

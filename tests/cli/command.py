@@ -1,0 +1,29 @@
+"""The command line as its users start it: a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "SHARDWELL_DEVICE": "cpu",
+        "NO_COLOR": "1",
+    }
+
+
+def arguments(*args: str | Path) -> list[str]:
+    return [sys.executable, "-m", "shardwell", *map(str, args)]
+
+
+def shardwell(*args: str | Path, cwd: Path | None = None, limit: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run to the end; stdout and stderr as text."""
+    return subprocess.run(arguments(*args), env=environment(), cwd=cwd, capture_output=True, text=True, timeout=limit)
