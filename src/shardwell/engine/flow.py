@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from shardwell.engine.order import Order
@@ -137,7 +137,7 @@ class Flow:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
 
-    def take_gradient(self, unit: Unit, group: Group, index: int, parameter: nn.Parameter) -> None:
+    def take_gradient(self, unit: Unit, group: Group, index: int, parameter: Tensor) -> None:
         """A parameter's gradient is complete (for this graph task): move it into the group's flat buffer."""
         grad = parameter.grad
         if grad is None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.engine.flow import Flow
-from shardwell.unit import Unit
+from shardwell.unit import Group, Unit
 
 
 def attach(flow: Flow) -> list[RemovableHandle]:
@@ -25,9 +25,21 @@ def attach(flow: Flow) -> list[RemovableHandle]:
         handles.append(unit.module.register_forward_hook(after, with_kwargs=True))
         for group in unit.trainable:
             for index, parameter in enumerate(group.parameters):
-                hook = partial(flow.take_gradient, unit, group, index)
+                hook = _gradient_hook(flow, unit, group, index)
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
     return handles
+
+
+def _gradient_hook(flow: Flow, unit: Unit, group: Group, index: int) -> Callable[[Tensor], None]:
+    """Weak, because a parameter's hooks live in C++ where the garbage collector cannot follow a cycle."""
+    owners = weakref.ref(flow), weakref.ref(unit), weakref.ref(group)
+
+    def hook(parameter: Tensor) -> None:
+        living = owners[0](), owners[1](), owners[2]()
+        if living[0] is not None and living[1] is not None and living[2] is not None:
+            living[0].take_gradient(living[1], living[2], index, parameter)
+
+    return hook
 
 
 def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -38,8 +50,16 @@ def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs
         # A leaf's gradient may come before those of parameters used by the same op: then the end of the graph task
         # ends the unit (reentrant checkpointing runs a graph task of its own for each unit).
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        if inner:
-            register_multi_grad_hook(inner, lambda grads: flow.end_backward(unit))
+        missing = len(inner)
+
+        def one_known(grad: Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0:
+                flow.end_backward(unit)
+
+        for tensor in inner:
+            tensor.register_hook(one_known)
 
 
 def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

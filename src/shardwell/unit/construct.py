@@ -169,7 +169,10 @@ class Newborn:
     # ------------------------------------------------------------------------------------------ as a keeper
 
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
-        self._nursery.unfold(self)
+        self.open()
+
+    def served(self, parameter: nn.Parameter) -> None:
+        self.close(None)
 
     def surrender(self, parameter: nn.Parameter) -> Tensor:
         self._nursery.unfold(self)

@@ -18,7 +18,10 @@ class Keeper(Protocol):
     """Who can bring a parameter's values back."""
 
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
-        """Make the values readable, or raise a clear error."""
+        """Make the values readable until `served`, or raise a clear error."""
+
+    def served(self, parameter: nn.Parameter) -> None:
+        """Whoever wanted the values has had them."""
 
     def surrender(self, parameter: nn.Parameter) -> Tensor:
         """Hand the whole values over to a new keeper and forget the parameter."""
@@ -71,10 +74,14 @@ class AwayParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for leaf in tree_leaves((args, kwargs)):
-            if type(leaf) is AwayParameter:
-                keeper_of(leaf).serve(leaf, getattr(func, "__name__", str(func)))
-        return func(*args, **kwargs)
+        away = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is AwayParameter]
+        for parameter in away:
+            keeper_of(parameter).serve(parameter, getattr(func, "__name__", str(func)))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for parameter in away:
+                keeper_of(parameter).served(parameter)
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper:

@@ -116,6 +116,9 @@ class Unit:
                 "`with shardwell.zero.GatheredParameters(parameter):`, or use them inside the module that owns them."
             )
 
+    def served(self, parameter: nn.Parameter) -> None:
+        """Whole units stay whole for their holders; there is nothing to undo."""
+
     def surrender(self, parameter: nn.Parameter) -> Tensor:
         raise ShardwellError(
             f"parameter {self._name_of(parameter)} belongs to another engine already: a model can be handed to "
