@@ -5,12 +5,12 @@ import os
 # Some virtual machines announce AMX and then refuse its instructions, which kills any bf16 matrix product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Iterator
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from tests.ranks import Ranks  # noqa: E402
+from tests.ranks import Ranks
 
 torch.set_num_threads(1)
 

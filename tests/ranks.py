@@ -21,7 +21,7 @@ from typing import Any
 LIMIT = 120.0
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
@@ -60,7 +60,7 @@ class Ranks:
             errors.append(f"rank(s) {sorted(waiting)} did not answer within the limit of {limit:g} s")
         if errors:
             self.close()
-            raise RankFailed("\n".join(errors))
+            raise RankFailedError("\n".join(errors))
         return answers
 
     def _grow(self, num_ranks: int) -> None:

@@ -15,7 +15,7 @@ STEPS = 6
 
 
 def plain_mixed_precision(num_ranks: int, accumulation: int) -> dict[str, Tensor]:
-    """bf16 model, fp32 masters; each rank's bf16 gradients are averaged in fp32 (and, without accumulation, rounded)."""
+    """bf16 model, fp32 masters; bf16 gradients are averaged in fp32 (and, without accumulation, rounded)."""
     torch.manual_seed(0)
     masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in Gpt().named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, weight_decay=0.1)

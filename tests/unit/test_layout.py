@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def test_runs_hold_one_label_each_and_all_pieces(layout: Layout) -> None:
         for run in runs:
             assert {piece.slot.label for piece in run.pieces} == {run.label}
             assert sum(piece.numel for piece in run.pieces) == run.numel
-        for before, after in zip(runs, runs[1:], strict=False):
+        for before, after in pairwise(runs):
             assert before.label != after.label
             assert before.start + before.numel == after.start
 

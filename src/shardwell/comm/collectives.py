@@ -134,7 +134,7 @@ class Collectives:
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> list[Any]:
         """Exchange with every peer: pairs[r] is (what goes to rank r, where rank r's answer lands)."""
         self._tag = (self._tag + 1) % (1 << 30)
-        works = []
+        works: list[Any] = []
         if pairs[0][0].numel() == 0:
             return works
         for step in range(1, self.mesh.size):

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
-from shardwell.engine.flow import Flow
 from shardwell.engine.fingerprint import Fingerprint
+from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import moved
 from shardwell.engine.trace import Trace
@@ -34,6 +34,10 @@ class Engine(nn.Module):
     module: nn.Module
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
+    _flow: Flow
+    _context: Context
+    _ledger: Ledger
+    _agreement: Agreement
 
     def __init__(
         self, model: nn.Module, config: Config, flow: Flow, context: Context, ledger: Ledger, agreement: Agreement
@@ -45,7 +49,7 @@ class Engine(nn.Module):
         self.lr_scheduler = None
         self.global_steps = 0
         self.micro_steps = 0
-        self.__dict__.update(_flow=flow, _context=context, _ledger=ledger, _agreement=agreement)
+        self._flow, self._context, self._ledger, self._agreement = flow, context, ledger, agreement
         self._fingerprint = Fingerprint(model)
         self._handles: list[RemovableHandle] = attach(flow)
         self._spent: weakref.ref[Tensor] | None = None
@@ -65,7 +69,7 @@ class Engine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run the loss' backward. `scale_wrt_gas=False` is for loops that divide by the accumulation steps themselves."""
+        """Run the loss' backward. `scale_wrt_gas=False` is for loops that divide by the accumulation steps on their own."""
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(
                 "backward needs a tensor that depends on trainable parameters; this loss does not require a gradient. "

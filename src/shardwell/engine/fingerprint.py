@@ -46,7 +46,7 @@ class Fingerprint:
     @staticmethod
     def _message(name: str, what: str) -> str:
         return (
-            f"the model was changed after initialize: in '{name or '(root)'}' {what}. Shards and optimizer state belong to "
-            "the model as it was: make the change before initialize, or change values inside "
+            f"the model was changed after initialize: in '{name or '(root)'}' {what}. Shards and optimizer state "
+            "belong to the model as it was: make the change before initialize, or change values inside "
             "shardwell.zero.GatheredParameters."
         )

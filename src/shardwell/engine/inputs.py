@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections import UserDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
 
-
-def moved(value: T, device: torch.device, dtype: torch.dtype | None = None) -> T:
-    """`value` with its tensors on `device`; floating ones in `dtype` if it is given. Unknown containers stay as they are."""
-    result: Any = value
+def moved(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """`value` with its tensors on `device`; floating ones in `dtype` if given. Unknown containers stay as they are."""
     if isinstance(value, Tensor):
         floating = dtype is not None and value.is_floating_point()
-        if value.device != device or (floating and value.dtype != dtype):
-            result = value.to(device, dtype if floating else None, non_blocking=True)
-    elif isinstance(value, tuple):
+        return value.to(device, dtype if floating else None, non_blocking=True)
+    if isinstance(value, tuple):
         items = [moved(item, device, dtype) for item in value]
-        result = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    elif isinstance(value, list):
-        result = [moved(item, device, dtype) for item in value]
-    elif type(value) is dict or (isinstance(value, Mapping) and hasattr(value, "data")):
-        items_by_key = {key: moved(item, device, dtype) for key, item in value.items()}
-        result = items_by_key if type(value) is dict else type(value)(items_by_key)
-    return result
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [moved(item, device, dtype) for item in value]
+    if isinstance(value, dict | UserDict):
+        kind: Any = type(value)
+        return kind({key: moved(item, device, dtype) for key, item in value.items()})
+    return value

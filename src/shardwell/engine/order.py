@@ -1,8 +1,9 @@
-"""In which order units were used last time, to guess which one comes next. A wrong guess costs time and nothing else."""
+"""In which order units were used last time, to guess which one comes next. A wrong guess only costs time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shardwell.unit import Unit
 
@@ -12,7 +13,7 @@ class Order:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         """`units`: the order to expect before anything was seen."""
-        self._next: dict[int, Unit] = {a.index: b for a, b in zip(units, units[1:], strict=False)}
+        self._next: dict[int, Unit] = {a.index: b for a, b in pairwise(units)}
         self._last: Unit | None = None
         self._seen: list[Unit] = []
         self._before: list[Unit] = []  # the whole of the last pass

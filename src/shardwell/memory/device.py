@@ -67,10 +67,10 @@ class Device:
     reduces: Lane
 
     def __init__(self, device: torch.device | str, *, keep_pages: bool = True) -> None:
-        self.torch_device = torch.device(device)
+        where = torch.device(device)
+        is_bare_cuda = where.type == "cuda" and str(where) == "cuda"
+        self.torch_device = torch.device("cuda", torch.cuda.current_device()) if is_bare_cuda else where
         if self.is_cuda:
-            if self.torch_device.index is None:
-                self.torch_device = torch.device("cuda", torch.cuda.current_device())
             self.gathers = Lane(torch.cuda.Stream(self.torch_device))
             self.reduces = Lane(torch.cuda.Stream(self.torch_device))
         else:

@@ -47,7 +47,7 @@ def recipe_for(
     """How to make the optimizer, or None for a model that is only evaluated."""
     if optimizer is not None and block is not None:
         raise ConfigError(
-            f"two optimizers: one was passed to initialize and the configuration names '{block.type}'. Keep one of them."
+            f"two optimizers: one was passed to initialize and the configuration names '{block.type}'. Keep one."
         )
     if isinstance(optimizer, Optimizer):
         return _from_object(optimizer)
@@ -134,7 +134,7 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]]) -> Recipe:
 
 def _parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> list[dict[str, Any]]:
     """`model_parameters` as torch takes it: parameters, (name, parameter) pairs, or group dictionaries."""
-    items = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if items and isinstance(items[0], dict):
         return [{**group, "params": _unnamed(group["params"])} for group in items]
     return [{"params": [p for p in _unnamed(items) if p.requires_grad]}]

@@ -99,11 +99,7 @@ class Nursery:
 
     def focus(self, module: int | None) -> None:
         """Split every whole parameter of other modules, except those that somebody holds or has a view of."""
-        still = []
-        for newborn in self._whole:
-            if newborn.module == module or not newborn.fold():
-                still.append(newborn)
-        self._whole = still
+        self._whole = [newborn for newborn in self._whole if newborn.module == module or not newborn.fold()]
 
     def unfold(self, newborn: Newborn) -> None:
         self.focus(newborn.module)

@@ -93,9 +93,11 @@ def _large_leaves(model: nn.Module, blocks: set[str]) -> set[str]:
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if not name or not size or any(_inside(name, block) for block in blocks):
             continue
-        if isinstance(module, nn.Embedding) or (largest and size >= _LEAF_SHARE * largest):
-            found.add(name)
-        elif not largest and next(module.children(), None) is None and size >= _LEAF_SHARE * _count(model):
+        if (
+            isinstance(module, nn.Embedding)
+            or (largest and size >= _LEAF_SHARE * largest)
+            or (not largest and next(module.children(), None) is None and size >= _LEAF_SHARE * _count(model))
+        ):
             found.add(name)
     return found
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.comm import Axis, Collectives, Kind, Pending
-from shardwell.layout import Layout, Run, Spec, dense_stride, lay_out
+from shardwell.layout import Run, Spec, dense_stride, lay_out
 from shardwell.memory import Account, Buffer, Device, Scratch, State
 from shardwell.rounding import join, split, to_bf16
 from shardwell.unit import guard
@@ -141,7 +141,7 @@ class Group:
         """This rank's part of the truth in the master dtype. Valid before `flat` was written to by the user."""
         if self.shard is not None:
             return self.shard.tensor
-        assert self.remainder is not None and self._before is not None
+        assert self._before is not None
         return self._before
 
     _before: Tensor | None = None

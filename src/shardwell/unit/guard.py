@@ -33,13 +33,13 @@ class Keeper(Protocol):
         """End `open`; with a rank, its values become everyone's."""
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
+def _descriptor(name: str) -> Any:
+    return getattr(Tensor, name)
 
 
 _METADATA: frozenset[Any] = frozenset(
     [
-        _getter(name)
+        _descriptor(name).__get__
         for name in (
             *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "itemsize"),
             *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "nbytes", "output_nr"),
@@ -53,8 +53,8 @@ _METADATA: frozenset[Any] = frozenset(
         *(Tensor.storage_offset, Tensor.requires_grad_, Tensor.get_device, Tensor.__len__, Tensor.__hash__),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor),
-        *(Tensor.grad.__set__, Tensor.requires_grad.__set__, Tensor.grad.__delete__),  # type: ignore[attr-defined]
-        *(Tensor._backward_hooks.__set__, Tensor._post_accumulate_grad_hooks.__set__),  # type: ignore[attr-defined]
+        *(_descriptor("grad").__set__, _descriptor("grad").__delete__, _descriptor("requires_grad").__set__),
+        *(_descriptor("_backward_hooks").__set__, _descriptor("_post_accumulate_grad_hooks").__set__),
     ]
 )
 
@@ -62,7 +62,7 @@ _METADATA: frozenset[Any] = frozenset(
 class AwayParameter(nn.Parameter):
     """A parameter whose values are not here."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __format__(self, spec: str) -> str:
