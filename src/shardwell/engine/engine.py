@@ -69,7 +69,7 @@ class Engine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run the loss' backward. `scale_wrt_gas=False` is for loops that divide by the accumulation steps on their own."""
+        """Run the loss' backward. `scale_wrt_gas=False` is for loops that divide by the accumulation steps by hand."""
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(
                 "backward needs a tensor that depends on trainable parameters; this loss does not require a gradient. "

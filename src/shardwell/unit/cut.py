@@ -76,13 +76,26 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
     """Children of the outermost containers that hold two or more modules of one class with parameters."""
     found: set[str] = set()
     for name, module in model.named_modules():
-        if not isinstance(module, _REPEATED) or any(_inside(name, block) for block in found):
-            continue
-        children = [(child_name, child) for child_name, child in module.named_children() if _count(child)]
-        kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
-        repeated = {kind for kind in kinds if kinds.count(kind) >= 2 and not issubclass(kind, _REPEATED)}
-        found |= {_join(name, child_name) for child_name, child in children if type(child) in repeated}
+        if not any(_inside(name, block) for block in found):
+            found |= {_join(name, child_name) for child_name in _blocks_in(module)}
     return found
+
+
+def _blocks_in(container: nn.Module) -> list[str]:
+    """Names of the children that are repeated blocks; stages that hold blocks of their own are no blocks."""
+    if not isinstance(container, _REPEATED):
+        return []
+    candidates = [
+        (name, child)
+        for name, child in container.named_children()
+        if next(child.children(), None) is not None and _count(child) and not _blocks_in(child)
+    ]
+    kinds = [type(child) for _, child in candidates]
+    return [
+        name
+        for name, child in candidates
+        if kinds.count(type(child)) >= 2 and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+    ]
 
 
 def _large_leaves(model: nn.Module, blocks: set[str]) -> set[str]:
