@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        value = value.detach()
+        value = value.detach().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}

@@ -1,0 +1,87 @@
+"""The engine is its own cluster simulator: the same code on meta tensors, as one of very many ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwell
+from shardwell.comm import Kind
+from tests.comm.counter import WireCounter
+from tests.models import zero
+from tests.ranks import Ranks
+
+WIDTH, BLOCKS, VOCAB = 8192, 48, 32_000
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.mix(y)) * self.up(y))
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(BLOCKS)])
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def simulate(rank: int, num_ranks: int) -> dict[str, Any]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    with torch.device("meta"):
+        model = Large()
+    start = time.monotonic()
+    config = zero(3, bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 1e-4}})
+    config["zero_optimization"]["stage3_prefetch_bucket_size"] = 10**10
+    config["zero_optimization"]["stage3_max_live_parameters"] = 10**11
+    engine, *_ = shardwell.initialize(model=model, config=config)
+    tokens = torch.zeros(1, 128, dtype=torch.long, device="meta")
+    counter = WireCounter(rank, num_ranks)
+    for step in range(2):
+        if step == 1:
+            counter.__enter__()
+        engine.backward(engine(tokens))
+        engine.step()
+    counter.__exit__(None, None, None)
+    groups = [group for unit in engine._flow.units for group in unit.groups]
+    return {
+        "seconds": time.monotonic() - start,
+        "numel": sum(group.layout.numel for group in groups),
+        "padded": sum(group.layout.padded for group in groups),
+        "payload": engine.traffic().total(),
+        "control": engine.traffic().total(Kind.CONTROL),
+        "counted": sum(counter.received.values()),
+        "memory": engine.memory().total(),
+    }
+
+
+def test_a_stage_3_step_of_40b_parameters_as_rank_5_of_1024(ranks: Ranks) -> None:
+    answer = ranks.run(1, simulate, 5, 1024)[0]
+    assert 38e9 < answer["numel"] < 45e9
+    assert answer["payload"] == 3 * 2 * answer["padded"] * 1023 // 1024
+    assert answer["counted"] == answer["payload"] + answer["control"]
+    assert abs(answer["memory"] - 12 * answer["numel"] / 1024) < 0.01 * 12 * answer["numel"] / 1024
+    assert answer["seconds"] < 30
