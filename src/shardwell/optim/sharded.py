@@ -139,7 +139,7 @@ class ShardedOptimizer(Optimizer):
             return True
         self._verdict = device.read_later(norm)
         if device.is_cuda and self.inner.defaults.get("fused"):
-            self.inner.found_inf = (~torch.isfinite(norm)).float().reshape(1)  # type: ignore[attr-defined]
+            self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True
         return self.check_verdict(wait=True)
 
