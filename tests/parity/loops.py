@@ -76,8 +76,7 @@ def sharded(case: Case, stage: int) -> dict[str, Tensor]:
         train_micro_batch_size_per_gpu=1,
         gradient_accumulation_steps=case.accumulation,
         gradient_clipping=case.clip,
-        shardwell={"shard_at_world_one": True},
-        **case.config,
+        **{"shardwell": {"shard_at_world_one": True}, **case.config},
     )
     with shardwell.zero.Init(config_dict_or_path=config, enabled=case.born_sharded):
         model = case.build()

@@ -25,7 +25,7 @@ from shardwell.comm.mesh import Mesh
 from shardwell.errors import DivergenceError, PeerError, ShardwellError
 
 _WINDOW = 4096  # tokens that make up a place: longer than any step, so that a step has no ambiguous place
-_MOST_PLACES = 1 << 20
+_MOST_PLACES = 1 << 16
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 _OLDEST = pow(_BASE, _WINDOW, _PRIME)
@@ -43,6 +43,7 @@ class Agreement:
         self._book: dict[int, str] = {}
         self._revisions: dict[int, int] = {}
         self._recent: deque[int] = deque()
+        self._edition = 0  # of the book: a new one when it was full
         self._place = 0  # a rolling hash over the last tokens
         self._failed: ShardwellError | None = None
         self._store: Any = None
@@ -67,13 +68,13 @@ class Agreement:
 
     def _settle(self, token: str) -> None:
         """First come, first served: whoever reaches a new place first writes down what happens there."""
-        written = self._store.compare_set(f"new/{self._place}", "", self._signed(token)).decode()
+        written = self._store.compare_set(f"new/{self._edition}/{self._place}", "", self._signed(token)).decode()
         self._check(written, token)
         self._write(token)
 
     def _deviate(self, token: str, expected: str) -> None:
         revision = self._revisions.get(self._place, 0)
-        key = f"turn/{self._place}/{revision}"
+        key = f"turn/{self._edition}/{self._place}/{revision}"
         self._check(self._store.compare_set(key, "", self._signed(token)).decode(), token)
         self._store.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._store.add(f"{key}/count", 1)
@@ -114,6 +115,8 @@ class Agreement:
     def _write(self, token: str) -> None:
         if len(self._book) >= _MOST_PLACES:  # all ranks get here together: their books are equal
             self._book.clear()
+            self._revisions.clear()
+            self._edition += 1
         self._book[self._place] = token
 
     def _move(self, token: str) -> None:

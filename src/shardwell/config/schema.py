@@ -189,6 +189,9 @@ class ShardwellConfig(Block):
     shard_at_world_one: Flag = Field(
         default=False, description="With one rank, keep stage 3's gather and release instead of resting whole."
     )
+    commit: Literal["after_norm", "at_once", "shadow"] = Field(
+        default="after_norm", description="When an update becomes the truth; only after_norm is built."
+    )
     keep_pages: Flag = Field(default=True, description="CPU malloc keeps freed pages instead of returning them.")
 
 

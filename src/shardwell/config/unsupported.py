@@ -33,7 +33,9 @@ _OFF = "set it to false or remove it"
 ONLY: dict[str, Only] = {
     "prescale_gradients": Only((False,), _not_yet("gradients scaled before the reduction", _OFF)),
     "gradient_predivide_factor": Only((1.0,), _not_yet("a division before the reduction", "use 1.0 or remove it")),
-    "communication_data_type": Only((None, "fp32", "bf16"), _not_yet("reductions in fp16", 'use "fp32" or "bf16"')),
+    "communication_data_type": Only(
+        (None,), _not_yet("another dtype on the wire than the gradients' own", "remove it")
+    ),
     "wall_clock_breakdown": Only((False,), _not_yet("a wall clock breakdown", f"{_OFF}, and use torch.profiler")),
     "fp16.enabled": Only((False,), _not_yet("fp16 training", "set bf16.enabled instead")),
     "torch_autocast.enabled": Only((False,), _not_yet("autocast in the engine", "enter torch.autocast in your loop")),
@@ -43,8 +45,12 @@ ONLY: dict[str, Only] = {
     "zero_optimization.reduce_scatter": Only(
         (True,), "shardwell always reduces by scatter; set it to true or remove it"
     ),
+    "zero_optimization.stage3_module_granularity_threshold": Only(
+        (0,), _not_yet("units by granularity", "use 0 or remove it, and name units in leaf_module")
+    ),
     "zero_optimization.offload_optimizer.device": Only(("none",), _not_yet("optimizer offload", 'use "none"')),
     "zero_optimization.offload_param.device": Only(("none",), _not_yet("parameter offload", 'use "none"')),
+    "shardwell.commit": Only(("after_norm",), _not_yet("updates ahead of the norm", 'use "after_norm" or remove it')),
     "zero_optimization.zero_hpz_partition_size": Only((1,), _not_yet("a secondary partition", "use 1 or remove it")),
     "zero_optimization.zero_quantized_weights": Only((False,), _not_yet("quantized weight gathers", _OFF)),
     "zero_optimization.zero_quantized_nontrainable_weights": Only(

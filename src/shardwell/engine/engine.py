@@ -18,7 +18,7 @@ from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import moved
 from shardwell.engine.trace import Trace
-from shardwell.errors import BackwardError, PeerError, ShardwellError
+from shardwell.errors import BackwardError, NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.unit import Context
@@ -59,8 +59,6 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
-        if self.optimizer is not None:
-            self.optimizer.check_verdict(wait=False)
         self._fingerprint.check()
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
         self._flow.start_forward()
@@ -102,13 +100,21 @@ class Engine(nn.Module):
         if not at_boundary:
             return
         try:
-            self.optimizer.step()
+            with self._failing_together("step"):
+                self.optimizer.step()
         finally:
             self._ledger.close_step()
             self._agreement.turn_page()
         self.global_steps += 1
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
+        self._print_progress()
+
+    def _print_progress(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
+            print(f"step {self.global_steps}: lr {rates}, gradient norm {self.get_global_grad_norm()}", flush=True)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming `step` applies the gradients."""
@@ -143,7 +149,7 @@ class Engine(nn.Module):
         """An error on this rank would leave the others waiting: tell them before it goes up."""
         try:
             yield
-        except PeerError:
+        except (PeerError, NonFiniteError):  # all ranks get these together
             raise
         except Exception as error:
             self._agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))

@@ -8,7 +8,7 @@ collectives in the same order; so every decision here depends only on what all r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +47,14 @@ class Flow:
         self.sync = True  # off inside no_sync
         self.divide_by_steps = True
         self.trace: Trace | None = None
+        self.gradients_complete: Callable[[Unit], None] | None = None  # whom to tell that a unit's gradients are in
+        self._by_name = {unit.name: unit for unit in units}
         released = [unit for unit in units if unit.releasable]
         self._forward = Order(released)
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
         self._tasks: set[int] = set()
-        self._reducing: list[Group] = []
+        self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
 
     def note(self, action: Action, unit: Unit) -> None:
         if self.trace is not None:
@@ -171,13 +173,18 @@ class Flow:
         accumulates = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.MICRO_STEP
         with torch.no_grad(), record_function(f"shardwell::REDUCE {unit.name}"):
             group.gradients.reduce(accumulates=accumulates)
-        self._reducing.append(group)
+        self._reducing[group] = self.is_boundary and self.sync
 
     def _finish_reduces(self, groups: list[Group]) -> None:
+        complete: dict[str, None] = {}
         with torch.no_grad():
             for group in groups:
                 group.gradients.finish()
-                self._reducing.remove(group)
+                if self._reducing.pop(group):
+                    complete[group.unit] = None
+        if self.gradients_complete is not None:
+            for name in complete:
+                self.gradients_complete(self._by_name[name])
 
     def _end_task(self, task: int) -> None:
         """A graph task ended: units that were seen in it are done, also those with parameters that got no gradient."""

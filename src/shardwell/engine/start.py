@@ -12,19 +12,20 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
-from shardwell.comm.mesh import world_mesh
+from shardwell.comm.mesh import node_mesh, world_mesh
 from shardwell.config import Config, load
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Account, Device, Scratch
+from shardwell.memory import Account, Device, Scratch, Tier
 from shardwell.memory.device import default_device
 from shardwell.optim import Recipe, ShardedOptimizer, recipe_for
 from shardwell.optim.build import NO_LABEL
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
+from shardwell.unit.table import Commit, Wish
 
 
 class Initialized(NamedTuple):
@@ -84,6 +85,7 @@ def initialize(
             before_step=flow.finish,
             after_update=flow.after_update,
         )
+        flow.gradients_complete = engine.optimizer.gradients_complete
     engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
     ledger.close_step()
     agreement.turn_page()
@@ -97,7 +99,12 @@ def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledge
     comm = Collectives(world, home, ledger, scratch)
     agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
     comm.agreement = agreement
-    return Context(home, account, scratch, {Axis.WORLD: comm}), ledger, agreement
+    routes = {Axis.WORLD: comm}
+    ranks_per_node = settings.zero_optimization.zero_hpz_partition_size
+    if ranks_per_node > 1:
+        routes[Axis.NODE] = Collectives(node_mesh(world, ranks_per_node), home, ledger, scratch)
+        routes[Axis.NODE].agreement = agreement
+    return Context(home, account, scratch, routes), ledger, agreement
 
 
 def build_units(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context) -> list[Unit]:
@@ -120,6 +127,11 @@ def _groups(one: Cut, settings: Config, recipe: Recipe | None, persistent: set[i
         label = recipe.label(parameter) if recipe is not None else NO_LABEL
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
         kinds[dtype, parameter.requires_grad, id(parameter) in persistent].append(Member(name, parameter, label))
+    wish = Wish(
+        second_copy_in_node=zero.zero_hpz_partition_size > 1,
+        optimizer_tier=Tier.HOST if zero.offload_optimizer.device == "cpu" else Tier.DEVICE,
+        commit=Commit[own.commit.upper()],
+    )
     groups = []
     for number, ((dtype, trainable, small), members) in enumerate(kinds.items()):
         row = row_for(
@@ -127,6 +139,7 @@ def _groups(one: Cut, settings: Config, recipe: Recipe | None, persistent: set[i
             persistent=small,
             num_ranks=context.world.mesh.size,
             shard_at_world_one=own.shard_at_world_one,
+            wish=wish,
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
         groups.append(Group(name, one.name, members, row, Precision.of(dtype, mixed, trainable), context))

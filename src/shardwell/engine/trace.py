@@ -14,7 +14,7 @@ class Action(enum.Enum):
     GATHER = "G"
     FORWARD = "F"
     BACKWARD = "B"
-    RELEASE = "L"
+    RELEASE = "L"  # let go
     REDUCE = "R"
     STEP = "S"
     PUBLISH = "P"

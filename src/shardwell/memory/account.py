@@ -106,9 +106,6 @@ class Account:
         self._write_down_peak()
         return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak))
 
-    def reset_peak(self) -> None:
-        self._peak_total, self._peak = self._total, {}
-
     def _write_down_peak(self) -> None:
         if not self._peak and self._total == self._peak_total:
             self._peak = {entry: size for entry, size in self._now.items() if size}

@@ -20,13 +20,18 @@ class Buffer:
     nbytes: int
 
     def __init__(
-        self, device: Device, account: Account, state: State, unit: str, numel: int, dtype: torch.dtype
+        self,
+        device: Device,
+        account: Account,
+        entry: tuple[State, str, Tier],
+        numel: int,
+        dtype: torch.dtype,
     ) -> None:
-        self._books = account, (state, unit, Tier.DEVICE)
-        self.tensor = device.empty(numel, dtype)
+        self._books = account, entry
+        self.tensor = device.empty(numel, dtype, entry[2])
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
-        account.add(*self._books[1], self.nbytes)
+        account.add(*entry, self.nbytes)
 
     def drop(self) -> None:
         if self.present:

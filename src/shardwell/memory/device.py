@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwell.memory.account import Tier
+
 _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys
 
@@ -87,8 +89,11 @@ class Device:
         """Tensors have shapes but no values: nothing can be read back."""
         return self.torch_device.type == "meta"
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.torch_device)
+    def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
+        """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned."""
+        if tier is Tier.DEVICE or self.is_virtual:
+            return torch.empty(numel, dtype=dtype, device=self.torch_device)
+        return torch.empty(numel, dtype=dtype, pin_memory=self.is_cuda)
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((), value, dtype=dtype, device=self.torch_device)
@@ -117,9 +122,6 @@ class Later:
 
     value: Tensor
     mark: Mark
-
-    def ready(self) -> bool:
-        return self.mark.event is None or self.mark.event.query()
 
     def get(self) -> Tensor:
         self.mark.synchronize()

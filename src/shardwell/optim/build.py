@@ -63,14 +63,16 @@ def recipe_for(
 def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
     """The torch optimizer that a config block means, with its fused kernel where there is one.
 
-    As in the files that people bring, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
+    As in the files that people bring, "Adam" means decoupled weight decay unless `adam_w_mode` is false,
+    and no weight decay is no weight decay (torch's own AdamW defaults to 0.01).
     """
     options = dict(block.params)
     name = _spelled(block.type)
-    if name == "Adam" and options.pop("adam_w_mode", True) and not options.get("torch_adam", False):
-        name = "AdamW"
-    options.pop("torch_adam", None)
-    options.pop("adam_w_mode", None)
+    options.pop("torch_adam", None)  # which kernel: torch's fused one serves both
+    if name in ("Adam", "AdamW"):
+        options.setdefault("weight_decay", 0.0)
+        if options.pop("adam_w_mode", True):
+            name = "AdamW"
     factory = getattr(torch.optim, name)
     _check_elementwise(factory)
     if "betas" in options:

@@ -6,8 +6,8 @@ was updated can be sent to the other ranks while the next units are stepped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,25 +17,11 @@ from torch.optim import Optimizer
 from shardwell.errors import NonFiniteError
 from shardwell.memory import Account, State, Tier
 from shardwell.memory.device import Later
+from shardwell.optim.ahead import Ahead, Shard
 from shardwell.optim.build import Recipe
-from shardwell.unit import Context, Group, Unit
+from shardwell.unit import Context, Unit
 
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tensor that the inner optimizer steps: a run of a group's masters."""
-
-    group: Group
-    label: int
-    start: int
-    tensor: Tensor  # 1D, a view of the group's masters
-
-    def gradient(self) -> Tensor | None:
-        """1D, a view of the group's averaged gradients; None if nothing arrived."""
-        result = self.group.gradients.result
-        return None if result is None else result[self.start : self.start + self.tensor.numel()]
 
 
 class ShardedOptimizer(Optimizer):
@@ -71,6 +57,8 @@ class ShardedOptimizer(Optimizer):
         self._norm: Tensor | None = None
         self._verdict: Later | None = None
         self._num_states = -1
+        self._ahead = Ahead(self.state, self._shards, lambda unit, factor: self._update([unit], factor))
+        self._on_device = all(g.row.optimizer.tier is Tier.DEVICE for unit in self._units for g in unit.trainable)
         self.overflow = False
         self.skipped_steps = 0
 
@@ -87,18 +75,32 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
         assert closure is None, "sharded optimizers take no closure"
-        self.check_verdict(wait=True)
         self._before_step()
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.settle()
-        self._norm = norm = self._global_norm()
-        if self._may_step(norm):
+        try:
+            self._hear_verdict()
+            self._norm = norm = self._global_norm()
+            try:
+                may_step = self._may_step(norm)
+            except NonFiniteError:
+                self._ahead.take_back()
+                raise
             factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip > 0 else None
-            for chunk in self._chunks():
-                self._update(chunk, factor)
-        self.zero_grad()
+            done = self._ahead.commit(may_step, factor)
+            if may_step:
+                for chunk in self._chunks():
+                    self._update([unit for unit in chunk if unit.index not in done], factor)
+                    for unit in chunk:
+                        self._after_update(unit)
+        finally:
+            self.zero_grad()
         self._enter_states(self._context.account)
+
+    def gradients_complete(self, unit: Unit) -> None:
+        """A unit's gradients of this boundary are reduced: rows that do not wait for the norm are updated now."""
+        self._ahead.update(unit)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary."""
@@ -133,30 +135,31 @@ class ShardedOptimizer(Optimizer):
         return torch.stack([norm.double() for norm in norms]).square().sum()
 
     def _may_step(self, norm: Tensor) -> bool:
-        """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know."""
+        """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know.
+
+        It hears the verdict at the next step: a fixed place, so that all ranks act on it alike.
+        """
         device = self._context.device
         if device.is_virtual:
             return True
         self._verdict = device.read_later(norm)
-        if device.is_cuda and self.inner.defaults.get("fused"):
+        if device.is_cuda and self._on_device and self.inner.defaults.get("fused"):
             self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True
-        return self.check_verdict(wait=True)
+        return self._hear_verdict(self._first_nonfinite)
 
-    def check_verdict(self, *, wait: bool) -> bool:
-        """Learn whether the last step was finite; raises or counts a skipped step if not."""
-        if self._verdict is None or not (wait or self._verdict.ready()):
+    def _hear_verdict(self, where: Callable[[], str] = str) -> bool:
+        """Learn whether the norm that was last asked about is finite; raises or counts a skipped step if not."""
+        if self._verdict is None:
             return True
         norm, self._verdict = float(self._verdict.get()), None
-        self.overflow = norm != norm or norm == float("inf")
+        self.overflow = not math.isfinite(norm)
         if not self.overflow:
             return True
         self.skipped_steps += 1
-        where = self._first_nonfinite()
-        self.zero_grad()
         if self._raise_on_nonfinite:
             raise NonFiniteError(
-                f"the gradients are not finite (their global norm is {norm}){where}; the step was not applied and "
+                f"the gradients are not finite (their global norm is {norm}){where()}; the step was not applied and "
                 "parameters and optimizer state are as before. Check the loss and the learning rate, or set "
                 '"shardwell": {"nonfinite": "skip"} to leave such steps out.'
             )
@@ -167,7 +170,7 @@ class ShardedOptimizer(Optimizer):
             for shard in self._shards[unit.index]:
                 gradient = shard.gradient()
                 if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                    return f", first in unit '{unit.name}' on rank {self._context.world.mesh.rank}"
+                    return f", first in unit '{unit.name}'"
         return ""
 
     # ------------------------------------------------------------------------------------------------ the update
@@ -185,6 +188,8 @@ class ShardedOptimizer(Optimizer):
             yield chunk
 
     def _update(self, units: list[Unit], factor: Tensor | None) -> None:
+        if not units:
+            return
         groups = [group for unit in units for group in unit.trainable if group.gradients.result is not None]
         for group in groups:
             group.open_master()
@@ -201,18 +206,15 @@ class ShardedOptimizer(Optimizer):
                 shard.tensor.grad = None
         for group in groups:
             group.close_master()
-        for unit in units:
-            self._after_update(unit)
 
     def _prepare(self, shard: Shard, factor: Tensor | None) -> bool:
         """Hang the gradient on its shard, in the master dtype and clipped; false if there is none."""
         gradient = shard.gradient()
         if gradient is None:
             return False
-        if gradient.dtype != shard.tensor.dtype:
-            gradient = gradient.to(shard.tensor.dtype)
+        gradient = gradient.to(shard.tensor)
         if factor is not None:
-            gradient.mul_(factor.to(gradient.dtype))
+            gradient.mul_(factor.to(gradient))
         shard.tensor.grad = gradient
         return True
 

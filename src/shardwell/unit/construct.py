@@ -22,7 +22,7 @@ from shardwell.comm.mesh import world_mesh
 from shardwell.config import load
 from shardwell.errors import ConfigError
 from shardwell.layout import Spec, dense_stride, lay_out
-from shardwell.memory import Account, Buffer, Device, Scratch, State
+from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
 from shardwell.memory.device import default_device
 from shardwell.unit import guard
 from shardwell.unit.group import Context
@@ -136,7 +136,7 @@ class Newborn:
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         context = self._nursery.context
-        return Buffer(context.device, context.account, State.PARAMETERS, self._name, numel, dtype)
+        return Buffer(context.device, context.account, (State.PARAMETERS, self._name, Tier.DEVICE), numel, dtype)
 
     def fold(self) -> bool:
         """Keep this rank's shard and free the rest; false if somebody still looks at the whole."""

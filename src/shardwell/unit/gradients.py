@@ -60,11 +60,6 @@ class Gradients:
     def is_partial(self) -> bool:
         return self.state is GradState.PARTIAL
 
-    @property
-    def whole_elements(self) -> int:
-        """Elements held beyond this rank's shard."""
-        return self._flat.numel() if self._flat is not None else 0
-
     def absorb(self, index: int, grad: Tensor, scale: float, *, stays: bool) -> None:
         """Add one parameter's gradient. `stays`: it will wait for later micro-steps, so it is kept in full precision.
 

@@ -1,9 +1,10 @@
 """A group: the parameters of one unit that share dtype, trainability and persistence, and their three buffers.
 
-flat       compute dtype, all parameters back to back; the parameters are views of it
-shard      this rank's slice of the truth in storage of its own (rows that release their parameters)
-remainder  the lower halves of this rank's fp32 masters (rows that keep 16-bit parameters whole)
-master     what the optimizer steps: the shard, a slice of `flat`, or upper and lower halves joined for the step
+- flat: compute dtype, all parameters back to back; the parameters are views of it
+- shard: this rank's slice in storage of its own (rows that release their parameters)
+- remainder: the lower halves of this rank's fp32 masters (rows that keep 16-bit parameters whole)
+- master: the truth, as the optimizer steps it: a copy on the host, the shard, a slice of `flat`, or upper and lower
+  halves joined for the step
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwell.comm import Axis, Collectives, Kind, Pending
 from shardwell.layout import Run, Spec, dense_stride, lay_out
-from shardwell.memory import Account, Buffer, Device, Scratch, State
+from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
 from shardwell.rounding import join, split, to_bf16
 from shardwell.unit import guard
 from shardwell.unit.gradients import Gradients
@@ -66,20 +67,26 @@ class Group:
         self.flat = self._buffer(State.PARAMETERS, self.layout.padded, precision.compute)
         self.shard: Buffer | None = None
         self.remainder: Buffer | None = None
+        self._below: Buffer | None = None  # masters that rest on a lower tier
         self._joined: Buffer | None = None
-        self._second: Tensor | None = None
+        self._second: Tensor | None = None  # this rank's slice of the second copy
+        self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
         self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
 
-    def _buffer(self, state: State, numel: int, dtype: torch.dtype) -> Buffer:
-        return Buffer(self.context.device, self.context.account, state, self.unit, numel, dtype)
+    def _buffer(self, state: State, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Buffer:
+        return Buffer(self.context.device, self.context.account, (state, self.unit, tier), numel, dtype)
 
     def _make_room_for_the_truth(self) -> None:
         own = self.own[1] - self.own[0]
+        tier = self.row.optimizer.tier
+        if tier is not Tier.DEVICE and self.trainable:
+            self._below = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
         if self.row.released:
-            self.shard = self._buffer(State.PARAMETERS, self.layout.shard_numel, self.precision.master)
-        elif self.precision.is_split:
+            dtype = self.precision.master if self._below is None else self.precision.compute
+            self.shard = self._buffer(State.PARAMETERS, self.layout.shard_numel, dtype)
+        elif self.precision.is_split and self._below is None:
             self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16)
             self._joined = self._buffer(State.STAGING, own, self.precision.master)
         # Views are cut while the storage is there: a dropped one refuses new views.
@@ -108,50 +115,41 @@ class Group:
     def write(self, whole: Tensor) -> None:
         """Make `whole` (1D, padded, in the master dtype) the truth. `flat` must be present, and is filled."""
         start, end = self.own
-        if self.shard is not None:
-            first, last = self.layout.shard_range(self.context.world.mesh.rank)
-            self.shard.tensor.copy_(whole[first:last])
         if whole is not self.flat.tensor:
             to_bf16(whole, self.flat.tensor)
             if self.remainder is not None:
                 split(whole[start:end], self.flat.tensor[start:end], self.remainder.tensor)
+        if self._below is not None:
+            self._below.tensor.copy_(whole[start:end])
+        if self.shard is not None:
+            first, last = self.layout.shard_range(self.context.world.mesh.rank)
+            source = whole if self.shard.tensor.dtype == whole.dtype else self.flat.tensor
+            self.shard.tensor.copy_(source[first:last])
 
     def write_back(self, source: int) -> None:
         """The parameters were changed on rank `source` while whole: make that the truth everywhere.
 
         Where a 16-bit value did not change, the master keeps its lower half.
         """
-        flat = self.flat.tensor
-        before = self._own_values() if self.precision.is_split else None
+        flat, (start, end) = self.flat.tensor, self.own
         self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
-        if before is None:
-            if self.shard is not None:
-                first, last = self.layout.shard_range(self.context.world.mesh.rank)
-                self.shard.tensor.copy_(flat[first:last])
-            return
-        start, end = self.own
-        rounded = to_bf16(before, torch.empty_like(before, dtype=self.precision.compute))
-        kept = torch.where(flat[start:end] == rounded, before, flat[start:end].to(before.dtype))
+        truth = flat[start:end].to(self.master.device, self.precision.master)
+        if self._before is not None:
+            rounded = to_bf16(self._before, torch.empty_like(self._before, dtype=self.precision.compute))
+            truth = torch.where(truth == rounded.to(truth.dtype), self._before, truth)
+        if self.remainder is not None:
+            split(truth, flat[start:end], self.remainder.tensor)
+        if self._below is not None:
+            self._below.tensor.copy_(truth)
         if self.shard is not None:
-            self.shard.tensor.copy_(kept)
-        elif self.remainder is not None:
-            split(kept, flat[start:end], self.remainder.tensor)
-
-    def _own_values(self) -> Tensor:
-        """This rank's part of the truth in the master dtype. Valid before `flat` was written to by the user."""
-        if self.shard is not None:
-            return self.shard.tensor
-        assert self._before is not None
-        return self._before
-
-    _before: Tensor | None = None
+            self.shard.tensor.copy_(truth)
 
     def open_for_writing(self) -> None:
-        """Remember what a whole 16-bit group's masters are, because the user may now overwrite their upper halves."""
-        if self.remainder is not None:
-            start, end = self.own
-            out = torch.empty_like(self.remainder.tensor, dtype=self.precision.master)
-            self._before = join(self.flat.tensor[start:end], self.remainder.tensor, out)
+        """Remember the masters, because the user may now overwrite their upper halves."""
+        if self.precision.is_split:
+            self.open_master()
+            self._before = self.master.clone()
+            self.close_master()
 
     def close_for_writing(self) -> None:
         self._before = None
@@ -182,11 +180,15 @@ class Group:
         second = self.row.second_copy
         if second is not None and second.over is not None and self._second is None:
             mesh = self.context.comm[second.over].mesh
-            self._second = self.flat.tensor.chunk(mesh.size)[mesh.rank].clone()
+            mine = self.flat.tensor.chunk(mesh.size)[mesh.rank]
+            self._second = self.context.scratch.take(mine.numel(), mine.dtype, State.PARAMETERS, self.unit)
+            self._second.copy_(mine)
         self.flat.drop()
 
     def forget_second_copy(self) -> None:
-        self._second = None
+        if self._second is not None:
+            self.context.scratch.give(self._second)
+            self._second = None
 
     def publish(self) -> Pending:
         """Send this rank's updated slice to everyone."""
@@ -201,6 +203,8 @@ class Group:
     @property
     def master(self) -> Tensor:
         """1D, this rank's part of the truth as the optimizer steps it."""
+        if self._below is not None:
+            return self._below.tensor
         if self.shard is not None:
             return self.shard.tensor
         if self._joined is not None:
@@ -215,6 +219,12 @@ class Group:
 
     def close_master(self) -> None:
         """Take over what the optimizer wrote."""
+        if self._below is not None:
+            rounded = self._below.tensor
+            if self.precision.is_split:
+                rounded = to_bf16(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
+            above = self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
+            above.copy_(rounded)
         if self._joined is not None and self.remainder is not None:
             split(self._joined.tensor, self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor)
             self._joined.drop()

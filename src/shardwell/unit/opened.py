@@ -15,8 +15,9 @@ from shardwell.unit import guard
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
     """Make parameters whole on every rank inside the context. All ranks must enter it.
 
-    With `modifier_rank`, that rank's changes are everyone's afterwards; without it, changes are lost. Views of the
-    parameters must not be used after the context: their memory is gone.
+    With `modifier_rank`, that rank's changes are everyone's afterwards. Without it the context is for reading: a change
+    would be lost where the unit is released, and stay on this rank alone where it is not. Views of the parameters must
+    not be used after the context: their memory is gone.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """The one idea: a ZeRO stage is a row of a table.
 
 For each of the three model states a row says over which axis it is split and on which tier it rests; for gradients
-when they are reduced; for the optimizer where its step runs and when it commits. Everything else follows from the
-row, and adding one adds no path through the engine. A row belongs to a *group* of parameters, not to the model.
+when they are reduced; for the optimizer when its step commits (it runs on the tier where its state rests). Everything
+else follows from the row, and adding one adds no path through the engine. A row belongs to a *group* of parameters, not
+to the model.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class Row:
     optimizer: Resting
     reduce_at: ReduceAt
     second_copy: Resting | None = None  # of the parameters, closer by; filled by a gather, read by the next one
-    step_on: Tier = Tier.DEVICE
     commit: Commit = Commit.AFTER_NORM
 
     @property
@@ -78,16 +78,36 @@ STAGES: dict[int, Row] = {
 }
 
 
-def row_for(stage: int, *, persistent: bool = False, num_ranks: int = 2, shard_at_world_one: bool = False) -> Row:
+@dataclass(frozen=True)
+class Wish:
+    """What a configuration adds to a stage's row."""
+
+    second_copy_in_node: bool = False
+    optimizer_tier: Tier = Tier.DEVICE
+    commit: Commit = Commit.AFTER_NORM
+
+
+def row_for(
+    stage: int,
+    *,
+    persistent: bool = False,
+    num_ranks: int = 2,
+    shard_at_world_one: bool = False,
+    wish: Wish | None = None,
+) -> Row:
     """The row of a group at `stage`.
 
     Persistent groups (small parameters) stay whole, on stage 2's row. With one rank a split over the world is no
     split: parameters then rest whole, at the same bytes, unless asked otherwise.
     """
+    wish = wish or Wish()
     row = STAGES[stage]
+    row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
+    if row.released and wish.second_copy_in_node:
+        row = replace(row, second_copy=Resting(Axis.NODE))
     alone = num_ranks == 1 and not shard_at_world_one
     if row.released and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
-        row = replace(row, parameters=WHOLE)
+        row = replace(row, parameters=WHOLE, second_copy=None)
     return row
 
 

@@ -45,7 +45,7 @@ class Unit:
         self.opened = 0  # GatheredParameters contexts that hold it
         self.waits_for_inputs = False  # its backward ends when the gradients of its inputs are known
         self.arrived: set[int] = set()  # ids of parameters whose gradient came in this backward
-        self.task = -1  # the autograd graph task that it was last seen in
+        self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
         self._pending: list[Pending] = []
         for group in groups:
             for parameter in group.parameters:

@@ -1,0 +1,104 @@
+"""Updating ahead of the norm: units whose row does not wait are stepped while backward still runs.
+
+*At once*: the update is final. *Shadow*: what it overwrites is kept until the norm shows that nothing was clipped and
+everything was finite; otherwise the unit goes back to its untouched old state and is stepped again with the factor.
+Both give the bits that a step after the norm gives, because it is the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwell.errors import ShardwellError
+from shardwell.unit import Group, Unit
+from shardwell.unit.table import Commit
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tensor that the inner optimizer steps: a run of a group's masters."""
+
+    group: Group
+    label: int
+    start: int
+    tensor: Tensor  # 1D, a view of the group's masters
+
+    def gradient(self) -> Tensor | None:
+        """1D, a view of the group's averaged gradients; None if nothing arrived."""
+        result = self.group.gradients.result
+        return None if result is None else result[self.start : self.start + self.tensor.numel()]
+
+
+class Shadow:
+    """A unit's masters and optimizer state as they were."""
+
+    def __init__(self, shards: list[Shard], states: dict[Tensor, Any]) -> None:
+        self._masters = [(shard.tensor, shard.tensor.clone()) for shard in shards]
+        self._states = {shard.tensor: _copied(states[shard.tensor]) for shard in shards if shard.tensor in states}
+
+    def restore(self, states: dict[Tensor, Any]) -> None:
+        for tensor, before in self._masters:
+            tensor.copy_(before)
+            states.pop(tensor, None)
+            if tensor in self._states:
+                states[tensor] = self._states[tensor]
+
+
+class Ahead:
+    """The units that were updated before the norm of this boundary was known."""
+
+    def __init__(
+        self,
+        states: dict[Tensor, Any],
+        shards: dict[int, list[Shard]],
+        update: Callable[[Unit, Tensor | None], None],
+    ) -> None:
+        self._states, self._shards, self._update = states, shards, update
+        self._units: dict[int, tuple[Unit, Shadow | None]] = {}
+
+    def update(self, unit: Unit) -> None:
+        """Step a unit whose gradients are complete, if its row does not wait for the norm."""
+        commit = unit.trainable[0].row.commit
+        if commit is Commit.AFTER_NORM:
+            return
+        if unit.index in self._units:  # a gradient came late: what was done was done with too little
+            shadow = self._units[unit.index][1]
+            if shadow is None:
+                raise ShardwellError(
+                    f"unit '{unit.name}' got another gradient after its update at once; commit after the norm"
+                )
+            shadow.restore(self._states)
+        else:
+            shadow = Shadow(self._shards[unit.index], self._states) if commit is Commit.SHADOW else None
+        self._units[unit.index] = unit, shadow
+        self._update(unit, None)
+
+    def commit(self, may_step: bool, factor: Tensor | None) -> set[int]:
+        """The norm is known: keep what was done, or do it again. Returns the units that need no further step."""
+        if not may_step:
+            self.take_back()
+        elif factor is not None and self._units and float(factor) < 1.0:
+            for unit, shadow in self._units.values():
+                assert shadow is not None, "an update that is clipped must not be committed at once"
+                shadow.restore(self._states)
+                self._update(unit, factor)
+        done = set(self._units)
+        self._units = {}
+        return done
+
+    def take_back(self) -> None:
+        """The step is not applied after all."""
+        for unit, shadow in self._units.values():
+            if shadow is not None:
+                shadow.restore(self._states)
+                for group in unit.trainable:
+                    group.close_master()
+        self._units = {}
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
