@@ -198,12 +198,13 @@ def build_deepspeed(workload: Workload, stage: int, tuned: bool = False) -> Trai
     return EngineTrainer(engine)
 
 
-def build_shardwell(workload: Workload, stage: int, shard_at_world_one: bool = False) -> Trainer:
+def build_shardwell(workload: Workload, stage: int, shard_at_world_one: bool = False, accumulation: int = 1) -> Trainer:
     import shardwell
 
     model = seeded_model(workload)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": accumulation,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     if workload.bf16:
@@ -245,6 +246,9 @@ GPU_CONTENDERS = (
     _shardwell(3),
     Contender("shardwell3-sharded", 3, lambda workload: build_shardwell(workload, 3, True), "shardwell"),
 )
+
+# One rank alone has nothing to reduce unless it accumulates: the profile runs two micro-steps, so that both lanes work.
+PROFILED = Contender("shardwell3-profiled", 3, lambda workload: build_shardwell(workload, 3, True, 2), "shardwell")
 
 
 def by_name(contenders: tuple[Contender, ...], name: str) -> Contender:

@@ -23,14 +23,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import GPU_CONTENDERS, Contender, by_name
+from benchmarks.contenders import GPU_CONTENDERS, PROFILED, Contender, by_name
 from benchmarks.launch import RunFailedError, run_ranks
 from benchmarks.measure import machine, versions
 from benchmarks.model import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-PROFILED = "shardwell3-sharded"
 
 
 def measure_all(contenders: Sequence[Contender], args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def profile(args: argparse.Namespace, console: Console) -> dict[str, Any] | None
     """Two steps of stage 3 with its gathers and releases on; writes DIR/streams.json and DIR/trace.json.gz."""
     folder = Path(args.profile).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    contender = by_name(GPU_CONTENDERS, args.profile_contender)
+    contender = PROFILED
     if contender.missing():
         console.print(f"profile: {contender.missing()}", markup=False)
         return None
@@ -128,7 +127,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds until a run is stopped (default 180)")
     parser.add_argument("--profile", default=None, metavar="DIR", help="also profile two steps into this folder")
-    parser.add_argument("--profile-contender", default=PROFILED, metavar="NAME", help=f"default {PROFILED}")
     parser.add_argument("--json", default=None, metavar="PATH", help="raw results; '-' for none (default results/)")
     return parser.parse_args(argv)
 

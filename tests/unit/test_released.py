@@ -149,3 +149,54 @@ def read_during_publish() -> bool:
 
 def test_parameters_read_while_they_are_published_have_the_right_values(ranks: Ranks) -> None:
     assert ranks.run(3, read_during_publish) == [True, True, True]
+
+
+class Leaky(nn.Module):
+    """A block that returns a view of its own parameter, and remembers one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.inner(x), "row": self.inner.weight[0]}
+
+
+class LeakyPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Leaky(), Leaky()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first["out"])
+        return (second["out"] * first["row"]).square().mean() + second["row"].sum()
+
+
+def train_leaky(sharded: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = LeakyPair()
+    config = zero(3 if sharded else 0, shardwell={"shard_at_world_one": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 4)))
+        engine.step()
+    return torch.cat([p.flatten() for p in whole_parameters(model).values()])
+
+
+def test_a_module_may_return_a_view_of_its_parameter() -> None:
+    assert torch.allclose(train_leaky(True), train_leaky(False), atol=1e-6)
+
+
+def test_a_view_kept_from_gathered_parameters_keeps_its_values() -> None:
+    engine = released_engine()
+    weight = engine.module.blocks[0].qkv.weight
+    with shardwell.zero.GatheredParameters(weight):
+        view, copy_ = weight.data, weight.detach().clone()
+    assert torch.equal(view, copy_)
+    engine.backward(engine(batches(1, 4)[0]))
+    engine.step()
+    assert torch.equal(view, copy_)
+    with shardwell.zero.GatheredParameters(weight):
+        assert not torch.equal(weight, copy_)

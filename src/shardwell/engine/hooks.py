@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.engine.flow import Flow
@@ -62,7 +63,9 @@ def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs
             tensor.register_hook(one_known)
 
 
-def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    if any(_is_view(unit, tensor) for tensor in tensors_in(output)):  # of memory that is about to be freed
+        output = tree_map_only(Tensor, lambda tensor: tensor.clone() if _is_view(unit, tensor) else tensor, output)
     flow.leave_forward(unit)
     if unit.releasable and torch.is_grad_enabled():
         nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
@@ -70,6 +73,13 @@ def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs:
             # A node's own pre-hook runs after the tensor hooks on the same tensor: the unit that consumed it is
             # reduced and released before this one is gathered.
             node.register_prehook(lambda grads: flow.enter_backward(unit))
+    return output
+
+
+def _is_view(unit: Unit, tensor: Tensor) -> bool:
+    """Whether a tensor looks into a releasable group's flat buffer."""
+    storage = tensor.untyped_storage()._cdata
+    return any(storage == group.flat.tensor.untyped_storage()._cdata for group in unit.releasable)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

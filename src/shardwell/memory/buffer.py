@@ -40,6 +40,15 @@ class Buffer:
             account, entry = self._books
             account.remove(*entry, self.nbytes)
 
+    @property
+    def num_views(self) -> int:
+        """How many tensors share the storage, this one included."""
+        return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))
+
+    def leave(self) -> None:
+        """Leave the storage to those that still look at it, and go on with another one, unfilled."""
+        self.tensor = torch.empty_like(self.tensor)
+
     def grow(self) -> None:
         if not self.present:
             self.tensor.untyped_storage().resize_(self.nbytes)

@@ -132,7 +132,7 @@ class Newborn:
         self._held = 0
         self._is_whole = True
         guard.keep(parameter, self)
-        self._views = _use_count(self._flat.tensor)
+        self._views = self._flat.num_views
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         context = self._nursery.context
@@ -140,7 +140,7 @@ class Newborn:
 
     def fold(self) -> bool:
         """Keep this rank's shard and free the rest; false if somebody still looks at the whole."""
-        if self._held or _use_count(self._flat.tensor) > self._views:
+        if self._held or self._flat.num_views > self._views:
             return False
         start, end = self._range
         if self._shard is None:
@@ -184,8 +184,3 @@ class Newborn:
         self._held -= 1
         if modifier_rank is not None:
             self._nursery.context.world.broadcast(self._flat.tensor, modifier_rank, token=f"WRITE {self._name}")
-
-
-def _use_count(tensor: Tensor) -> int:
-    """How many tensors share this storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

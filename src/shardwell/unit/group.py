@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.comm import Axis, Collectives, Kind, Pending
-from shardwell.layout import Run, Spec, dense_stride, lay_out
+from shardwell.layout import Run, Slot, Spec, dense_stride, lay_out
 from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
 from shardwell.rounding import join, split, to_bf16
 from shardwell.unit import guard
@@ -105,12 +105,24 @@ class Group:
             values = guard.keeper_of(parameter).surrender(parameter) if kept else parameter.data
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
-            parameter.data = self.flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+            self._hang(parameter, slot)
+        self._num_views = self.flat.num_views  # the parameters, the buffer itself, and nobody else
         context.world.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
         if self.row.released:
             self.flat.drop()
             guard.send_away(self.parameters)
+
+    def _hang(self, parameter: nn.Parameter, slot: Slot) -> None:
+        """Make a parameter a view of the flat buffer."""
+        parameter.data = self.flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+
+    def spare_views(self) -> None:
+        """If somebody still looks at the whole parameters, leave them that memory: freeing it would crash them."""
+        if self.flat.num_views > self._num_views:
+            self.flat.leave()
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                self._hang(parameter, slot)
 
     def write(self, whole: Tensor) -> None:
         """Make `whole` (1D, padded, in the master dtype) the truth. `flat` must be present, and is filled."""

@@ -137,6 +137,8 @@ class Unit:
             if modifier_rank is not None:
                 group.write_back(modifier_rank)
             group.close_for_writing()
+        for group in self.releasable:
+            group.spare_views()
         self.opened -= 1
         self.release()
 
