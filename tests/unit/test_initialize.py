@@ -174,6 +174,50 @@ def test_the_step_is_recorded_as_short_tokens() -> None:
     assert trace.count(Action.GATHER, 3) == 2
 
 
+@pytest.mark.parametrize(
+    "limit",
+    [{"stage3_prefetch_bucket_size": 0}, {"stage3_max_live_parameters": 1}],
+    ids=lambda limit: next(iter(limit)),
+)
+def test_without_room_for_it_nothing_is_prefetched(limit: dict[str, int]) -> None:
+    config = zero(3, optimizer=ADAMW, shardwell={"shard_at_world_one": True})
+    config["zero_optimization"].update(limit)
+    engine, *_ = shardwell.initialize(model=Gpt(blocks=2), config=config, device="cpu")
+    with engine.record() as trace:
+        engine.backward(engine(batches(1, 4)[0]))
+        engine.step()
+    assert str(trace).startswith("G0 F0 G1 F1 L1 G2 F2 L2 G3 F3 L3 L0 B0 G0 B3 G3 R3 L3 B2 G2 R2 L2")
+
+
+def test_a_destroyed_engine_leaves_the_model_unhooked(ranks: Ranks) -> None:
+    assert ranks.run(2, destroy_and_build_again) == [True, True]
+
+
+def destroy_and_build_again() -> bool:
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        engine = shardwell.initialize(model=Gpt(), config=zero(3, optimizer=ADAMW)).engine
+        loss = engine(batches(1, 4)[0])
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        engine.destroy()
+        assert not engine.module.blocks[0]._forward_hooks
+    return losses[0] == losses[1]
+
+
+def test_steps_per_print_prints_that_often(capsys: pytest.CaptureFixture[str]) -> None:
+    engine, *_ = shardwell.initialize(model=Gpt(), config=zero(1, optimizer=ADAMW, steps_per_print=2), device="cpu")
+    for batch in batches(4, 4):
+        engine.backward(engine(batch))
+        engine.step()
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "step 2: lr 0.01",
+        "step 4: lr 0.01",
+    ]
+
+
 def test_reports_print_as_tables() -> None:
     engine, *_ = shardwell.initialize(model=Gpt(), config=zero(2, optimizer=ADAMW), device="cpu")
     engine.backward(engine(batches(1, 4)[0]))

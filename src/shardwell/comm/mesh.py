@@ -40,6 +40,11 @@ class Mesh:
     def global_rank(self, rank: int) -> int:
         return self.ranks[rank] if self.ranks else rank
 
+    def close(self) -> None:
+        """Give the group's connections back, if they are its own."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
 
 def world_mesh(device: torch.device) -> Mesh:
     """All ranks of the default process group, or this process alone."""

@@ -232,6 +232,7 @@ class Engine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self.optimizer.state.clear()
+        self._context.world.mesh.close()
         self.trim()
 
     def __getattr__(self, name: str) -> Any:

@@ -7,6 +7,7 @@ was updated can be sent to the other ranks while the next units are stepped.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class ShardedOptimizer(Optimizer):
             except NonFiniteError:
                 self._ahead.take_back()
                 raise
-            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip > 0 else None
+            factor = self._clip_factor(norm)
             done = self._ahead.commit(may_step, factor)
             if may_step:
                 for chunk in self._chunks():
@@ -107,8 +108,6 @@ class ShardedOptimizer(Optimizer):
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.clear()
-                for parameter in group.parameters:
-                    parameter.grad = None
 
     def global_norm(self) -> Tensor | None:
         """The norm of the whole averaged gradient at the last step, before clipping."""
@@ -133,6 +132,13 @@ class ShardedOptimizer(Optimizer):
         if not norms:
             return self._context.device.scalar(0.0, torch.float64)
         return torch.stack([norm.double() for norm in norms]).square().sum()
+
+    def _clip_factor(self, norm: Tensor) -> Tensor | None:
+        """What to multiply gradients by; None if nothing has to be clipped and the host can know that for free."""
+        if self._clip <= 0:
+            return None
+        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        return None if factor.device.type == "cpu" and float(factor) == 1.0 else factor
 
     def _may_step(self, norm: Tensor) -> bool:
         """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know.
@@ -224,15 +230,15 @@ class ShardedOptimizer(Optimizer):
             return
         self._num_states = len(self.state)
         for unit in self._units:
-            tensors = [
-                value
-                for shard in self._shards[unit.index]
-                for value in self.state.get(shard.tensor, {}).values()
-                if isinstance(value, Tensor)
-            ]
-            size = sum(value.untyped_storage().nbytes() for value in tensors)
-            size += sum(group.remainder.nbytes for group in unit.groups if group.remainder is not None)
-            account.set(State.OPTIMIZER, unit.name, Tier.DEVICE, size)
+            sizes: Counter[Tier] = Counter()
+            for group in unit.groups:
+                sizes.update(group.master_bytes())
+            for shard in self._shards[unit.index]:
+                for value in self.state.get(shard.tensor, {}).values():
+                    if isinstance(value, Tensor):
+                        sizes[shard.group.row.optimizer.tier] += value.untyped_storage().nbytes()
+            for tier, size in sizes.items():
+                account.set(State.OPTIMIZER, unit.name, tier, size)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""

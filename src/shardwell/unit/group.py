@@ -223,6 +223,11 @@ class Group:
             return self._joined.tensor
         return self.flat.tensor[self.own[0] : self.own[1]]
 
+    def master_bytes(self) -> dict[Tier, int]:
+        """What this group holds for the optimizer beside the parameters, by tier."""
+        held = {Tier.DEVICE: self.remainder} if self._below is None else {self.row.optimizer.tier: self._below}
+        return {tier: buffer.nbytes for tier, buffer in held.items() if buffer is not None}
+
     def open_master(self) -> None:
         """Make `master` readable."""
         if self._joined is not None and self.remainder is not None:
