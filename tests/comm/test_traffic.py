@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.comm import Kind
+from shardwell.comm.ledger import BETWEEN, INSIDE
 from shardwell.engine import Action
 from tests.comm.counter import WireCounter
 from tests.models import Gpt, batches, share, zero
@@ -96,6 +98,22 @@ def test_persistent_parameters_follow_stage_2(ranks: Ranks) -> None:
 def test_reuse_distance_saves_the_second_gather(ranks: Ranks) -> None:
     for answer in ranks.run(2, traffic_of_a_step, 3, 1, stage3_max_reuse_distance=1_000_000):
         assert answer["payload"] == 2 * answer["padded"] * 4 // 2
+
+
+def traffic_over_two_nodes() -> dict[str, int]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as a launcher on two nodes of two ranks says
+    model = Gpt()
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=zero(3))
+    engine.backward(engine(share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())))
+    engine.step()
+    received = engine.traffic().received
+    return {hop: sum(received[kind, hop] for kind in (Kind.GATHER, Kind.REDUCE)) for hop in (INSIDE, BETWEEN)}
+
+
+def test_traffic_is_told_apart_by_hop(ranks: Ranks) -> None:
+    """Of the three peers, one is in the same node and two are not."""
+    for answer in ranks.run(4, traffic_over_two_nodes):
+        assert answer[BETWEEN] == 2 * answer[INSIDE] > 0
 
 
 def test_one_rank_moves_nothing(ranks: Ranks) -> None:

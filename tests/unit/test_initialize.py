@@ -233,3 +233,30 @@ def test_the_model_shows_through_the_engine() -> None:
     assert engine.blocks is engine.module.blocks
     with pytest.raises(AttributeError):
         _ = engine.no_such_thing
+
+
+def born_from_an_existing_model() -> bool:
+    torch.manual_seed(0)
+    model = Gpt()
+    plain = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    shardwell.zero.Init(module=model, config_dict_or_path=zero(3), remote_device="cpu")
+    away = sum(type(parameter) is not torch.nn.Parameter for parameter in model.parameters())
+    shardwell.initialize(model=model, config=zero(3))
+    found = whole_parameters(model)
+    return away >= len(plain) - 2 and all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def test_an_existing_model_can_be_split_by_init(ranks: Ranks) -> None:
+    assert ranks.run(2, born_from_an_existing_model) == [True, True]
+
+
+def test_init_does_nothing_when_disabled_or_below_stage_3() -> None:
+    for settings in ({"config": zero(3), "enabled": False}, {"config": zero(2)}):
+        with shardwell.zero.Init(**settings):
+            model = Gpt()
+        assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+
+
+def test_init_on_a_tier_that_is_not_built_says_so() -> None:
+    with pytest.raises(shardwell.ConfigError, match="nvme"):
+        shardwell.zero.Init(config=zero(3), remote_device="nvme")
