@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from shardwell.cli.demo_report import StageResult, Verdict, compare, loss_line, results_table, save_json, save_picture
-from shardwell.cli.launch import Place, RanksFailedError, RunInterruptedError, launch
+from shardwell.cli.launch import Place, ending_as_the_ranks_do, launch
 from shardwell.errors import ShardwellError
 
 _ROWS = 4  # per rank and step, of 128 bytes each
@@ -88,15 +88,8 @@ def _train(job: str, stages: list[int], steps: int, ranks: int, events: Path, co
         progress.update(tasks[stage], completed=event["step"], loss=f"{event['loss']:.3f}", speed=speed)
 
     console.print(f"training a byte-level GPT on {ranks} CPU rank(s) at stage {', '.join(map(str, stages))}")
-    try:
-        with progress, _listening(events, take):
-            launch(["-m", "shardwell.cli.demo_rank", job], Place(ranks), quiet_ranks=True)
-    except RanksFailedError as failure:
-        failure.show()
-        raise typer.Exit(failure.exit_code) from None
-    except RunInterruptedError as interrupted:
-        Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
-        raise typer.Exit(interrupted.exit_code) from None
+    with ending_as_the_ranks_do(), progress, _listening(events, take):
+        launch(["-m", "shardwell.cli.demo_rank", job], Place(ranks), quiet_ranks=True)
     return results
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -208,3 +209,16 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+@contextlib.contextmanager
+def ending_as_the_ranks_do() -> Iterator[None]:
+    """Around a launch: show why the ranks ended, and end the command with their exit code."""
+    try:
+        yield
+    except RanksFailedError as failure:
+        failure.show()
+        raise typer.Exit(failure.exit_code) from None
+    except RunInterruptedError as interrupted:
+        Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
+        raise typer.Exit(interrupted.exit_code) from None

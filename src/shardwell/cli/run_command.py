@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from shardwell.cli.launch import Place, RanksFailedError, RunInterruptedError, launch
+from shardwell.cli.launch import Place, ending_as_the_ranks_do, launch
 from shardwell.errors import ShardwellError
 
 
@@ -29,14 +28,8 @@ def run(
     """Run SCRIPT on several ranks. When one fails, all end, and the first failing rank's error is printed."""
     _check(script[0], module, nnodes, node_rank, master_addr)
     place = Place(num_ranks or _one_per_gpu(), nnodes, node_rank, master_addr, master_port)
-    try:
+    with ending_as_the_ranks_do():
         launch(["-m", *script] if module else script, place)
-    except RanksFailedError as failure:
-        failure.show()
-        raise typer.Exit(failure.exit_code) from None
-    except RunInterruptedError as interrupted:
-        Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
-        raise typer.Exit(interrupted.exit_code) from None
 
 
 def _check(script: str, module: bool, nnodes: int, node_rank: int, master_addr: str) -> None:

@@ -114,7 +114,8 @@ class Collectives:
             return
         self._announce(token)
         size = tensor.numel() * tensor.element_size() if self.mesh.rank != source else 0
-        self._ledger.count(kind, size, 0)
+        inside = size if self.mesh.is_inside(source) else 0
+        self._ledger.count(kind, inside, size - inside)
         self._guarded(dist.broadcast, tensor, src=self.mesh.global_rank(source), group=self.mesh.group)
 
     def sum_scalar(self, value: Tensor, token: str) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwell.errors import ConfigError
+from shardwell.memory.device import num_gpus
 
 
 class Axis(enum.Enum):
@@ -31,6 +32,10 @@ class Mesh:
     backend: str  # "gloo", "nccl", "fake"; "none" for one process
     group: Any = None  # a torch process group; None stands for the default one
     ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
+
+    def is_inside(self, rank: int) -> bool:
+        """Whether `rank` is on this rank's own node."""
+        return rank // self.node_size == self.rank // self.node_size
 
     @property
     def num_inside(self) -> int:
@@ -94,7 +99,7 @@ def start_process_group(device: torch.device, timeout: timedelta | None = None) 
 
 
 def _one_gpu_each() -> bool:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= num_gpus()
 
 
 def _backend_for(device: torch.device) -> str:

@@ -139,6 +139,10 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def num_gpus() -> int:
+    return torch.cuda.device_count()
+
+
 def keep_freed_pages() -> None:
     """Ask malloc to keep freed pages instead of returning them to the kernel at once.
 

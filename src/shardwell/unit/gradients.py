@@ -28,7 +28,7 @@ class GradState(enum.Enum):
 
 _ALLOWED = {
     GradState.NONE: {GradState.PARTIAL},
-    GradState.PARTIAL: {GradState.REDUCING},
+    GradState.PARTIAL: {GradState.REDUCING, GradState.NONE},
     GradState.REDUCING: {GradState.REDUCED},
     GradState.REDUCED: {GradState.PARTIAL, GradState.NONE},
 }
@@ -165,7 +165,8 @@ class Gradients:
             self._scratch.give(self.result)
             self.result = None
         self._give_flat()
-        self.state = GradState.NONE
+        if self.state is not GradState.NONE:
+            self.move(GradState.NONE)
 
     def _adopt_flat(self) -> None:
         """The flat buffer is the result; with an earlier result, it is added to that."""
