@@ -15,10 +15,21 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from shardwell.cli.config_command import show
-from shardwell.config import Config, OffloadParamConfig, OptimizerConfig, ZeroConfig, explain, load, table
-from shardwell.config.load import AUTO, BATCH
+from shardwell.config import (
+    SCHEDULERS,
+    Config,
+    OffloadParamConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    ShardwellConfig,
+    ZeroConfig,
+    explain,
+    load,
+    table,
+)
+from shardwell.config.load import AUTO, BATCH, PARAMS
 from shardwell.config.schema import Block, block_of
-from shardwell.config.unsupported import NOT_YET_BLOCKS, ONLY, REMOVED, RENAMED, SCHEDULERS
+from shardwell.config.unsupported import NOT_YET_BLOCKS, ONLY, REMOVED, RENAMED
 from shardwell.errors import ConfigError
 from shardwell.version import __version__
 
@@ -56,10 +67,16 @@ def sizes(train: Any = None, micro: Any = None, accumulation: Any = None) -> dic
 
 
 DEFAULTS = """
-gradient_clipping 0.0  steps_per_print null  communication_data_type null  optimizer null
+gradient_clipping 0.0  steps_per_print null  communication_data_type null  optimizer null  scheduler null
+prescale_gradients false  gradient_predivide_factor 1.0
 bf16.enabled false  fp16.enabled false  data_types.grad_accum_dtype null
+fp16.auto_cast false  fp16.loss_scale 0.0  fp16.initial_scale_power 16  fp16.loss_scale_window 1000
+fp16.hysteresis 2  fp16.consecutive_hysteresis false  fp16.min_loss_scale 1.0
+torch_autocast.enabled false  torch_autocast.dtype "bf16"  torch_autocast.lower_precision_safe_modules null
+activation_checkpointing.partition_activations false  activation_checkpointing.cpu_checkpointing false
+activation_checkpointing.number_checkpoints null  activation_checkpointing.profile false
 shardwell.divergence_timeout 60.0  shardwell.nonfinite "error"
-shardwell.shard_at_world_one false  shardwell.keep_pages true
+shardwell.shard_at_world_one false  shardwell.keep_pages true  shardwell.keep_frozen "auto"
 zero_optimization.stage 0  zero_optimization.overlap_comm null
 zero_optimization.reduce_bucket_size 500000000  zero_optimization.stage3_max_live_parameters 1000000000
 zero_optimization.stage3_max_reuse_distance 0  zero_optimization.stage3_prefetch_bucket_size 50000000
@@ -84,9 +101,54 @@ def test_every_key_is_described_in_one_line() -> None:
     assert undescribed(Config) == []
 
 
+REAL = """
+fp16.enabled true  fp16.auto_cast true  fp16.loss_scale 128.0  fp16.initial_scale_power 0  fp16.loss_scale_window 1
+fp16.hysteresis 1  fp16.consecutive_hysteresis true  fp16.min_loss_scale 0.0
+torch_autocast.enabled true  torch_autocast.dtype "fp16"
+data_types.grad_accum_dtype "fp32"  data_types.grad_accum_dtype "bf16"  data_types.grad_accum_dtype "fp16"
+communication_data_type "fp32"  communication_data_type "bf16"  communication_data_type "fp16"
+prescale_gradients true  gradient_predivide_factor 2.0  gradient_predivide_factor 0.5
+activation_checkpointing.partition_activations true  activation_checkpointing.cpu_checkpointing true
+activation_checkpointing.contiguous_memory_optimization true  activation_checkpointing.number_checkpoints 4
+activation_checkpointing.synchronize_checkpoint_boundary true
+shardwell.keep_frozen 0  shardwell.keep_frozen 5000000000  shardwell.keep_frozen "auto"
+"""
+
+
+@pytest.mark.parametrize(("key", "value"), pairs(REAL))
+def test_a_value_that_is_built_is_in_force_with_its_origin(key: str, value: Any) -> None:
+    config = load(nested(key, value))
+    assert (at(config, key), config.origins[key]) == (value, "dict")
+
+
+@pytest.mark.parametrize(("key", "value"), pairs(REAL))
+def test_a_value_that_is_built_survives_the_round_trip(key: str, value: Any) -> None:
+    config = load(nested(key, value), world_size=2)
+    again = load(json.dumps(config.to_dict()), world_size=2)
+    assert again.to_dict() == config.to_dict()
+    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+
+
+SPELLINGS = """
+communication_data_type ["float32","fp32"]  communication_data_type ["bfloat16","bf16"]
+communication_data_type ["bfp16","bf16"]  communication_data_type ["float16","fp16"]
+data_types.grad_accum_dtype ["bfloat16","bf16"]
+torch_autocast.dtype ["bfloat16","bf16"]  torch_autocast.dtype ["float16","fp16"]  torch_autocast.dtype [null,"bf16"]
+"""
+
+
+@pytest.mark.parametrize(("key", "spelling"), pairs(SPELLINGS))
+def test_a_dtype_has_one_name_however_it_is_spelled(key: str, spelling: list[Any]) -> None:
+    spelled, short = spelling
+    assert at(load(nested(key, spelled)), key) == short
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
-    pairs("zero_optimization.reduce_bucket_size 5e8  zero_optimization.stage 3.0  train_batch_size 8.0"),
+    [
+        *pairs("zero_optimization.reduce_bucket_size 5e8  zero_optimization.stage 3.0"),
+        *pairs("train_batch_size 8.0  shardwell.keep_frozen 5e8"),
+    ],
 )
 def test_a_whole_float_is_an_int(key: str, value: float) -> None:
     assert type(at(load(nested(key, value)), key)) is int
@@ -110,6 +172,23 @@ def test_what_is_not_a_whole_number_is_refused(value: Any) -> None:
         ("shardwell.divergence_timeout", 0, "expected more than 0, found 0"),
         ("shardwell.nonfinite", "ignore", 'expected "error" or "skip", found "ignore"'),
         ("communication_data_type", "int8", 'expected "fp32", "bf16" or "fp16", found "int8"'),
+        ("communication_data_type", 16, 'expected "fp32", "bf16" or "fp16", found 16'),
+        ("data_types.grad_accum_dtype", "half", 'expected "fp32", "bf16" or "fp16", found "half"'),
+        ("torch_autocast.dtype", "float32", 'expected "bf16" or "fp16", found "float32"'),
+        ("torch_autocast.dtype", True, 'expected "bf16" or "fp16", found true'),
+        ("torch_autocast.lower_precision_safe_modules", "Linear", 'expected a list of strings, found "Linear"'),
+        ("gradient_predivide_factor", 0, "expected more than 0, found 0"),
+        ("fp16.loss_scale_window", 0, "expected at least 1, found 0"),
+        ("fp16.hysteresis", 0, "expected at least 1, found 0"),
+        ("fp16.loss_scale", -1, "expected at least 0, found -1"),
+        ("fp16.initial_scale_power", 1.5, "expected a whole number, found 1.5"),
+        ("activation_checkpointing.cpu_checkpointing", "yes", 'expected true or false, found "yes"'),
+        ("activation_checkpointing", True, "expected an object, found true"),
+        ("shardwell.keep_frozen", -1, "expected at least 0, found -1"),
+        ("shardwell.keep_frozen", 1.5, 'expected a whole number or "auto", found 1.5'),
+        ("shardwell.keep_frozen", True, 'expected a whole number or "auto", found true'),
+        ("shardwell.keep_frozen", "all", 'expected a whole number or "auto", found "all"'),
+        ("shardwell.keep_frozen", None, 'expected a whole number or "auto", found null'),
         ("zero_optimization.offload_param.device", "gpu", 'expected "none", "cpu" or "nvme", found "gpu"'),
         ("zero_optimization.leaf_module.classes", "Block", 'expected a list of strings, found "Block"'),
         ("optimizer.type", 3, "expected a string, found 3"),
@@ -120,13 +199,40 @@ def test_a_wrong_value_says_what_was_expected_and_what_was_found(key: str, value
     assert f"  {key}: {expected}" in refusal(nested(key, value))
 
 
-def test_an_optimizer_without_type_is_refused() -> None:
-    assert "optimizer.type: missing" in refusal({"optimizer": {"params": {"lr": 1e-3}}})
+@pytest.mark.parametrize(("block", "such_as"), [("optimizer", "AdamW"), ("scheduler", "WarmupLR")])
+def test_an_optimizer_or_scheduler_without_type_is_refused(block: str, such_as: str) -> None:
+    assert refusal({block: {"params": {"lr": 1e-3}}}).splitlines()[1:] == [
+        f'  {block}.type: missing; name it, such as "{such_as}"'
+    ]
+
+
+@pytest.mark.parametrize(("block", "kind"), [("optimizer", "SGD"), ("scheduler", "OneCycle")])
+def test_arguments_that_are_no_object_are_refused(block: str, kind: str) -> None:
+    text = refusal({block: {"type": kind, "params": [1]}})
+    assert f"  {block}.params: expected an object, found [1]" in text
 
 
 def test_an_optimizer_keeps_its_type_and_params() -> None:
     config = load({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}})
     assert config.optimizer == OptimizerConfig(type="AdamW", params={"lr": 1e-3, "betas": [0.9, 0.95]})
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_is_known_in_any_case_and_keeps_its_params(kind: str) -> None:
+    for spelled in (kind, kind.lower(), kind.upper()):
+        config = load({"scheduler": {"type": spelled, "params": {"warmup_num_steps": 10}}})
+        assert config.scheduler == SchedulerConfig(type=kind, params={"warmup_num_steps": 10})
+
+
+@pytest.mark.parametrize("kind", ["Warmup", "", 3, None])
+def test_an_unknown_scheduler_is_refused_with_the_known_ones(kind: Any) -> None:
+    known = "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest"
+    assert f"scheduler.type: expected {known}, found {json.dumps(kind)}" in refusal({"scheduler": {"type": kind}})
+
+
+@pytest.mark.parametrize("key", ["scheduler", "optimizer", "activation_checkpointing", "torch_autocast"])
+def test_a_null_block_at_the_top_is_an_absent_block(key: str) -> None:
+    assert load({key: None}).to_dict() == load(None).to_dict()
 
 
 def test_a_null_block_is_an_absent_block() -> None:
@@ -137,7 +243,9 @@ def test_a_null_block_is_an_absent_block() -> None:
     "block",
     [
         {"fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}},
-        {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}},
+        {"torch_autocast": {"enabled": False, "dtype": "bfloat16", "lower_precision_safe_modules": None}},
+        {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False}},
+        {"prescale_gradients": True, "gradient_predivide_factor": 1},
         {"zero_optimization": {"offload_param": {"device": "none", "nvme_path": "/tmp", "buffer_size": 1e8}}},
         {"zero_optimization": {"contiguous_gradients": False, "overlap_comm": True, "round_robin_gradients": True}},
         {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
@@ -197,6 +305,7 @@ def test_a_source_of_another_type_is_refused() -> None:
         ('{"bf16": {}, "bf16": {"enabled": true}}', "bf16"),
         ('{"zero_optimization": {"stage": 1, "stage": 3}}', "zero_optimization.stage"),
         ('{"optimizer": {"type": "SGD", "params": {"lr": 1, "lr": 2}}}', "optimizer.params.lr"),
+        ('{"scheduler": {"type": "OneCycle", "params": {"x": 1, "x": 2}}}', "scheduler.params.x"),
     ],
 )
 def test_a_key_written_twice_is_refused_with_its_path(text: str, key: str) -> None:
@@ -211,6 +320,11 @@ zero_optimization.prefetch_bucket_size "zero_optimization.stage3_prefetch_bucket
 zero_optimization.leaf_module.class "zero_optimization.leaf_module.classes"
 zero_optimization.offload_param.pin_memry "zero_optimization.offload_param.pin_memory"
 zero_optimization.stag "zero_optimization.stage"  optimizer.param "optimizer.params"
+scheduler.param "scheduler.params"  warmup_num_steps "scheduler.params.warmup_num_steps"
+fp16.hysterisis "fp16.hysteresis"  torch_autocast.dtyp "torch_autocast.dtype"  loss_scale "fp16.loss_scale"
+activation_checkpoint "activation_checkpointing"  partition_activations "activation_checkpointing.partition_activations"
+activation_checkpointing.cpu_checkpoint "activation_checkpointing.cpu_checkpointing"
+shardwell.keep_frosen "shardwell.keep_frozen"
 """
 
 
@@ -231,10 +345,14 @@ def test_a_refusal_names_the_file(tmp_path: Path) -> None:
 
 def test_all_problems_come_in_one_error_sorted_by_path() -> None:
     zero = {"stage": 9, "stagee": 1, "offload_optimizer": {"device": "cpu"}}
-    text = refusal({"zero_optimization": zero, "prescale_gradients": True, "amp": {}, "gradient_clipping": "much"})
+    new = {"scheduler": {"type": "Cosine"}, "fp16": {"hysteresis": 0}, "activation_checkpointing": {"profile": True}}
+    text = refusal(
+        {**new, "zero_optimization": zero, "wall_clock_breakdown": True, "amp": {}, "gradient_clipping": "much"}
+    )
     keys = [line.strip().split(":")[0] for line in text.splitlines()[1:]]
+    outer = ["activation_checkpointing.profile", "amp", "fp16.hysteresis", "gradient_clipping", "scheduler.type"]
     inner = [f"zero_optimization.{key}" for key in ("offload_optimizer.device", "stage", "stagee")]
-    assert keys == ["amp", "gradient_clipping", "prescale_gradients", *inner]
+    assert keys == [*outer, "wall_clock_breakdown", *inner]
 
 
 @pytest.mark.parametrize("key", sorted(NOT_YET_BLOCKS))
@@ -246,15 +364,6 @@ def test_a_block_that_is_not_built_yet_is_refused_with_the_version(key: str) -> 
 @pytest.mark.parametrize("key", sorted(NOT_YET_BLOCKS))
 def test_a_block_that_is_not_built_yet_may_be_switched_off(key: str, block: Any) -> None:
     load({key: block})
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_scheduler_block_says_to_pass_a_torch_scheduler(kind: str) -> None:
-    assert "pass a torch scheduler as lr_scheduler" in refusal({"scheduler": {"type": kind, "params": {}}})
-
-
-def test_an_unknown_scheduler_type_is_called_unknown() -> None:
-    assert 'unknown type "Warmup"' in refusal({"scheduler": {"type": "Warmup"}})
 
 
 @pytest.mark.parametrize("key", sorted(REMOVED))
@@ -275,9 +384,8 @@ def test_an_old_spelling_names_the_new_one(old: str, new: str) -> None:
 
 
 NOT_YET = """
-prescale_gradients true  gradient_predivide_factor 2.0  communication_data_type "fp16"  wall_clock_breakdown true
-fp16.enabled true  torch_autocast.enabled true
-data_types.grad_accum_dtype "bf16"  data_types.grad_accum_dtype "fp16"
+wall_clock_breakdown true  torch_autocast.lower_precision_safe_modules ["torch.nn.Linear"]
+torch_autocast.lower_precision_safe_modules []  activation_checkpointing.profile true
 zero_optimization.offload_optimizer.device "cpu"  zero_optimization.offload_optimizer.device "nvme"
 zero_optimization.zero_hpz_partition_size 8  zero_optimization.zero_quantized_weights true
 zero_optimization.zero_quantized_nontrainable_weights true  zero_optimization.zero_quantized_gradients true
@@ -298,8 +406,36 @@ def test_reduce_scatter_false_is_refused_by_design() -> None:
     assert "shardwell always reduces by scatter" in refusal({"zero_optimization": {"reduce_scatter": False}})
 
 
+def switched_on(*blocks: str) -> dict[str, Any]:
+    return {block: {"enabled": True} for block in blocks}
+
+
 def test_bf16_and_fp16_together_contradict() -> None:
-    assert "contradicts bf16.enabled" in refusal({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
+    text = refusal(switched_on("bf16", "fp16"))
+    assert text.splitlines()[1:] == ["  fp16.enabled: contradicts bf16.enabled, both are true; keep one"]
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_autocast_contradicts_weights_in_16_bits(half: str) -> None:
+    text = refusal(switched_on(half, "torch_autocast"))
+    assert text.startswith("dict: 1 problem")
+    assert f"torch_autocast.enabled: contradicts {half}.enabled" in text
+
+
+def test_all_three_precisions_together_are_two_problems() -> None:
+    text = refusal(switched_on("bf16", "fp16", "torch_autocast"))
+    assert "2 problems" in text
+    assert "torch_autocast.enabled: contradicts bf16.enabled and fp16.enabled" in text
+
+
+def test_modules_for_autocast_are_refused_because_torch_decides() -> None:
+    text = refusal({"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear"]}})
+    assert "torch's own list of operations decides" in text
+
+
+def test_two_divisions_before_the_sum_contradict() -> None:
+    text = refusal({"prescale_gradients": True, "gradient_predivide_factor": 2})
+    assert "gradient_predivide_factor: 2.0 contradicts prescale_gradients" in text
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -380,22 +516,49 @@ def test_the_origin_of_auto_shows_what_it_became(key: str) -> None:
     assert config.origins[key].startswith(f"auto -> {json.dumps(at(config, key))} (")
 
 
-@pytest.mark.parametrize("key", ["optimizer.type", "optimizer", "zero_optimization.stage", "steps_per_print", "bf16"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("optimizer.type", "optimizer", "scheduler.type", "scheduler", "zero_optimization.stage"),
+        *("steps_per_print", "bf16", "communication_data_type", "torch_autocast.dtype", "fp16.loss_scale"),
+    ],
+)
 def test_what_cannot_be_auto_is_refused(key: str) -> None:
     assert refusal(nested(key, "auto")).splitlines()[1:] == [
         f'  {key}: cannot be "auto"; write a value or remove the key'
     ]
 
 
-def test_auto_optimizer_params_are_left_to_the_optimizer() -> None:
-    config = load({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}}})
-    assert config.optimizer == OptimizerConfig(type="AdamW", params={"eps": 1e-6})
+OPEN = [("optimizer", "AdamW", OptimizerConfig), ("scheduler", "WarmupLR", SchedulerConfig)]
 
 
-def test_an_auto_learning_rate_is_reported_as_the_optimizers_default() -> None:
-    config = load({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
-    line = next(line for line in explain(config) if line.key == "optimizer.params.lr")
-    assert line.origin.startswith("auto -> the optimizer's own default")
+@pytest.mark.parametrize(("block", "kind", "made"), OPEN)
+def test_auto_arguments_are_left_open(block: str, kind: str, made: Any) -> None:
+    config = load({block: {"type": kind, "params": {"lr": "auto", "eps": 1e-6}}})
+    assert getattr(config, block) == made(type=kind, params={"eps": 1e-6})
+
+
+@pytest.mark.parametrize(("block", "kind", "made"), OPEN)
+def test_an_auto_argument_is_reported_as_a_default(block: str, kind: str, made: Any) -> None:
+    config = load({block: {"type": kind, "params": {"lr": "auto", "eps": 1e-6}}})
+    line = next(line for line in explain(config) if line.key == f"{block}.params.lr")
+    assert line.origin == f"auto -> the {block}'s own default (the file leaves it open)"
+    assert line.value == f"the {block}'s own default"
+    assert config.origins[f"{block}.params.eps"] == "dict"
+
+
+@pytest.mark.parametrize("block", [params.partition(".")[0] for params in PARAMS])
+def test_the_table_shows_an_argument_that_is_left_open(block: str) -> None:
+    console = Console(width=160, file=StringIO(), record=True)
+    console.print(table(load({block: {"type": "OneCycle", "params": {"lr": "auto"}}})))
+    assert f"{block}.params.lr " in console.export_text(clear=False)
+    assert f" the {block}'s own default " in console.export_text()
+
+
+def test_auto_for_frozen_parameters_is_a_value_of_its_own() -> None:
+    config = load({"shardwell": {"keep_frozen": "auto"}})
+    assert (config.shardwell.keep_frozen, config.origins["shardwell.keep_frozen"]) == ("auto", "dict")
+    assert load(Config(shardwell=ShardwellConfig(keep_frozen=7))).shardwell.keep_frozen == 7
 
 
 def test_a_config_is_frozen() -> None:
@@ -428,7 +591,9 @@ def test_a_block_object_may_stand_in_a_mapping() -> None:
 
 
 def test_to_dict_is_json_that_loads_back() -> None:
-    config = load({"optimizer": {"type": "SGD", "params": {"lr": 1}}, "bf16": {"enabled": True}}, world_size=2)
+    schedule = {"type": "onecycle", "params": {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": "auto"}}
+    optimizer = {"type": "SGD", "params": {"lr": 1}}
+    config = load({"optimizer": optimizer, "scheduler": schedule, "bf16": {"enabled": True}}, world_size=2)
     assert load(json.dumps(config.to_dict()), world_size=2).to_dict() == config.to_dict()
 
 
@@ -451,7 +616,9 @@ def test_origins_name_the_file_the_default_and_the_derivation(tmp_path: Path) ->
 
 
 def test_explain_has_a_line_for_every_origin() -> None:
-    config = load({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}}}, world_size=2)
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_min_lr": 0}}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}}
+    config = load({"optimizer": optimizer, "scheduler": schedule}, world_size=2)
     assert {line.key for line in explain(config)} == set(config.origins)
 
 

@@ -3,9 +3,11 @@
 from shardwell.config.explain import Line, explain, table
 from shardwell.config.load import load
 from shardwell.config.schema import (
+    SCHEDULERS,
     AutocastConfig,
     Bf16Config,
     Block,
+    CheckpointingConfig,
     Config,
     DataTypesConfig,
     Fp16Config,
@@ -13,14 +15,17 @@ from shardwell.config.schema import (
     OffloadOptimizerConfig,
     OffloadParamConfig,
     OptimizerConfig,
+    SchedulerConfig,
     ShardwellConfig,
     ZeroConfig,
 )
 
 __all__ = [
+    "SCHEDULERS",
     "AutocastConfig",
     "Bf16Config",
     "Block",
+    "CheckpointingConfig",
     "Config",
     "DataTypesConfig",
     "Fp16Config",
@@ -29,6 +34,7 @@ __all__ = [
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerConfig",
+    "SchedulerConfig",
     "ShardwellConfig",
     "ZeroConfig",
     "explain",

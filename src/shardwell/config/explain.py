@@ -12,7 +12,9 @@ from rich.text import Text
 
 from shardwell.config.schema import Config, leaves
 
-LEFT_OPEN = "the optimizer's own default"
+
+class LeftOpen(str):
+    """Says whose default holds for an argument that "auto" left open."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,14 @@ class Line:
 
 
 def explain(config: Config) -> list[Line]:
-    """Every key in the order of the schema, then the optimizer arguments that "auto" left to the optimizer."""
+    """Every key in the order of the schema, then the arguments that "auto" left open."""
     values = dict(leaves(config))
     lines = [Line(key, value, config.origins.get(key, "default")) for key, value in values.items()]
-    return lines + [Line(key, LEFT_OPEN, origin) for key, origin in config.origins.items() if key not in values]
+    return lines + [
+        Line(key, LeftOpen(f"the {key.partition('.')[0]}'s own default"), origin)
+        for key, origin in config.origins.items()
+        if key not in values
+    ]
 
 
 def table(config: Config) -> Table:
@@ -39,6 +45,6 @@ def table(config: Config) -> Table:
     drawn.add_column("origin", overflow="fold")
     for line in explain(config):
         style = "dim" if line.origin == "default" else "bold"
-        value = line.value if line.value == LEFT_OPEN else json.dumps(line.value, default=str)
+        value = line.value if isinstance(line.value, LeftOpen) else json.dumps(line.value, default=str)
         drawn.add_row(Text(line.key, style=style), Text(value, style=style), Text(line.origin, style=style))
     return drawn

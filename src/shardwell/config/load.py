@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwell.config import unsupported
-from shardwell.config.schema import Block, Config, block_of, leaves
+from shardwell.config.schema import Block, Config, admits_auto, block_of, leaves
 from shardwell.errors import ConfigError
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -43,7 +43,11 @@ AUTO: dict[str, str] = {
     "zero_optimization.stage3_model_persistence_threshold": _SIZE,
     "zero_optimization.stage3_module_granularity_threshold": _SIZE,
 }
-AUTO_PARAM = "auto -> the optimizer's own default (the file leaves it open)"
+# Objects whose keys are arguments of something else, which checks them; each may be "auto". With the names to suggest.
+PARAMS: dict[str, tuple[str, ...]] = {
+    "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
+    "scheduler.params": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
+}
 
 
 def load(source: Source, *, world_size: int | None = None) -> Config:
@@ -161,7 +165,7 @@ def _screen(raw: Mapping[str, Any], block: type[Block], prefix: str, found: Find
                 found.add(key, sentence)
             continue
         inner = block_of(block.model_fields[name])
-        if value == "auto":
+        if value == "auto" and not admits_auto(block.model_fields[name]):
             _take_auto(key, found)
         elif inner is not None:
             nested = value.model_dump(exclude_unset=True) if isinstance(value, Block) else value
@@ -169,8 +173,8 @@ def _screen(raw: Mapping[str, Any], block: type[Block], prefix: str, found: Find
                 clean[name] = _screen(nested, inner, f"{key}.", found)
             elif nested is not None:
                 found.add(key, f"expected an object, found {_kind(nested)}")
-        elif key == "optimizer.params":
-            clean[name] = _screen_params(value, found)
+        elif key in PARAMS:
+            clean[name] = _screen_params(value, key, found)
         else:
             found.given.add(key)
             clean[name] = value
@@ -184,16 +188,16 @@ def _take_auto(key: str, found: Findings) -> None:
         found.add(key, 'cannot be "auto"; write a value or remove the key')
 
 
-def _screen_params(params: Any, found: Findings) -> Any:
-    """Drops the arguments that are "auto": the optimizer's own default then holds."""
+def _screen_params(params: Any, prefix: str, found: Findings) -> Any:
+    """Drops the arguments that are "auto": the default of the optimizer or scheduler then holds."""
     if params is None:
         return {}
     if not isinstance(params, Mapping):
         return params  # validation says what is wrong with it
     for name, times in getattr(params, "repeated", {}).items():
-        found.add(f"optimizer.params.{name}", f"written {times} times in the same object; keep one")
+        found.add(f"{prefix}.{name}", f"written {times} times in the same object; keep one")
     for name, value in params.items():
-        (found.auto if value == "auto" else found.given).add(f"optimizer.params.{name}")
+        (found.auto if value == "auto" else found.given).add(f"{prefix}.{name}")
     return {name: value for name, value in params.items() if value != "auto"}
 
 
@@ -203,21 +207,10 @@ def _refusal(key: str, value: Any) -> str | None:
         return unsupported.REMOVED[key]
     if key in unsupported.RENAMED:
         return f"old spelling; write {unsupported.RENAMED[key]}"
-    if key == "scheduler":
-        return _refuse_scheduler(value)
     if key in unsupported.NOT_YET_BLOCKS:
         asks_nothing = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
         return None if asks_nothing else unsupported.NOT_YET_BLOCKS[key]
     return f"unknown key; {_suggest(key)}"
-
-
-def _refuse_scheduler(value: Any) -> str | None:
-    if not value:
-        return None
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind is None or kind in unsupported.SCHEDULERS:
-        return unsupported.SCHEDULER
-    return f"unknown type {_show(kind)}; {unsupported.SCHEDULER}"
 
 
 def _suggest(key: str) -> str:
@@ -250,8 +243,8 @@ def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
         if inner is not None:
             yield from _all_keys(inner, f"{prefix}{name}.")
     if block is Config:
-        yield from (*unsupported.NOT_YET_BLOCKS, "scheduler")
-        yield from (f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))
+        yield from unsupported.NOT_YET_BLOCKS
+        yield from (f"{params}.{name}" for params, names in PARAMS.items() for name in names)
 
 
 # --- values -----------------------------------------------------------------------------------------------------
@@ -293,9 +286,12 @@ _SENTENCES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+_EXAMPLES = {"optimizer.type": "AdamW", "scheduler.type": "WarmupLR"}  # the keys that must not be left out
+
+
 def _sentence(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
-        return 'missing; name it, such as "AdamW"'
+        return f"missing; name it, such as {_show(_EXAMPLES['.'.join(map(str, detail['loc']))])}"
     write = _SENTENCES.get(detail["type"])
     expected = write(detail.get("ctx", {})) if write else detail["msg"]
     return f"{expected}, found {_show(detail['input'])}"
@@ -308,8 +304,18 @@ def _check_built(config: Config, found: Findings) -> None:
         only = unsupported.ONLY.get(key)
         if only is not None and value not in only.allowed:
             refused[key] = f"{_show(value)}: {only.why}"
-    if config.bf16.enabled and config.fp16.enabled:
-        refused["fp16.enabled"] = "contradicts bf16.enabled, both are true; keep bf16.enabled"
+    halves = [f"{name}.enabled" for name in ("bf16", "fp16") if getattr(config, name).enabled]
+    if len(halves) == 2:
+        refused["fp16.enabled"] = "contradicts bf16.enabled, both are true; keep one"
+    if halves and config.torch_autocast.enabled:
+        refused["torch_autocast.enabled"] = (
+            f"contradicts {' and '.join(halves)}: autocast is for weights that stay fp32; keep one"
+        )
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        refused["gradient_predivide_factor"] = (
+            f"{_show(config.gradient_predivide_factor)} contradicts prescale_gradients, which already divides by the "
+            "number of ranks before the sum; use 1.0 or remove it"
+        )
     zero = config.zero_optimization
     if zero.offload_param.device != "none" and zero.stage != 3 and not found.broken("zero_optimization.stage"):
         refused["zero_optimization.offload_param.device"] = (
@@ -335,7 +341,10 @@ def _origins(config: Config, found: Findings, origin: str) -> dict[str, str]:
         for key, value in leaves(config)
         if key in AUTO or key not in found.auto
     }
-    return origins | {key: AUTO_PARAM for key in sorted(found.auto) if key.startswith("optimizer.params.")}
+    return origins | {
+        key: f"auto -> the {key.partition('.')[0]}'s own default (the file leaves it open)"
+        for key in sorted(found.auto - AUTO.keys())
+    }
 
 
 def _is_auto(origin: str) -> bool:

@@ -36,13 +36,51 @@ def _flag(value: Any) -> Any:
     return value
 
 
+def _count_or_auto(value: Any) -> Any:
+    """The word "auto" as a value of its own, not as "absent"."""
+    if value == "auto":
+        return value
+    try:
+        count = _whole(value)
+    except ValueError:
+        raise ValueError('expected a whole number or "auto"') from None
+    if count < 0:
+        raise ValueError("expected at least 0")
+    return count
+
+
+def _dtype(value: Any) -> Any:
+    """The short name of a dtype; what is no dtype is left for the type to refuse."""
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _autocast_dtype(value: Any) -> Any:
+    if value is None:
+        return "bf16"
+    return value if _dtype(value) == "fp32" else _dtype(value)
+
+
+def _scheduler(value: Any) -> Any:
+    """The name of a schedule as it is written here, whatever its case."""
+    names = {name.lower(): name for name in SCHEDULERS}
+    if not isinstance(value, str) or value.lower() not in names:
+        raise ValueError(f"expected {', '.join(SCHEDULERS[:-1])} or {SCHEDULERS[-1]}")
+    return names[value.lower()]
+
+
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfp16": "bf16", "float16": "fp16"}  # other spelling -> ours
+
+
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Real = Annotated[float, BeforeValidator(_real), Field(ge=0)]
 PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
-Dtype = Literal["fp32", "bf16", "fp16"]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
+AutocastDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_autocast_dtype)]
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 Device = Literal["none", "cpu", "nvme"]
 
 
@@ -59,6 +97,13 @@ class OptimizerConfig(Block):
     params: dict[str, Any] = Field(default={}, description="Arguments of the optimizer; one left out has its default.")
 
 
+class SchedulerConfig(Block):
+    """Which learning-rate schedule to build, for a caller that did not pass one."""
+
+    type: Annotated[str, BeforeValidator(_scheduler)] = Field(description="Name of the schedule, such as WarmupLR.")
+    params: dict[str, Any] = Field(default={}, description="Arguments of the schedule; one left out has its default.")
+
+
 class Bf16Config(Block):
     """Compute in bfloat16 over fp32 master weights."""
 
@@ -66,31 +111,52 @@ class Bf16Config(Block):
 
 
 class Fp16Config(Block):
-    """Compute in float16 with loss scaling; must be off, its other keys are read so that old files load."""
+    """Compute in float16 over fp32 master weights, with a loss scale."""
 
-    enabled: Flag = Field(default=False, description="Run in float16; only false is built.")
-    auto_cast: Flag = Field(default=False, description="Cast inputs to float16; no effect while fp16 is off.")
-    loss_scale: Real = Field(default=0.0, description="Fixed loss scale, 0 = dynamic; no effect while fp16 is off.")
-    initial_scale_power: Count = Field(default=16, description="First scale is 2**this; no effect while fp16 is off.")
-    loss_scale_window: Count = Field(
-        default=1000, description="Clean steps before growth; no effect while fp16 is off."
+    enabled: Flag = Field(default=False, description="Run forward and backward in float16.")
+    auto_cast: Flag = Field(default=False, description="Cast floating inputs to float16.")
+    loss_scale: Real = Field(default=0.0, description="Fixed loss scale; 0 = dynamic.")
+    initial_scale_power: Count = Field(default=16, description="The dynamic scale starts at 2**this.")
+    loss_scale_window: PositiveCount = Field(
+        default=1000, description="Steps without overflow before the dynamic scale doubles."
     )
-    hysteresis: Count = Field(default=2, description="Overflows before shrinking; no effect while fp16 is off.")
-    consecutive_hysteresis: Flag = Field(default=False, description="Refill hysteresis; no effect while fp16 is off.")
-    min_loss_scale: Real = Field(default=1.0, description="Smallest dynamic scale; no effect while fp16 is off.")
+    hysteresis: PositiveCount = Field(default=2, description="Overflows before the dynamic scale is halved.")
+    consecutive_hysteresis: Flag = Field(
+        default=False, description="Count hysteresis anew after each step without overflow."
+    )
+    min_loss_scale: Real = Field(default=1.0, description="Smallest dynamic scale.")
 
 
 class AutocastConfig(Block):
-    """torch.autocast driven by the engine; must be off."""
+    """torch.autocast, entered by the engine for each forward."""
 
-    enabled: Flag = Field(default=False, description="Let the engine enter torch.autocast; only false is built.")
-    dtype: StrictStr | None = Field(default=None, description="Autocast dtype; no effect while autocast is off.")
+    enabled: Flag = Field(default=False, description="Run forward in torch.autocast over fp32 weights.")
+    dtype: AutocastDtype = Field(default="bf16", description="Lower precision: bf16 or fp16; null means bf16.")
+    lower_precision_safe_modules: tuple[StrictStr, ...] | None = Field(
+        default=None, description="Classes to run in lower precision; only null is built."
+    )
 
 
 class DataTypesConfig(Block):
     """Dtypes of what the engine keeps between calls."""
 
     grad_accum_dtype: Dtype | None = Field(default=None, description="Dtype gradients add up in; null means fp32.")
+
+
+class CheckpointingConfig(Block):
+    """How inputs of recomputed blocks are kept until backward."""
+
+    partition_activations: Flag = Field(
+        default=False,
+        description="Keep 1/N of a checkpointed input that N ranks hold alike, and gather it in backward.",
+    )
+    cpu_checkpointing: Flag = Field(default=False, description="Keep checkpointed inputs in host memory.")
+    contiguous_memory_optimization: Flag = Field(
+        default=False, description="No effect: the allocator recycles checkpointed inputs."
+    )
+    number_checkpoints: Count | None = Field(default=None, description="No effect: nothing is reserved ahead.")
+    synchronize_checkpoint_boundary: Flag = Field(default=False, description="No effect: order comes from streams.")
+    profile: Flag = Field(default=False, description="Time each recomputation; only false is built.")
 
 
 class OffloadOptimizerConfig(Block):
@@ -193,6 +259,11 @@ class ShardwellConfig(Block):
         default="after_norm", description="When an update becomes the truth; only after_norm is built."
     )
     keep_pages: Flag = Field(default=True, description="CPU malloc keeps freed pages instead of returning them.")
+    keep_frozen: CountOrAuto = Field(
+        default="auto",
+        description="Elements of frozen parameters that may stay whole at stage 3 instead of being gathered again; "
+        "auto = half of what the GPU had free at the first step, 0 on CPU.",
+    )
 
 
 class Config(Block):
@@ -208,8 +279,12 @@ class Config(Block):
         default=None, description="Micro-batches per optimizer step."
     )
     gradient_clipping: Real = Field(default=0.0, description="Largest global gradient norm; 0 = no clipping.")
-    prescale_gradients: Flag = Field(default=False, description="Scale before reducing; only false is built.")
-    gradient_predivide_factor: Real = Field(default=1.0, description="Divisor before reducing; only 1.0 is built.")
+    prescale_gradients: Flag = Field(
+        default=False, description="Divide gradients by the number of ranks before they are summed, not after."
+    )
+    gradient_predivide_factor: PositiveReal = Field(
+        default=1.0, description="Divide gradients by this before they are summed, and by the rest after."
+    )
     communication_data_type: Dtype | None = Field(
         default=None, description="Dtype gradients are reduced in; null = the gradients' own."
     )
@@ -222,10 +297,14 @@ class Config(Block):
         default=True, description="No effect: no optimizer is ever replaced by another."
     )
     optimizer: OptimizerConfig | None = Field(default=None, description="Optimizer to build if none is passed.")
+    scheduler: SchedulerConfig | None = Field(default=None, description="Schedule to build if none is passed.")
     bf16: Bf16Config = Field(default=Bf16Config(), description="bfloat16 training.")
     fp16: Fp16Config = Field(default=Fp16Config(), description="float16 training.")
     torch_autocast: AutocastConfig = Field(default=AutocastConfig(), description="torch.autocast by the engine.")
     data_types: DataTypesConfig = Field(default=DataTypesConfig(), description="Dtypes kept between calls.")
+    activation_checkpointing: CheckpointingConfig = Field(
+        default=CheckpointingConfig(), description="How checkpointed inputs are kept."
+    )
     zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="What is sharded, and how it moves.")
     shardwell: ShardwellConfig = Field(default=ShardwellConfig(), description="What only shardwell has.")
 
@@ -260,8 +339,13 @@ def block_of(field: FieldInfo) -> type[Block] | None:
     return None
 
 
+def admits_auto(field: FieldInfo) -> bool:
+    """Whether "auto" is a value of the field itself."""
+    return any("auto" in get_args(candidate) for candidate in get_args(field.annotation))
+
+
 def leaves(block: Block, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every (dotted key, value) of the block, in the order of the classes; optimizer.params are keys too."""
+    """Every (dotted key, value) of the block, in the order of the classes; arguments in params are keys too."""
     for name in type(block).model_fields:
         key, value = prefix + name, getattr(block, name)
         if isinstance(value, Block):

@@ -31,17 +31,11 @@ class Only:
 _OFF = "set it to false or remove it"
 
 ONLY: dict[str, Only] = {
-    "prescale_gradients": Only((False,), _not_yet("gradients scaled before the reduction", _OFF)),
-    "gradient_predivide_factor": Only((1.0,), _not_yet("a division before the reduction", "use 1.0 or remove it")),
-    "communication_data_type": Only(
-        (None,), _not_yet("another dtype on the wire than the gradients' own", "remove it")
-    ),
     "wall_clock_breakdown": Only((False,), _not_yet("a wall clock breakdown", f"{_OFF}, and use torch.profiler")),
-    "fp16.enabled": Only((False,), _not_yet("fp16 training", "set bf16.enabled instead")),
-    "torch_autocast.enabled": Only((False,), _not_yet("autocast in the engine", "enter torch.autocast in your loop")),
-    "data_types.grad_accum_dtype": Only(
-        (None, "fp32"), _not_yet("16-bit gradient accumulation", 'use "fp32" or remove it')
+    "torch_autocast.lower_precision_safe_modules": Only(
+        (None,), _not_yet("a choice of modules for autocast", "remove it: torch's own list of operations decides")
     ),
+    "activation_checkpointing.profile": Only((False,), _not_yet("a profile of recomputation", _OFF)),
     "zero_optimization.reduce_scatter": Only(
         (True,), "shardwell always reduces by scatter; set it to true or remove it"
     ),
@@ -64,7 +58,6 @@ _DROP = 'remove the block, or set "enabled": false in it'
 # Accepted when empty or when they switch themselves off.
 NOT_YET_BLOCKS: dict[str, str] = {
     "aio": _not_yet("asynchronous disk I/O", _DROP),
-    "activation_checkpointing": _not_yet("its own activation checkpointing", f"use torch.utils.checkpoint and {_DROP}"),
     "flops_profiler": _not_yet("a FLOPs profiler", _DROP),
     "tensorboard": _not_yet("a TensorBoard writer", _DROP),
     "wandb": _not_yet("a Weights & Biases writer", _DROP),
@@ -75,9 +68,6 @@ NOT_YET_BLOCKS: dict[str, str] = {
     "tensor_parallel": _not_yet("tensor parallelism", _DROP),
     "autotuning": _not_yet("autotuning", _DROP),
 }
-
-SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-SCHEDULER = _not_yet("schedulers of its own", "remove the block and pass a torch scheduler as lr_scheduler")
 
 REMOVED: dict[str, str] = {
     "elasticity": _removed("elasticity", "remove the block"),

@@ -1,0 +1,346 @@
+"""Learning-rate schedules by name, for a configuration that names one.
+
+Each is a formula of one number, the optimizer steps taken so far. Construction puts the rate of step 0 in force, and
+each `step` that of the next one. That number is the whole state: after a resume the arguments of the new run hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwell.config import SCHEDULERS, SchedulerConfig
+from shardwell.errors import ConfigError, ShardwellError
+
+Rate = float | Sequence[float]  # one for all parameter groups, or one for each
+
+_MOST_MOMENTUM = 0.999  # where momentum that grows after the cycle stops: at 1 nothing is forgotten
+
+
+def by_name(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
+    """The schedule that a config block means, attached to the optimizer."""
+    kind = KINDS[block.type]
+    known = dict(list(inspect.signature(kind).parameters.items())[1:])
+    if unknown := sorted(set(block.params) - set(known)):
+        raise ConfigError(
+            f"scheduler.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
+        )
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in block.params:
+            raise _wrong(name, f"missing; {block.type} has no default for it")
+    return kind(optimizer, **block.params)
+
+
+class Schedule(LRScheduler):
+    """What the schedules share: a torch scheduler whose rates depend on nothing but the step."""
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
+        last = _whole("last_batch_iteration", last_batch_iteration, least=-1)
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))  # torch wants it there when it does not start at 0
+        super().__init__(optimizer, last)
+
+    @abstractmethod
+    def rates(self, step: int) -> list[float]:
+        """The learning rate of each parameter group after `step` optimizer steps."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates that are in force."""
+        return list(self.rates(self.last_epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the schedule is."""
+        return {"last_batch_iteration": self.last_epoch - 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there: its rates are in force at once."""
+        if "last_batch_iteration" not in state_dict:
+            raise ShardwellError(f"this is no state of {type(self).__name__}: it has no last_batch_iteration")
+        self.last_epoch = int(state_dict["last_batch_iteration"])
+        self._initial_step()
+
+
+@dataclass(frozen=True)
+class _Warmup:
+    """A rise from 0 at step 0 to 1 at `steps`; the logarithm is there one step earlier."""
+
+    steps: int
+    kind: str
+
+    def at(self, step: int) -> float:
+        if step >= self.steps:
+            return 1.0
+        return math.log(step + 1) / math.log(self.steps) if self.kind == "log" else step / self.steps
+
+
+class WarmupLR(Schedule):
+    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, then constant.
+
+    `warmup_max_lr` None is each group's own rate. No warm-up is 0 steps; 1 counts as 2, as for DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._low = _per_group("warmup_min_lr", warmup_min_lr, optimizer)
+        self._high = _initial_rates(optimizer)
+        if warmup_max_lr is not None:
+            self._high = _per_group("warmup_max_lr", warmup_max_lr, optimizer)
+        self._warmup = _warmup(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rates(self, step: int) -> list[float]:
+        height = self.height(step)
+        return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
+
+    def height(self, step: int) -> float:
+        """0 is the lowest rate, 1 the highest."""
+        return self._warmup.at(step)
+
+
+class WarmupDecayLR(WarmupLR):
+    """The same warm-up, then linearly back to `warmup_min_lr`, which is reached after `total_num_steps` steps."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = _total(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def height(self, step: int) -> float:
+        if step < self._warmup.steps:
+            return super().height(step)
+        return max(0.0, (self._total - step) / max(1, self._total - self._warmup.steps))
+
+
+class WarmupCosineLR(Schedule):
+    """Shares of each group's own rate: a warm-up to all of it, then half a cosine down to `cos_min_ratio`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._initial = _initial_rates(optimizer)
+        self._first = _number("warmup_min_ratio", warmup_min_ratio)
+        self._last = _number("cos_min_ratio", cos_min_ratio)
+        self._total = _total(total_num_steps, warmup_num_steps)
+        self._warmup = _warmup(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rates(self, step: int) -> list[float]:
+        ratio = self.ratio(step)
+        return [rate * ratio for rate in self._initial]
+
+    def ratio(self, step: int) -> float:
+        """The share of each group's own rate."""
+        if step < self._warmup.steps:
+            return self._first + (1.0 - self._first) * self._warmup.at(step)
+        progress = min(1.0, (step - self._warmup.steps) / max(1, self._total - self._warmup.steps))
+        return self._last + (1.0 - self._last) * (1.0 + math.cos(math.pi * progress)) / 2
+
+
+class OneCycle(Schedule):
+    """Up from `cycle_min_lr` to `cycle_max_lr` and back, once; then it decays.
+
+    Momentum (`betas[0]`, or `momentum` where it is not 0) goes the other way: it is lowest where the rate is highest.
+    With a stair count, a half of the cycle has so many equal stairs instead of a slope. After the cycle, each
+    `decay_step_size` steps add `decay_lr_rate` to the divisor of the rate, and `decay_mom_rate` to the factor of the
+    momentum, which stops short of 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: Rate,
+        cycle_max_lr: Rate,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Rate = 0.8,
+        cycle_max_mom: Rate = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        second_size = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self._low = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
+        self._high = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
+        self._first = _whole("cycle_first_step_size", cycle_first_step_size, least=1)
+        self._second = _whole("cycle_second_step_size", second_size, least=1)
+        self._first_stairs = _whole("cycle_first_stair_count", cycle_first_stair_count)
+        self._second_stairs = _whole("cycle_second_stair_count", second_stairs)
+        self._decay_size = _whole("decay_step_size", decay_step_size)
+        self._decay = _number("decay_lr_rate", decay_lr_rate)
+        self._momentum_decay = _number("decay_mom_rate", decay_mom_rate)
+        self._least_momentum = _per_group("cycle_min_mom", cycle_min_mom, optimizer, below=1.0)
+        self._most_momentum = _per_group("cycle_max_mom", cycle_max_mom, optimizer, below=1.0)
+        cycled = _flag("cycle_momentum", cycle_momentum)
+        self._momentum_keys = [_momentum_key(group) if cycled else None for group in optimizer.param_groups]
+        super().__init__(optimizer, last_batch_iteration)
+
+    def step(self, epoch: int | None = None) -> None:
+        """The next rates, and the next momentum."""
+        super().step(epoch)
+        momenta = self.momenta(self.last_epoch)
+        for group, key, momentum in zip(self.optimizer.param_groups, self._momentum_keys, momenta, strict=True):
+            if key == "betas":
+                group[key] = (momentum, *group[key][1:])
+            elif key is not None:
+                group[key] = momentum
+
+    def rates(self, step: int) -> list[float]:
+        if step > self._first + self._second:
+            divisor = 1.0 + self._decay * self._intervals(step)
+            return [low / divisor for low in self._low]
+        height = self.height(step)
+        return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
+
+    def momenta(self, step: int) -> list[float]:
+        """The momentum of each parameter group that has one, after `step` optimizer steps."""
+        if step > self._first + self._second:
+            factor = 1.0 + self._momentum_decay * self._intervals(step)
+            return [min(most * factor, max(most, _MOST_MOMENTUM)) for most in self._most_momentum]
+        height = self.height(step)
+        ends = zip(self._least_momentum, self._most_momentum, strict=True)
+        return [most - (most - least) * height for least, most in ends]
+
+    def height(self, step: int) -> float:
+        """Where in the cycle: 0 at its ends, 1 in the middle."""
+        if step <= self._first:
+            done, size, stairs = step, self._first, self._first_stairs
+        else:
+            done, size, stairs = self._first + self._second - step, self._second, self._second_stairs
+        return done * stairs // size / stairs if stairs else done / size
+
+    def _intervals(self, step: int) -> float:
+        """Decay intervals since the end of the cycle."""
+        return (step - self._first - self._second) / self._decay_size if self._decay_size else 0.0
+
+
+class LRRangeTest(Schedule):
+    """Ever higher rates, to see which are too high: `lr_range_test_step_rate` times the first one more per interval."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: Rate = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._low = _per_group("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
+        self._size = _whole("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        self._rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self._stairs = _flag("lr_range_test_staircase", lr_range_test_staircase)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rates(self, step: int) -> list[float]:
+        intervals = step // self._size if self._stairs else step / self._size
+        return [low * (1.0 + self._rate * intervals) for low in self._low]
+
+
+KINDS: dict[str, type[Schedule]] = dict(
+    zip(SCHEDULERS, (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest), strict=True)
+)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------
+
+
+def _wrong(key: str, sentence: str) -> ConfigError:
+    return ConfigError(f"scheduler.params.{key}: {sentence}")
+
+
+def _found(value: Any) -> str:
+    return f"found {json.dumps(value, default=str)}"
+
+
+def _number(key: str, value: Any, below: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _wrong(key, f"expected a finite number, {_found(value)}")
+    if value < 0:
+        raise _wrong(key, f"expected at least 0, {_found(value)}")
+    if value >= below:
+        raise _wrong(key, f"expected less than {below:g}, {_found(value)}")
+    return float(value)
+
+
+def _whole(key: str, value: Any, least: int = 0) -> int:
+    """As in the rest of the configuration, 1e3 is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+        raise _wrong(key, f"expected a whole number, {_found(value)}")
+    if value < least:
+        raise _wrong(key, f"expected at least {least}, {_found(value)}")
+    return int(value)
+
+
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(key, f"expected true or false, {_found(value)}")
+    return value
+
+
+def _per_group(key: str, value: Any, optimizer: Optimizer, below: float = math.inf) -> list[float]:
+    count = len(optimizer.param_groups)
+    if not isinstance(value, (list, tuple)):
+        return [_number(key, value, below)] * count
+    if len(value) != count:
+        raise _wrong(key, f"expected one number, or one for each of {count} parameter groups, {_found(value)}")
+    return [_number(key, item, below) for item in value]
+
+
+def _initial_rates(optimizer: Optimizer) -> list[float]:
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+
+
+def _warmup(steps: Any, kind: Any) -> _Warmup:
+    if kind not in ("log", "linear"):
+        raise _wrong("warmup_type", f'expected "log" or "linear", {_found(kind)}')
+    count = _whole("warmup_num_steps", steps)
+    return _Warmup(max(2, count) if count else 0, kind)
+
+
+def _total(steps: Any, warmup_steps: Any) -> int:
+    total = _whole("total_num_steps", steps, least=1)
+    if total < _whole("warmup_num_steps", warmup_steps):
+        raise _wrong("total_num_steps", f"{total} contradicts warmup_num_steps {warmup_steps}, which is more")
+    return total
+
+
+def _momentum_key(group: dict[str, Any]) -> str | None:
+    if "betas" in group:
+        return "betas"
+    return "momentum" if group.get("momentum") else None
