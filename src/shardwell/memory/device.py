@@ -67,6 +67,7 @@ class Device:
     torch_device: torch.device
     gathers: Lane
     reduces: Lane
+    copies: Lane  # to the host and back
 
     def __init__(self, device: torch.device | str, *, keep_pages: bool = True) -> None:
         where = torch.device(device)
@@ -75,8 +76,9 @@ class Device:
         if self.is_cuda:
             self.gathers = Lane(torch.cuda.Stream(self.torch_device))
             self.reduces = Lane(torch.cuda.Stream(self.torch_device))
+            self.copies = Lane(torch.cuda.Stream(self.torch_device))
         else:
-            self.gathers = self.reduces = Lane()
+            self.gathers = self.reduces = self.copies = Lane()
             if keep_pages and self.torch_device.type == "cpu":
                 keep_freed_pages()
 
@@ -107,6 +109,32 @@ class Device:
             event.record()
             return Later(copy, Mark(event))
         return Later(value, Mark())
+
+    def copy_to_host(self, source: Tensor) -> tuple[Tensor, Mark]:
+        """Start copying a 1-D tensor; the source must not be freed or changed before the mark has passed."""
+        copy = self.empty(source.numel(), source.dtype, Tier.HOST)
+        with self.copies.after_current():
+            copy.copy_(source, non_blocking=True)
+        return copy, self.copies.mark()
+
+    def copy_from_host(self, source: Tensor) -> tuple[Tensor, Mark]:
+        """Start copying a 1-D tensor back; the copy may be read after the mark, and be freed at any time.
+
+        Its memory is the lane's own. Whoever takes it next is on the lane too, behind the current lane's work so far.
+        """
+        with self.copies.after_current():
+            copy = self.empty(source.numel(), source.dtype)
+            copy.copy_(source, non_blocking=True)
+        return copy, self.copies.mark()
+
+    def free_bytes(self) -> float:
+        """What this process never needed so far of what it may have; 0 where that cannot be told."""
+        if not self.is_cuda:
+            return 0.0
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        limit = total * torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        mine = min(limit, free + torch.cuda.memory_reserved(self.torch_device))
+        return max(0.0, mine - torch.cuda.max_memory_reserved(self.torch_device))
 
     def trim(self) -> None:
         """Return freed memory to the system."""

@@ -1,8 +1,9 @@
 """Cutting a model into units: which module owns which parameters.
 
 By default every block of a repeated container is a unit, every embedding or other large leaf outside the blocks is a
-unit, and the rest is the root unit. Named classes, names and name suffixes override that. A parameter that several
-units share belongs to their nearest common ancestor unit, and to it alone.
+unit, and the rest is the root unit. Named classes, names and name suffixes override that. The tiles of a `TiledLinear`
+are units wherever they are, but not inside a unit that was named. A parameter that several units share belongs to their
+nearest common ancestor unit, and to it alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwell.errors import ConfigError
+from shardwell.unit.tiled import TiledLinear
 
 _REPEATED = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LEAF_SHARE = 0.25  # a leaf outside the blocks is a unit of its own from this share of the largest block
@@ -46,6 +48,7 @@ class Cut:
     name: str
     module: nn.Module
     parameters: list[tuple[str, nn.Parameter]]
+    is_tile: bool = False
 
 
 def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
@@ -57,7 +60,8 @@ def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
     for name, parameter in model.named_parameters():
         owned[owner[id(parameter)]].append((name, parameter))
     modules = dict(model.named_modules())
-    return [Cut(name, modules[name], owned[name]) for name in modules if owned.get(name)]
+    tiles = _tiles(model) & chosen
+    return [Cut(name, modules[name], owned[name], name in tiles) for name in modules if owned.get(name)]
 
 
 def _chosen(model: nn.Module, wanted: Names) -> set[str]:
@@ -69,7 +73,7 @@ def _chosen(model: nn.Module, wanted: Names) -> set[str]:
     inside_explicit = {name for name, _ in model.named_modules() if any(_inside(name, other) for other in explicit)}
     blocks = {name for name in _repeated_blocks(model) if name not in inside_explicit}
     blocks = {name for name in blocks if not any(_inside(inner, name) for inner in explicit)} | explicit
-    return blocks | {name for name in _large_leaves(model, blocks) if name not in inside_explicit}
+    return blocks | {name for name in _large_leaves(model, blocks) | _tiles(model) if name not in inside_explicit}
 
 
 def _repeated_blocks(model: nn.Module) -> set[str]:
@@ -113,6 +117,11 @@ def _large_leaves(model: nn.Module, blocks: set[str]) -> set[str]:
         ):
             found.add(name)
     return found
+
+
+def _tiles(model: nn.Module) -> set[str]:
+    tiles = {id(tile) for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles()}
+    return {name for name, module in model.named_modules() if id(module) in tiles}
 
 
 def _owners(model: nn.Module, chosen: set[str]) -> dict[int, str]:
