@@ -21,7 +21,7 @@ from shardwell.errors import (
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
-    from shardwell import zero
+    from shardwell import checkpointing, utils, zero
     from shardwell.config import Config
     from shardwell.engine import Engine, Initialized, Trace, initialize
 
@@ -39,10 +39,13 @@ __all__ = [
     "ShardwellError",
     "Trace",
     "__version__",
+    "checkpointing",
     "initialize",
+    "utils",
     "zero",
 ]
 
+_ROOMS = ("checkpointing", "utils", "zero")
 _HOME = {
     "Config": "shardwell.config",
     **dict.fromkeys(("Engine", "Initialized", "Trace", "initialize"), "shardwell.engine"),
@@ -50,8 +53,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zero":
-        return import_module("shardwell.zero")
+    if name in _ROOMS:
+        return import_module(f"shardwell.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'shardwell' has no attribute '{name}'")

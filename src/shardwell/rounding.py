@@ -17,6 +17,13 @@ from torch import Tensor
 _HALF = 0x8000
 
 
+def narrow(source: Tensor, out: Tensor) -> Tensor:
+    """Round `source` into `out`, whatever its dtype."""
+    if out.dtype is torch.bfloat16 and source.dtype is torch.float32:
+        return to_bf16(source, out)
+    return out.copy_(source)
+
+
 def to_bf16(source: Tensor, out: Tensor) -> Tensor:
     """Round fp32 `source` into bf16 `out`, half away from zero."""
     if source.is_meta:

@@ -1,6 +1,7 @@
-"""`shardwell.zero`: parameters that are born sharded, and a look at parameters that are away."""
+"""`shardwell.zero`: parameters that are born sharded, a look at parameters that are away, and layers cut into tiles."""
 
 from shardwell.unit.construct import Init
 from shardwell.unit.opened import GatheredParameters
+from shardwell.unit.tiled import TiledLinear, tile_linears
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "TiledLinear", "tile_linears"]

@@ -47,6 +47,7 @@ def traffic_of_a_step(
         "padded": sum(group.layout.padded for group in groups),
         "padded_released": sum(group.layout.padded for group in groups if group.row.released),
         "numel": sum(group.layout.numel for group in groups),
+        "parameters": len(list(model.parameters())),
         "gathers": trace.count(Action.GATHER),
         "units": len(engine._flow.units),
         "pad_per_group": max(group.layout.padded - group.layout.numel for group in groups),
@@ -64,7 +65,8 @@ def test_payload_equals_the_formula(ranks: Ranks, stage: int, num_ranks: int, ac
         per_rank = answer["padded"] * 4 * (num_ranks - 1) // num_ranks
         assert answer["payload"] == VOLUME[stage](accumulation) * per_rank
         assert answer["counted"] == answer["payload"] + answer["control"]
-        assert answer["control"] <= 2 * 8 * (num_ranks - 1)
+        # the norm, and for each parameter whether it got a gradient
+        assert answer["control"] == 2 * 8 * (1 + answer["parameters"]) * (num_ranks - 1)
         assert answer["pad_per_group"] < 8 * num_ranks
 
 

@@ -167,7 +167,7 @@ def test_the_step_is_recorded_as_short_tokens() -> None:
     assert legend == "0=(root)  1=embed  2=blocks.0  3=blocks.1"
     assert tokens == (
         "G0 G1 F0 G2 F1 L1 G3 F2 L2 F3 L3 L0 "  # forward: each gather runs under the forward before it
-        "B0 G0 G3 B3 G2 R3 L3 B2 R2 L2 R0 L0 B1 G1 R1 L1 "  # backward, in reverse
+        "B0 G0 G3 B3 G2 R3 L3 B2 R2 L2 B1 G1 R1 L1 R0 L0 "  # backward, in reverse; 1 and 0 end with the graph task
         "S0 S1 S2 S3"
     )
     assert [Event.parse(token) for token in tokens.split()] == list(trace)

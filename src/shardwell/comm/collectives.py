@@ -108,6 +108,26 @@ class Collectives:
             return self._reduce_by_library(flat, into, scale, accumulate)
         return self._reduce_by_exchange(flat, into, scale, accumulate)
 
+    def exchange(self, outgoing: list[Tensor], incoming: list[Tensor], token: str) -> None:
+        """Send outgoing[r] to rank r and receive incoming[r] from it. Sizes may differ, and both sides know them."""
+        rank = self.mesh.rank
+        incoming[rank].copy_(outgoing[rank])
+        if self.mesh.size == 1:
+            return
+        self._announce(token)
+        for source, tensor in enumerate(incoming):
+            size = tensor.numel() * tensor.element_size() if source != rank else 0
+            inside = size if self.mesh.is_inside(source) else 0
+            self._ledger.count(Kind.STEP, inside, size - inside)
+        if self._by_links:
+            self._wait_all(self._swap(list(zip(outgoing, incoming, strict=True))))
+            return
+        sent, received = torch.cat(outgoing), torch.empty_like(torch.cat(incoming))
+        sizes = [[tensor.numel() for tensor in side] for side in (incoming, outgoing)]
+        self._guarded(dist.all_to_all_single, received, sent, *sizes, group=self.mesh.group)
+        for tensor, part in zip(incoming, received.split(sizes[0]), strict=True):
+            tensor.copy_(part)
+
     def broadcast(self, tensor: Tensor, source: int = 0, kind: Kind = Kind.SETUP, token: str = "broadcast") -> None:
         """Overwrite `tensor` on every rank with `source`'s."""
         if self.mesh.size == 1 or tensor.numel() == 0:
@@ -127,6 +147,16 @@ class Collectives:
         self._ledger.count(Kind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
         self._guarded(dist.all_reduce, value, group=self.mesh.group)
 
+    def least(self, value: float, token: str) -> float:
+        """The smallest of all ranks' values."""
+        if self.mesh.size == 1:
+            return value
+        self._announce(token)
+        least = self._device.scalar(value, torch.float64)
+        self._ledger.count(Kind.CONTROL, *self._hops(2 * 8 * (self.mesh.size - 1)))
+        self._guarded(dist.all_reduce, least, dist.ReduceOp.MIN, group=self.mesh.group)
+        return 0.0 if least.is_meta else float(least)
+
     def barrier(self, token: str = "barrier") -> None:
         self.sum_scalar(self._device.scalar(0.0), token)
 
@@ -136,13 +166,13 @@ class Collectives:
         """Exchange with every peer: pairs[r] is (what goes to rank r, where rank r's answer lands)."""
         self._tag = (self._tag + 1) % (1 << 30)
         works: list[Any] = []
-        if pairs[0][0].numel() == 0:
-            return works
         for step in range(1, self.mesh.size):
             to, source = (self.mesh.rank + step) % self.mesh.size, (self.mesh.rank - step) % self.mesh.size
             arguments = {"group": self.mesh.group, "tag": self._tag}
-            works.append(self._guarded(dist.irecv, pairs[source][1], self.mesh.global_rank(source), **arguments))
-            works.append(self._guarded(dist.isend, pairs[to][0], self.mesh.global_rank(to), **arguments))
+            if pairs[source][1].numel():
+                works.append(self._guarded(dist.irecv, pairs[source][1], self.mesh.global_rank(source), **arguments))
+            if pairs[to][0].numel():
+                works.append(self._guarded(dist.isend, pairs[to][0], self.mesh.global_rank(to), **arguments))
         return works
 
     def _all_gather(self, flat: Tensor, mine: Tensor) -> Any:

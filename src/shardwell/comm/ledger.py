@@ -23,11 +23,12 @@ class Kind(enum.Enum):
     GATHER = "gather"  # parameters made whole
     REDUCE = "reduce"  # gradients averaged into shards
     PUBLISH = "publish"  # updated parameters, or averaged gradients, sent to everyone
+    STEP = "step"  # matrices that an optimizer needs whole
     CONTROL = "control"
     SETUP = "setup"
 
 
-PAYLOAD = (Kind.GATHER, Kind.REDUCE, Kind.PUBLISH)
+PAYLOAD = (Kind.GATHER, Kind.REDUCE, Kind.PUBLISH, Kind.STEP)
 INSIDE, BETWEEN = "inside", "between"  # a node; nodes
 
 

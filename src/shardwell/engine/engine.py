@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Ledger, TrafficReport
@@ -17,11 +18,29 @@ from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import moved
+from shardwell.engine.nested import map_tensors
+from shardwell.engine.refit import Builder, refit
 from shardwell.engine.trace import Trace
 from shardwell.errors import BackwardError, NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
-from shardwell.unit import Context
+from shardwell.optim.access import Access
+from shardwell.optim.scale import LossScale, NoScale
+from shardwell.unit import Context, guard
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype that a configuration's word means."""
+    return None if name is None else _DTYPES[name]
+
+
+def mixed_dtype(config: Config) -> torch.dtype | None:
+    """What the model computes in, if that is not what its parameters are given in."""
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else None
 
 
 class Engine(nn.Module):
@@ -40,7 +59,14 @@ class Engine(nn.Module):
     _agreement: Agreement
 
     def __init__(
-        self, model: nn.Module, config: Config, flow: Flow, context: Context, ledger: Ledger, agreement: Agreement
+        self,
+        model: nn.Module,
+        config: Config,
+        flow: Flow,
+        context: Context,
+        ledger: Ledger,
+        agreement: Agreement,
+        builder: Builder,
     ) -> None:
         super().__init__()
         self.module = model
@@ -50,23 +76,61 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.micro_steps = 0
         self._flow, self._context, self._ledger, self._agreement = flow, context, ledger, agreement
+        self._builder = builder
         self._fingerprint = Fingerprint(model)
-        self._handles: list[RemovableHandle] = attach(flow)
+        self._handles = {unit: attach(flow, unit) for unit in flow.units}
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
+        self._scale: LossScale = NoScale()
+        self._loss_is_scaled = False
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
-        self._fingerprint.check()
+        if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
+            self.refit()
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
         self._flow.start_forward()
         args, kwargs = moved((args, kwargs), self.device, self._compute_dtype)
-        with self._failing_together("forward"):
-            return self.module(*args, **kwargs)
+        with self._failing_together("forward"), self._autocast():
+            if not self._scale.is_on:
+                output = self.module(*args, **kwargs)
+            else:
+                args, kwargs = self._through_scale((args, kwargs), lambda scale: 1.0 / scale)
+                output = self._through_scale(self.module(*args, **kwargs), lambda scale: scale)
+        self._flow.end_forward()
+        return output
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Without torch's cache of casts: it would keep a copy of every weight that the forward has used."""
+        block = self.config.torch_autocast
+        if not block.enabled:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, _DTYPES[block.dtype], cache_enabled=False)
+
+    def _through_scale(self, value: Any, factor: Callable[[float], float]) -> Any:
+        """Multiply gradients that pass here: by the loss scale where they enter the model, and back where they leave.
+
+        A loss that went through `backward` is scaled already. Aliases are returned, because what goes on inside the
+        model (a loss made of logits that are returned too) must not meet the factor twice.
+        """
+
+        def scaled(grad: Tensor) -> Tensor:
+            return grad if self._loss_is_scaled else grad * factor(self._scale.value)
+
+        def hooked(tensor: Tensor) -> Tensor:
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            alias = tensor.view_as(tensor)
+            alias.register_hook(scaled)
+            return alias
+
+        return map_tensors(value, hooked)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
+    ) -> Tensor:
         """Run the loss' backward. `scale_wrt_gas=False` is for loops that divide by the accumulation steps by hand."""
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(
@@ -79,12 +143,15 @@ class Engine(nn.Module):
                 "first time if the gradients are meant to be added twice."
             )
         self._flow.divide_by_steps = scale_wrt_gas
+        self._loss_is_scaled = self._scale.is_on
         try:
             with self._failing_together("backward"):
-                loss.backward(retain_graph=retain_graph)
+                scaled = loss.float() * self._scale.value if self._scale.is_on else loss
+                scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         finally:
             self._flow.divide_by_steps = True
-        if not retain_graph:
+            self._loss_is_scaled = False
+        if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
         return loss
 
@@ -98,17 +165,37 @@ class Engine(nn.Module):
         self.micro_steps += 1
         self._boundary_override = None
         if not at_boundary:
+            self._flow.end_loans()
             return
         try:
             with self._failing_together("step"):
                 self.optimizer.step()
         finally:
+            self._flow.end_loans()
             self._ledger.close_step()
             self._agreement.turn_page()
         self.global_steps += 1
+        if self.global_steps == 1:
+            self._flow.keep_frozen(self._room_for_frozen())
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
         self._print_progress()
+
+    def _room_for_frozen(self) -> int:
+        """Elements of frozen parameters that may stay whole; the same on every rank."""
+        asked = self.config.shardwell.keep_frozen
+        if asked != "auto":
+            return asked
+        sizes = [
+            (group.layout.padded, group.precision.compute.itemsize)
+            for unit in self._flow.units
+            for group in unit.releasable
+            if not group.trainable
+        ]
+        if not sizes:
+            return 0
+        free = self._context.world.least(self._context.device.free_bytes() / 2, "ROOM")
+        return int(free) // max(itemsize for _, itemsize in sizes)
 
     def _print_progress(self) -> None:
         every = self.config.steps_per_print
@@ -142,6 +229,7 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self._flow.finish()
+            self._flow.end_loans()
             self.optimizer.zero_grad()
 
     @contextlib.contextmanager
@@ -202,7 +290,7 @@ class Engine(nn.Module):
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.config.bf16.enabled else None
+        return mixed_dtype(self.config)
 
     def train_batch_size(self) -> int:
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
@@ -213,6 +301,11 @@ class Engine(nn.Module):
     def gradient_accumulation_steps(self) -> int:
         return self.config.gradient_accumulation_steps or 1
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 without fp16."""
+        return self._scale.value
+
     def gradient_clipping(self) -> float:
         return self.config.gradient_clipping
 
@@ -222,12 +315,66 @@ class Engine(nn.Module):
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
+    # ------------------------------------------------------------------------------------------ the model's state
+
+    def refit(self) -> None:
+        """Fit the shards to the model as it is now: parameters that were resized, replaced, added, removed or thawed.
+
+        `forward` calls it by itself when it finds a change. Masters and optimizer state of unchanged parameters stay.
+        Called by hand it also gives back what frozen parameters hold for training. All ranks must call it.
+        """
+        self._flow.finish()
+        self._flow.end_loans()
+        with self._failing_together("refit"):
+            units = refit(list(self._flow.units), self._builder, self.optimizer)
+        for unit in set(self._handles) - set(units):
+            _remove(self._handles.pop(unit))
+        self._flow.take(units)
+        for unit in units:
+            if unit not in self._handles:
+                self._handles[unit] = attach(self._flow, unit)
+        self._fingerprint = Fingerprint(self.module)
+
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's state, whole, in host memory, by the model's own names. All ranks must call it.
+
+        One unit is whole at a time. With `rank0_only` the other ranks get an empty dictionary.
+        """
+        kwargs["keep_vars"] = True  # no values are read
+        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        keeps = not rank0_only or self.global_rank == 0
+        whole: dict[int, Tensor] = {}
+        for unit in self._flow.units:
+            unit.open()
+            if keeps:
+                for group in unit.groups:
+                    whole.update({id(p): p.detach().to("cpu", copy=True) for p in group.parameters})
+            unit.close(None)
+        if not keeps:
+            return {}
+        return {key: whole[id(value)] if id(value) in whole else _on_host(value) for key, value in found.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Set the model's state from whole tensors, such as `state_dict` gives. All ranks pass the same ones."""
+        mine: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        missing = sorted(set(mine) - set(state_dict))
+        unexpected = sorted(set(state_dict) - set(mine))
+        if strict and (missing or unexpected):
+            raise ShardwellError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")
+        with torch.no_grad():
+            for key in mine:
+                if key in state_dict and isinstance(mine[key], nn.Parameter) and guard.is_kept(mine[key]):
+                    Access(mine[key]).set_master(state_dict[key])
+                elif key in state_dict and isinstance(mine[key], Tensor):
+                    mine[key].copy_(state_dict[key])
+        return _IncompatibleKeys(missing, unexpected)
+
     # ---------------------------------------------------------------------------------------------------- the end
 
     def destroy(self) -> None:
         """Unhook the model and drop gradients and optimizer state. Parameters of released units stay away."""
-        for handle in self._handles:
-            handle.remove()
+        for handles in self._handles.values():
+            _remove(handles)
         self._handles.clear()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
@@ -244,3 +391,12 @@ class Engine(nn.Module):
             if module is None or name.startswith("__"):
                 raise
             return getattr(module, name)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

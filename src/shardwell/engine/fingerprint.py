@@ -5,48 +5,39 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwell.errors import ModelChangedError
+from shardwell.unit import guard
 
 
 class Fingerprint:
-    """Which parameters and submodules every module had, and whether each parameter was trainable."""
+    """Which parameters and submodules every module had, and which parameters have what training needs."""
 
     def __init__(self, model: nn.Module) -> None:
+        ready = {
+            id(parameter)
+            for unit in {guard.keeper_of(p) for p in model.parameters() if guard.is_kept(p)}
+            for group in getattr(unit, "trainable", [])
+            for parameter in group.parameters
+        }
         self._modules = [
             (
-                name,
                 module,
-                len(module._modules),
-                {
-                    key: (parameter, parameter is not None and parameter.requires_grad)
-                    for key, parameter in module._parameters.items()
-                },
+                dict(module._modules),
+                {key: (parameter, id(parameter) in ready) for key, parameter in module._parameters.items()},
             )
-            for name, module in model.named_modules()
+            for module in model.modules()
         ]
 
-    def check(self) -> None:
+    def still_fits(self) -> bool:
+        """Freezing is no change; thawing what was frozen at the start is."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters that are away answer through a slow path
-            self._check()
+            return all(
+                module._modules.keys() == children.keys()
+                and module._parameters.keys() == known.keys()
+                and all(module._modules[key] is child for key, child in children.items())
+                and all(_same(module._parameters[key], *was) for key, was in known.items())
+                for module, children, known in self._modules
+            )
 
-    def _check(self) -> None:
-        for name, module, num_children, known in self._modules:
-            now = module._parameters
-            if len(module._modules) != num_children or len(now) != len(known):
-                raise ModelChangedError(self._message(name, "modules or parameters were added or removed"))
-            for key, (parameter, trainable) in known.items():
-                found = now.get(key)
-                if found is not parameter:
-                    raise ModelChangedError(self._message(name, f"parameter '{key}' is another object"))
-                if found is not None and found.requires_grad is not trainable:
-                    raise ModelChangedError(
-                        self._message(name, f"requires_grad of '{key}' was changed to {not trainable}")
-                    )
 
-    @staticmethod
-    def _message(name: str, what: str) -> str:
-        return (
-            f"the model was changed after initialize: in '{name or '(root)'}' {what}. Shards and optimizer state "
-            "belong to the model as it was: make the change before initialize, or change values inside "
-            "shardwell.zero.GatheredParameters."
-        )
+def _same(now: nn.Parameter | None, before: nn.Parameter | None, is_ready: bool) -> bool:
+    return now is before and (is_ready or now is None or not now.requires_grad)

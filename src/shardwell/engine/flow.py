@@ -39,7 +39,6 @@ class Flow:
     """Moves the units of one engine."""
 
     def __init__(self, units: Sequence[Unit], limits: Limits, num_ranks: int, accumulation_steps: int) -> None:
-        self.units = units
         self.limits = limits
         self.num_ranks = num_ranks
         self.accumulation_steps = accumulation_steps
@@ -48,13 +47,21 @@ class Flow:
         self.divide_by_steps = True
         self.trace: Trace | None = None
         self.gradients_complete: Callable[[Unit], None] | None = None  # whom to tell that a unit's gradients are in
+        self._tasks: set[int] = set()
+        self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
+        self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
+        self.take(units)
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Move these units from now on."""
+        self.units = units
         self._by_name = {unit.name: unit for unit in units}
         released = [unit for unit in units if unit.releasable]
         self._forward = Order(released)
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
-        self._tasks: set[int] = set()
-        self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
+        for unit in units:
+            unit.fetch = self.lend
 
     def note(self, action: Action, unit: Unit) -> None:
         if self.trace is not None:
@@ -72,14 +79,24 @@ class Flow:
 
     def enter_forward(self, unit: Unit) -> None:
         if current_task() != -1:  # recomputation: this is part of the unit's backward
-            self.enter_backward(unit)
+            if unit.is_brief:
+                self._meet(unit)
+                unit.in_backward = True
+                self._gather(unit)
+                unit.wait()
+            else:
+                self.enter_backward(unit)
             return
         unit.in_forward += 1
+        self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
         self._make_whole(unit, self._forward)
         self.note(Action.FORWARD, unit)
 
     def leave_forward(self, unit: Unit) -> None:
         if current_task() != -1:
+            if unit.is_brief:
+                unit.in_backward = False
+                self.release(unit)
             return
         unit.in_forward = max(unit.in_forward - 1, 0)
         if not self._used_again_soon(unit):
@@ -118,11 +135,52 @@ class Flow:
         if unit.release():
             self.note(Action.RELEASE, unit)
 
+    def keep_frozen(self, most: int) -> None:
+        """Let frozen parameters stay whole from now on, unit after unit, up to so many elements."""
+        for unit in self.units:
+            frozen = sum(group.layout.padded for group in unit.releasable if not group.trainable)
+            if 0 < frozen <= most:
+                unit.keeps_frozen = True
+                most -= frozen
+
+    # -------------------------------------------------------------------------------------------------- lending
+
+    def lend(self, unit: Unit) -> bool:
+        """Somebody needs a released unit outside its own module: make it whole until the step.
+
+        Its views may be saved for backward by operations that no hook sees. Only while all ranks do the same thing
+        anyway: in a forward or backward, or while a loss is made of what a forward gave.
+        """
+        in_pass = current_task() != -1 or any(other.in_forward for other in self.units)
+        if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
+            return False
+        unit.lent = True
+        self._gather(unit)
+        unit.wait()
+        return True
+
+    def end_forward(self) -> None:
+        """The engine's forward is over; if no graph was recorded, so are its loans."""
+        if not self._graph_is_open:
+            self.end_loans()
+
+    def end_loans(self) -> None:
+        """No graph needs what was lent any more."""
+        self._graph_is_open = False
+        for unit in self.units:
+            if unit.lent:
+                unit.lent = False
+                self.release(unit)
+
     # ------------------------------------------------------------------------------------------------- backward
 
-    def enter_backward(self, unit: Unit) -> None:
-        """Called before the first op of a unit's backward; may be called again."""
+    def enter_backward(self, unit: Unit, *, keeps_graph: bool = False) -> None:
+        """Called before the first op of a unit's backward; may be called again.
+
+        `keeps_graph`: a second backward will go through this one, and what it needs of the unit no hook will tell.
+        """
         self._meet(unit)
+        unit.lent = unit.lent or keeps_graph
         if not unit.in_backward:
             unit.in_backward = True
             self.note(Action.BACKWARD, unit)
@@ -145,25 +203,29 @@ class Flow:
         if grad is None:
             return
         self._meet(unit)
-        steps = self.accumulation_steps if self.divide_by_steps else 1
-        scale = 1.0 / (self.num_ranks * steps)
         with torch.no_grad():
-            group.gradients.absorb(index, grad.detach(), scale, stays=not self._reduces_now(group))
+            group.gradients.absorb(index, grad.detach(), self._scale, stays=not self._reduces_now(group))
         parameter.grad = None
-        unit.arrived.add(id(parameter))
-        if len(unit.arrived) == unit.num_trainable and not unit.waits_for_inputs:
-            self.end_backward(unit)
+        unit.has_news = True
+
+    @property
+    def _scale(self) -> float:
+        """What makes a sum over ranks and micro-steps their average."""
+        return 1.0 / (self.num_ranks * (self.accumulation_steps if self.divide_by_steps else 1))
 
     def _reduces_now(self, group: Group) -> bool:
         return self.sync and (self.is_boundary or group.row.reduce_at is ReduceAt.MICRO_STEP)
 
     def end_backward(self, unit: Unit) -> None:
-        """A unit's backward is over, as far as one can tell: reduce what arrived, release."""
-        for group in unit.trainable:
-            if group.gradients.is_partial and self._reduces_now(group):
-                self._reduce(unit, group)
-        unit.arrived.clear()
-        unit.in_backward = unit.waits_for_inputs = False
+        """A unit's backward is over, as far as one can tell: reduce what arrived, release.
+
+        With one group all are reduced: which of them got a gradient may differ between ranks.
+        """
+        if any(group.gradients.is_partial for group in unit.trainable):
+            for group in unit.trainable:
+                if self._reduces_now(group):
+                    self._reduce(unit, group)
+        unit.has_news = unit.in_backward = False
         self.release(unit)
 
     def _reduce(self, unit: Unit, group: Group) -> None:
@@ -172,7 +234,7 @@ class Flow:
         self.note(Action.REDUCE, unit)
         accumulates = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.MICRO_STEP
         with torch.no_grad(), record_function(f"shardwell::REDUCE {unit.name}"):
-            group.gradients.reduce(accumulates=accumulates)
+            group.gradients.reduce(self._scale, accumulates=accumulates)
         self._reducing[group] = self.is_boundary and self.sync
 
     def _finish_reduces(self, groups: list[Group]) -> None:
@@ -187,11 +249,11 @@ class Flow:
                 self.gradients_complete(self._by_name[name])
 
     def _end_task(self, task: int) -> None:
-        """A graph task ended: units that were seen in it are done, also those with parameters that got no gradient."""
+        """A graph task ended: units that were seen in it are done, also those whose inputs need no gradient."""
         for unit in reversed(self.units):
             if unit.task == task:
                 unit.task = -1
-                if unit.in_backward or unit.arrived:
+                if unit.in_backward or unit.has_news:
                     self.end_backward(unit)
         self._tasks.discard(task)
 

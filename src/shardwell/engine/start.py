@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -11,21 +12,24 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from shardwell import checkpointing
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
 from shardwell.comm.mesh import node_mesh, world_mesh
-from shardwell.config import Config, load
-from shardwell.engine.engine import Engine
+from shardwell.config import Config, SchedulerConfig, load
+from shardwell.engine.engine import Engine, dtype_of, mixed_dtype
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
+from shardwell.engine.refit import Builder
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch, Tier
 from shardwell.memory.device import default_device
-from shardwell.optim import Recipe, ShardedOptimizer, recipe_for
+from shardwell.optim import Recipe, ShardedOptimizer, recipe_for, schedules
 from shardwell.optim.build import NO_LABEL
+from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
-from shardwell.unit.table import Commit, Wish
+from shardwell.unit.table import Commit, Wire, Wish
 
 
 class Initialized(NamedTuple):
@@ -74,19 +78,29 @@ def initialize(
     zero = settings.zero_optimization
     limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1)
-    engine = Engine(model, settings, flow, context, ledger, agreement)
+    builder = Builder(
+        lambda: _cut(model, settings),
+        lambda one, cuts: _groups(one, settings, recipe, _persistent(cuts, settings), context),
+        recipe,
+    )
+    engine = Engine(model, settings, flow, context, ledger, agreement, builder)
+    engine._scale = _loss_scale(settings)
+    checkpointing.follow(settings, model)
     if recipe is not None:
         engine.optimizer = ShardedOptimizer(
             recipe,
             units,
             context,
             clip=settings.gradient_clipping,
+            scale=engine._scale,
             raise_on_nonfinite=settings.shardwell.nonfinite == "error",
             before_step=flow.finish,
             after_update=flow.after_update,
         )
         flow.gradients_complete = engine.optimizer.gradients_complete
-    engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
+        for unit in units:
+            unit.optimizer = weakref.proxy(engine.optimizer)
+    engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
     ledger.close_step()
     agreement.turn_page()
     loader = _loader(training_data, engine, collate_fn)
@@ -109,19 +123,25 @@ def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledge
 
 def build_units(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context) -> list[Unit]:
     """Cut the model and move its parameters into groups, one unit at a time."""
-    leaf = settings.zero_optimization.leaf_module
-    cuts = cut(model, Names(leaf.classes, leaf.names, leaf.name_suffixes))
+    cuts = _cut(model, settings)
     persistent = _persistent(cuts, settings)
     units = []
     for index, one in enumerate(cuts):
         groups = _groups(one, settings, recipe, persistent, context)
-        units.append(Unit(index, one.name, one.module, groups))
+        units.append(Unit(index, one.name, one.module, groups, is_brief=one.is_tile))
     return units
+
+
+def _cut(model: nn.Module, settings: Config) -> list[Cut]:
+    leaf = settings.zero_optimization.leaf_module
+    return cut(model, Names(leaf.classes, leaf.names, leaf.name_suffixes))
 
 
 def _groups(one: Cut, settings: Config, recipe: Recipe | None, persistent: set[int], context: Context) -> list[Group]:
     zero, own = settings.zero_optimization, settings.shardwell
-    mixed = torch.bfloat16 if settings.bf16.enabled else None
+    mixed = mixed_dtype(settings)
+    accumulate = dtype_of(settings.data_types.grad_accum_dtype)
+    wire = _wire(settings, context.world.mesh.size)
     kinds: defaultdict[tuple[torch.dtype, bool, bool], list[Member]] = defaultdict(list)
     for name, parameter in one.parameters:
         label = recipe.label(parameter) if recipe is not None else NO_LABEL
@@ -142,7 +162,8 @@ def _groups(one: Cut, settings: Config, recipe: Recipe | None, persistent: set[i
             wish=wish,
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
-        groups.append(Group(name, one.name, members, row, Precision.of(dtype, mixed, trainable), context))
+        precision = Precision.of(dtype, mixed, trainable, accumulate, wire)
+        groups.append(Group(name, one.name, members, row, precision, context))
     return groups
 
 
@@ -169,12 +190,34 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
     return default_device()
 
 
-def _scheduler(given: Any, optimizer: ShardedOptimizer | None) -> Any:
-    if given is None or hasattr(given, "step"):
+def _scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOptimizer | None) -> Any:
+    """What was passed, made by what was passed, or named in the configuration."""
+    if given is not None and block is not None:
+        raise ConfigError(
+            f"two learning-rate schedules: one was passed to initialize and the configuration names '{block.type}'. "
+            "Keep one."
+        )
+    if block is None and (given is None or hasattr(given, "step")):
         return given
     if optimizer is None:
-        raise ConfigError("an lr_scheduler factory was passed, but there is no optimizer for it")
-    return given(optimizer)
+        raise ConfigError("there is a learning-rate schedule, but no optimizer for it")
+    return schedules.by_name(block, optimizer) if block is not None else given(optimizer)
+
+
+def _loss_scale(settings: Config) -> LossScale:
+    """fp16 needs one, in the model or in autocast."""
+    fp16, autocast = settings.fp16, settings.torch_autocast
+    if not fp16.enabled and not (autocast.enabled and autocast.dtype == "fp16"):
+        return NoScale()
+    if fp16.loss_scale > 0:
+        return LossScale(fp16.loss_scale)
+    rules = Rules(fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale)
+    return DynamicScale(2.0**fp16.initial_scale_power, rules)
+
+
+def _wire(settings: Config, num_ranks: int) -> Wire:
+    predivide = float(num_ranks) if settings.prescale_gradients else settings.gradient_predivide_factor
+    return Wire(dtype_of(settings.communication_data_type), predivide)
 
 
 def _loader(data: Dataset[Any] | None, engine: Engine, collate_fn: Any) -> ShardedLoader | None:

@@ -8,29 +8,14 @@ Both give the bits that a step after the norm gives, because it is the same step
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.unit import Group, Unit
+from shardwell.optim.shards import Shard, Shards
+from shardwell.unit import Unit
 from shardwell.unit.table import Commit
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tensor that the inner optimizer steps: a run of a group's masters."""
-
-    group: Group
-    label: int
-    start: int
-    tensor: Tensor  # 1D, a view of the group's masters
-
-    def gradient(self) -> Tensor | None:
-        """1D, a view of the group's averaged gradients; None if nothing arrived."""
-        result = self.group.gradients.result
-        return None if result is None else result[self.start : self.start + self.tensor.numel()]
 
 
 class Shadow:
@@ -54,7 +39,7 @@ class Ahead:
     def __init__(
         self,
         states: dict[Tensor, Any],
-        shards: dict[int, list[Shard]],
+        shards: Shards,
         update: Callable[[Unit, Tensor | None], None],
     ) -> None:
         self._states, self._shards, self._update = states, shards, update
@@ -73,7 +58,7 @@ class Ahead:
                 )
             shadow.restore(self._states)
         else:
-            shadow = Shadow(self._shards[unit.index], self._states) if commit is Commit.SHADOW else None
+            shadow = Shadow(self._shards.of(unit), self._states) if commit is Commit.SHADOW else None
         self._units[unit.index] = unit, shadow
         self._update(unit, None)
 

@@ -18,9 +18,13 @@ from torch.optim import Optimizer
 from shardwell.config import OptimizerConfig
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
+from shardwell.optim.lamb import Lamb
+from shardwell.optim.lion import Lion
+from shardwell.optim.muon import Muon, muon_groups
 
 NO_LABEL = -1  # trainable, but in no parameter group: reduced and never stepped
-_NOT_ELEMENTWISE = {"LBFGS", "Muon", "Adafactor", "SparseAdam"}
+_NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "SparseAdam"}
+_OWN: dict[str, type[Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}  # win over torch's of the same name
 _WITH_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 Factory = Callable[..., Optimizer]
@@ -49,19 +53,37 @@ def recipe_for(
         raise ConfigError(
             f"two optimizers: one was passed to initialize and the configuration names '{block.type}'. Keep one."
         )
+    if isinstance(optimizer, torch.optim.Muon):
+        return _from_torch_muon(optimizer)
     if isinstance(optimizer, Optimizer):
         return _from_object(optimizer)
     groups = _parameter_groups(model, model_parameters)
     if optimizer is not None:
-        return _from_factory(optimizer, groups)
+        return _from_factory(Muon if optimizer is torch.optim.Muon else optimizer, groups)
     if block is not None:
         factory, options = by_name(block, device)
+        if factory is Muon:
+            groups = _groups_for_muon(model, groups, options)
         return _from_factory(lambda params: factory(params, **options), groups)
     return None
 
 
+def _groups_for_muon(model: nn.Module, groups: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Matrices inside the model for Muon, the rest for its AdamW; groups that say `use_muon` stay as they are."""
+    rates = {key: options.pop(key) for key in ("muon_lr", "adam_lr") if key in options}
+    if any("use_muon" in group for group in groups):
+        return groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    split = []
+    for group in groups:
+        rest = {key: value for key, value in group.items() if key != "params"}
+        named = [(names.get(id(p), "a parameter"), p) for p in group["params"]]
+        split += [{**rest, **part} for part in muon_groups(named, model, **rates)]
+    return split
+
+
 def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
-    """The torch optimizer that a config block means, with its fused kernel where there is one.
+    """The optimizer that a config block means, with its fused kernel where there is one.
 
     As in the files that people bring, "Adam" means decoupled weight decay unless `adam_w_mode` is false,
     and no weight decay is no weight decay (torch's own AdamW defaults to 0.01).
@@ -73,11 +95,12 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
         options.setdefault("weight_decay", 0.0)
         if options.pop("adam_w_mode", True):
             name = "AdamW"
-    factory = getattr(torch.optim, name)
+    factory = _OWN.get(name) or getattr(torch.optim, name)
     _check_elementwise(factory)
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     known = set(inspect.signature(factory).parameters) - {"params"}
+    known |= {"muon_lr", "adam_lr"} if factory is Muon else set()
     if unknown := sorted(set(options) - known):
         raise ConfigError(
             f"optimizer.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
@@ -88,10 +111,10 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
 
 
 def _spelled(name: str) -> str:
-    """The name in torch.optim that `name` means, whatever its case."""
+    """The optimizer that `name` means, whatever its case."""
     kinds = {
         key.lower(): key
-        for key, kind in vars(torch.optim).items()
+        for key, kind in {**vars(torch.optim), **_OWN}.items()
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
     if name.lower() not in kinds:
@@ -118,6 +141,21 @@ def _from_object(optimizer: Optimizer) -> Recipe:
         return optimizer
 
     return Recipe(labels, make)
+
+
+def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
+    """Torch's own takes whole matrices only: ours steps its parameter groups, which schedulers may have a hold of."""
+    recipe = _from_object(given)
+
+    def make(shards: list[list[Tensor]]) -> Optimizer:
+        recipe.make(shards)
+        made = Muon([dict(group) for group in given.param_groups])
+        for theirs, ours in zip(given.param_groups, made.param_groups, strict=True):
+            theirs.update(ours)
+        made.param_groups = given.param_groups
+        return made
+
+    return Recipe(recipe.labels, make)
 
 
 def _from_factory(factory: Factory, groups: list[dict[str, Any]]) -> Recipe:
@@ -156,6 +194,6 @@ def _check_elementwise(kind: Any) -> None:
     names = {base.__name__ for base in getattr(kind, "__mro__", ())}
     if bad := sorted(names & _NOT_ELEMENTWISE):
         raise ShardwellError(
-            f"{bad[0]} is not elementwise: it needs whole tensors where shardwell has shards. "
-            "Use an elementwise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, ...)."
+            f"{bad[0]} is not elementwise: it needs whole tensors where shardwell has shards. Use an elementwise "
+            "optimizer (Adam, AdamW, Lion, SGD, Adagrad, RMSprop, ...), or Lamb or Muon, which know shards."
         )

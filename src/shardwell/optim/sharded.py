@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwell.errors import NonFiniteError
+from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import Account, State, Tier
 from shardwell.memory.device import Later
-from shardwell.optim.ahead import Ahead, Shard
-from shardwell.optim.build import Recipe
-from shardwell.unit import Context, Unit
+from shardwell.optim.ahead import Ahead
+from shardwell.optim.build import NO_LABEL, Recipe
+from shardwell.optim.scale import LossScale
+from shardwell.optim.shards import Shard, Shards
+from shardwell.optim.whole import OverShards
+from shardwell.unit import Context, Unit, guard
 
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
 
@@ -37,40 +40,71 @@ class ShardedOptimizer(Optimizer):
         context: Context,
         *,
         clip: float,
+        scale: LossScale,
         raise_on_nonfinite: bool,
         before_step: Callable[[], None],
         after_update: Callable[[Unit], None],
     ) -> None:
+        super().__init__([torch.zeros(0)], {})
+        self._recipe = recipe
         self._units = [unit for unit in units if unit.trainable]
         self._context = context
-        self._clip = clip
+        self._clip, self.scale = clip, scale
         self._raise_on_nonfinite = raise_on_nonfinite
         self._before_step, self._after_update = before_step, after_update
-        self._shards = {unit.index: list(_shards_of(unit)) for unit in self._units}
-        num_labels = 1 + max(recipe.labels.values(), default=0)
-        by_label: list[list[Tensor]] = [[] for _ in range(num_labels)]
-        for shard in self._all_shards():
-            if shard.label >= 0:
-                by_label[shard.label].append(shard.tensor)
-        self.inner = recipe.make(by_label)
-        super().__init__([torch.zeros(0)], {})
+        self.shards = Shards(self._units, one_per_parameter=False)
+        self.inner = self._make()
+        if hasattr(self.inner, "whole"):  # not elementwise: a tensor must not reach over several parameters
+            self.shards = Shards(self._units, one_per_parameter=True)
+            self.inner = self._make()
+            self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._norm: Tensor | None = None
+        self._unseen: set[str] = set()  # parameters without a gradient on any rank
+        self._all_seen: Tensor | None = None
         self._verdict: Later | None = None
         self._num_states = -1
-        self._ahead = Ahead(self.state, self._shards, lambda unit, factor: self._update([unit], factor))
+        self._ahead = Ahead(self.state, self.shards, lambda unit, factor: self._update([unit], factor))
         self._on_device = all(g.row.optimizer.tier is Tier.DEVICE for unit in self._units for g in unit.trainable)
         self.overflow = False
         self.skipped_steps = 0
 
-    def _all_shards(self) -> Iterator[Shard]:
-        for unit in self._units:
-            yield from self._shards[unit.index]
+    def _make(self) -> Optimizer:
+        num_labels = 1 + max(self._recipe.labels.values(), default=0)
+        by_label: list[list[Tensor]] = [[] for _ in range(num_labels)]
+        for shard in self.shards:
+            if shard.label >= 0:
+                by_label[shard.label].append(shard.tensor)
+        return self._recipe.make(by_label)
 
     @property
     def optimizer(self) -> Optimizer:
         """The torch optimizer inside."""
         return self.inner
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scale.value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give parameters of the model that no group has yet a group of their own."""
+        if "inner" not in self.__dict__:  # torch's own constructor, before there is anything
+            super().add_param_group(param_group)
+            return
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        label = len(self.inner.param_groups)
+        tensors = []
+        for parameter in params:
+            keeper = guard.keeper_of(parameter) if guard.is_kept(parameter) else None
+            if not isinstance(keeper, Unit):
+                raise ShardwellError("add_param_group takes parameters of the model that was given to initialize")
+            if self._recipe.label(parameter) != NO_LABEL:
+                raise ValueError("some parameters appear in more than one parameter group")
+            self._recipe.labels[id(parameter)] = label
+            if keeper in self._units:
+                tensors += [s.tensor for s in self.shards.relabel(keeper, parameter, label, self.inner)]
+        self.inner.add_param_group({**param_group, "params": tensors})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -82,26 +116,56 @@ class ShardedOptimizer(Optimizer):
                 group.gradients.settle()
         try:
             self._hear_verdict()
-            self._norm = norm = self._global_norm()
+            norm = self._global_norm()
+            self._norm = norm / self.scale.value
             try:
                 may_step = self._may_step(norm)
             except NonFiniteError:
                 self._ahead.take_back()
                 raise
-            factor = self._clip_factor(norm)
-            done = self._ahead.commit(may_step, factor)
+            clip = self._clip_factor(self._norm)
+            done = self._ahead.commit(may_step, clip)
             if may_step:
                 for chunk in self._chunks():
-                    self._update([unit for unit in chunk if unit.index not in done], factor)
+                    self._update([unit for unit in chunk if unit.index not in done], clip)
                     for unit in chunk:
                         self._after_update(unit)
         finally:
             self.zero_grad()
+        if self.scale.is_on:
+            self.scale.update(self.overflow)
         self._enter_states(self._context.account)
+
+    def finish_gradients(self) -> None:
+        """Reduce what backward has left so far; more may still be added."""
+        self._before_step()
+
+    def alone(self, unit: Unit, shard: Shard, name: str) -> Shard:
+        """The shard of one parameter; a longer one is cut."""
+        return next(part for part in self.shards.part(unit, shard, self.inner) if part.pieces[0].slot.name == name)
+
+    def enter(self, unit: Unit) -> None:
+        """Step a unit that was built anew."""
+        if not unit.trainable:
+            return
+        self._units = sorted([*self._units, unit], key=lambda other: other.index)
+        for shard in self.shards.enter(unit):
+            if shard.label >= 0:
+                self.param_groups[shard.label]["params"].append(shard.tensor)
+
+    def leave(self, unit: Unit) -> None:
+        """Forget a unit and its state."""
+        self._units = [other for other in self._units if other is not unit]
+        gone = {id(shard.tensor) for shard in self.shards.leave(unit)}
+        for group in self.param_groups:
+            group["params"] = [tensor for tensor in group["params"] if id(tensor) not in gone]
+        for tensor in [tensor for tensor in self.state if id(tensor) in gone]:
+            del self.state[tensor]
 
     def gradients_complete(self, unit: Unit) -> None:
         """A unit's gradients of this boundary are reduced: rows that do not wait for the norm are updated now."""
-        self._ahead.update(unit)
+        if all(all(group.gradients.seen) for group in unit.trainable):
+            self._ahead.update(unit)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary."""
@@ -116,17 +180,32 @@ class ShardedOptimizer(Optimizer):
     # -------------------------------------------------------------------------------------------- norm and veto
 
     def _global_norm(self) -> Tensor:
+        """The norm over all ranks. The same sum tells which parameters got a gradient on no rank."""
         split: list[Tensor] = []
         whole: list[Tensor] = []
-        for shard in self._all_shards():
-            gradient = shard.gradient()
+        for shard in self.shards:
+            gradient = shard.gradient
             if gradient is not None:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(gradient, dtype=wide)
                 (whole if shard.group.row.gradients.over is None else split).append(norm)
-        total = self._sum_of_squares(split)
+        seen = self.shards.seen()
+        total = torch.cat([self._sum_of_squares(split).view(1), self._flags(seen)])
         self._context.world.sum_scalar(total, "NORM")
-        return (total + self._sum_of_squares(whole)).sqrt()
+        self._unseen = set()
+        if not all(seen) and not self._context.device.is_virtual:
+            anywhere = total[1:].tolist()
+            self._unseen = {name for name, number in self.shards.numbers.items() if not anywhere[number]}
+        return (total[0] + self._sum_of_squares(whole)).sqrt()
+
+    def _flags(self, seen: list[bool]) -> Tensor:
+        """1D, a number for each parameter: did it get a gradient here?"""
+        device = self._context.device.torch_device
+        if not all(seen):
+            return torch.tensor(seen, dtype=torch.float64, device=device)
+        if self._all_seen is None or len(self._all_seen) != len(seen):
+            self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device)
+        return self._all_seen
 
     def _sum_of_squares(self, norms: list[Tensor]) -> Tensor:
         if not norms:
@@ -149,7 +228,8 @@ class ShardedOptimizer(Optimizer):
         if device.is_virtual:
             return True
         self._verdict = device.read_later(norm)
-        if device.is_cuda and self._on_device and self.inner.defaults.get("fused"):
+        can_veto = device.is_cuda and self._on_device and self.inner.defaults.get("fused")
+        if can_veto and not self.scale.is_on:
             self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True
         return self._hear_verdict(self._first_nonfinite)
@@ -163,7 +243,7 @@ class ShardedOptimizer(Optimizer):
         if not self.overflow:
             return True
         self.skipped_steps += 1
-        if self._raise_on_nonfinite:
+        if self._raise_on_nonfinite and not self.scale.is_on:
             raise NonFiniteError(
                 f"the gradients are not finite (their global norm is {norm}){where()}; the step was not applied and "
                 "parameters and optimizer state are as before. Check the loss and the learning rate, or set "
@@ -173,8 +253,8 @@ class ShardedOptimizer(Optimizer):
 
     def _first_nonfinite(self) -> str:
         for unit in self._units:
-            for shard in self._shards[unit.index]:
-                gradient = shard.gradient()
+            for shard in self.shards.of(unit):
+                gradient = shard.gradient
                 if gradient is not None and not bool(torch.isfinite(gradient).all()):
                     return f", first in unit '{unit.name}'"
         return ""
@@ -182,27 +262,32 @@ class ShardedOptimizer(Optimizer):
     # ------------------------------------------------------------------------------------------------ the update
 
     def _chunks(self) -> Iterator[list[Unit]]:
+        """Units to step together; the same on every rank."""
         chunk: list[Unit] = []
         size = 0
         for unit in self._units:
             chunk.append(unit)
-            size += sum(shard.tensor.numel() for shard in self._shards[unit.index])
+            size += sum(group.own[1] - group.own[0] for group in unit.trainable)
             if size >= _CHUNK:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
             yield chunk
 
-    def _update(self, units: list[Unit], factor: Tensor | None) -> None:
-        if not units:
-            return
+    def _update(self, units: list[Unit], clip: Tensor | None) -> None:
         groups = [group for unit in units for group in unit.trainable if group.gradients.result is not None]
+        if not groups:
+            return
         for group in groups:
             group.open_master()
+        shards = [shard for unit in units for shard in self._to_step(unit)]
         every = [group["params"] for group in self.param_groups]
-        shards = [shard for unit in units for shard in self._shards[unit.index]]
+        factor = clip if self.scale.value == 1.0 else (1.0 if clip is None else clip) / self.scale.value
         for label, param_group in enumerate(self.param_groups):
             param_group["params"] = [s.tensor for s in shards if s.label == label and self._prepare(s, factor)]
+        whole = getattr(self.inner, "whole", None)
+        if isinstance(whole, OverShards):
+            whole.begin(groups, self._unseen)
         try:
             self.inner.step()
         finally:
@@ -213,14 +298,25 @@ class ShardedOptimizer(Optimizer):
         for group in groups:
             group.close_master()
 
-    def _prepare(self, shard: Shard, factor: Tensor | None) -> bool:
-        """Hang the gradient on its shard, in the master dtype and clipped; false if there is none."""
-        gradient = shard.gradient()
+    def _to_step(self, unit: Unit) -> Iterator[Shard]:
+        """The shards whose parameters got a gradient somewhere; one that only partly did is cut for good."""
+        for shard in list(self.shards.of(unit)):
+            unseen = [piece.slot.name in self._unseen for piece in shard.pieces]
+            if not any(unseen):
+                yield shard
+            elif not all(unseen):
+                for part in self.shards.part(unit, shard, self.inner):
+                    if part.pieces[0].slot.name not in self._unseen:
+                        yield part
+
+    def _prepare(self, shard: Shard, factor: Tensor | float | None) -> bool:
+        """Hang the gradient on its shard, in the master dtype, clipped and unscaled; false if there is none."""
+        gradient = shard.gradient
         if gradient is None:
             return False
         gradient = gradient.to(shard.tensor)
         if factor is not None:
-            gradient.mul_(factor.to(gradient))
+            gradient.mul_(factor.to(gradient) if isinstance(factor, Tensor) else factor)
         shard.tensor.grad = gradient
         return True
 
@@ -233,7 +329,7 @@ class ShardedOptimizer(Optimizer):
             sizes: Counter[Tier] = Counter()
             for group in unit.groups:
                 sizes.update(group.master_bytes())
-            for shard in self._shards[unit.index]:
+            for shard in self.shards.of(unit):
                 for value in self.state.get(shard.tensor, {}).values():
                     if isinstance(value, Tensor):
                         sizes[shard.group.row.optimizer.tier] += value.untyped_storage().nbytes()
@@ -248,9 +344,3 @@ class ShardedOptimizer(Optimizer):
         """Load what `state_dict` of the same rank, world and stage gave."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-
-def _shards_of(unit: Unit) -> Iterator[Shard]:
-    for group in unit.trainable:
-        for run, tensor in group.runs:
-            yield Shard(group, run.label, run.start, tensor)

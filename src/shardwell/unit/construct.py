@@ -128,6 +128,7 @@ class Newborn:
         view = self._flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
         view.copy_(parameter.data)
         parameter.data = view
+        del view  # or it would be counted below
         self._shard: Buffer | None = None
         self._held = 0
         self._is_whole = True

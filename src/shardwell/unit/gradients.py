@@ -48,8 +48,10 @@ class Gradients:
         self.state = GradState.NONE
         self.result = None
         self._flat: Tensor | None = None  # 1D, padded
-        self._filled = [False] * len(layout.slots)
-        self._scale = 1.0
+        self._filled = [False] * len(layout.slots)  # in the flat buffer
+        self.seen = [False] * len(layout.slots)  # since the last `clear`
+        self._scaled_late = False
+        self._scale = 1.0  # what the reduce has to multiply by
         self._pending: Pending | None = None
 
     def move(self, state: GradState) -> None:
@@ -63,10 +65,12 @@ class Gradients:
     def absorb(self, index: int, grad: Tensor, scale: float, *, stays: bool) -> None:
         """Add one parameter's gradient. `stays`: it will wait for later micro-steps, so it is kept in full precision.
 
-        Wide gradients are scaled here, for the price of the copy; 16-bit ones where they are summed in fp32.
+        Wide gradients are scaled here, for the price of the copy; 16-bit ones where they are summed in fp32, except for
+        what is divided off before they travel.
         """
         if self.state is GradState.REDUCING or self._pending is not None:
             self.settle()  # the buffer on its way must not be written to
+        self.seen[index] = True
         if self._flat is None and not self._open(grad, scale, stays):
             return
         assert self._flat is not None
@@ -74,8 +78,8 @@ class Gradients:
         view = self._flat.as_strided(slot.shape, slot.stride, slot.offset)
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self._scale != 1.0:
-            scale = 1.0
+        if self._scaled_late:
+            scale = 1.0 / self._precision.wire.predivide
         if self._filled[index]:
             view.add_(grad, alpha=scale)
         elif scale == 1.0:
@@ -86,52 +90,78 @@ class Gradients:
             view.copy_(grad).mul_(scale)
         self._filled[index] = True
 
-    def _open(self, grad: Tensor, scale: float, stays: bool) -> bool:
+    def _open(self, grad: Tensor | None, scale: float, stays: bool) -> bool:
         """Start a flat buffer and decide where it is scaled; false if `grad` itself became the buffer."""
-        dtype = self._precision.accumulate if stays else self._precision.compute
+        wire = self._precision.wire
+        dtype = self._precision.accumulate if stays else wire.dtype or self._precision.compute
         slots = self._layout.slots
         self.move(GradState.PARTIAL)
         # A group of one parameter without padding: autograd's gradient serves as it is, without a copy.
+        alone = len(slots) == 1 and slots[0].numel == self._layout.padded and not stays
         adopt = (
-            len(slots) == 1
-            and not stays
+            grad is not None
+            and alone
+            and wire.predivide == 1.0
             and not grad.is_sparse
             and grad.dtype == dtype
-            and grad.numel() == self._layout.padded
             and grad.stride() == slots[0].stride
         )
-        self._scale = scale if adopt or dtype.itemsize <= 2 else 1.0  # what the reduce has to multiply by
+        # All ranks must decide alike where to scale, also one that has no gradient.
+        self._scaled_late = alone or dtype.itemsize <= 2
+        self._scale = scale * wire.predivide if self._scaled_late else 1.0
         self._filled = [adopt] * len(slots)
-        if adopt:
+        if adopt and grad is not None:
             flat = grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
             self._flat = self._scratch.adopt(flat, State.GRADIENTS, self._unit)
         else:
             self._flat = self._scratch.take(self._layout.padded, dtype, State.GRADIENTS, self._unit)
         return not adopt
 
-    def reduce(self, *, accumulates: bool) -> None:
-        """Start averaging what is in the flat buffer into `result`."""
+    def reduce(self, scale: float, *, accumulates: bool) -> None:
+        """Start averaging what is in the flat buffer (nothing counts as zeros) into `result`."""
+        if self.state is not GradState.PARTIAL:
+            self.settle()
+            self._open(None, scale, stays=False)
         assert self._flat is not None
         self.move(GradState.REDUCING)
-        flat = self._flat
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if not filled:
-                flat[slot.offset : slot.end].zero_()
+                self._flat[slot.offset : slot.end].zero_()
+        flat = self._for_the_wire(self._flat, scale)
         self._pending = (
             self._average_whole(flat) if self._row.gradients.over is None else self._scatter(flat, accumulates)
         )
 
+    def _for_the_wire(self, flat: Tensor, scale: float) -> Tensor:
+        """The flat buffer in the dtype that was asked for; what was scaled already is scaled back as far as needed."""
+        wire = self._precision.wire
+        if wire.dtype is None or flat.dtype == wire.dtype:
+            return flat
+        sent = self._scratch.take(flat.numel(), wire.dtype, State.GRADIENTS, self._unit)
+        if not self._scaled_late:
+            self._scale = scale * wire.predivide
+            flat.div_(self._scale)
+        sent.copy_(flat)
+        self._give_flat()
+        self._flat = sent
+        return sent
+
     def _scatter(self, flat: Tensor, accumulates: bool) -> Pending:
-        if self._comm.mesh.size == 1 and self.result is None and self._scale == 1.0 and not accumulates:
+        as_it_is = self._scale == 1.0 and not accumulates and flat.dtype == self._result_dtype(flat)
+        if self._comm.mesh.size == 1 and self.result is None and as_it_is:
             return Pending(self._adopt_flat)
         fresh = self.result is None
         if self.result is None:
-            dtype = self._precision.accumulate if accumulates else flat.dtype
+            dtype = self._precision.accumulate if accumulates else self._result_dtype(flat)
             self.result = self._take_result(self._layout.shard_numel, dtype)
         elif self.result.dtype.itemsize <= 2:
             self._widen()
         move = self._comm.reduce(flat, self.result, self._scale, not fresh, f"REDUCE {self._name}")
         return move.then(self._give_flat)
+
+    def _result_dtype(self, flat: Tensor) -> torch.dtype:
+        """As wide as the gradients are and as they travelled."""
+        return torch.promote_types(self._precision.compute, flat.dtype)
 
     def _average_whole(self, flat: Tensor) -> Pending:
         """Reduce into this rank's own slice, then send the slice to everyone."""
@@ -161,6 +191,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget everything, also a reduce that nobody will read."""
         self.settle()
+        self.seen = [False] * len(self.seen)
         if self.result is not None:
             self._scratch.give(self.result)
             self.result = None

@@ -2,9 +2,9 @@
 
 - flat: compute dtype, all parameters back to back; the parameters are views of it
 - shard: this rank's slice in storage of its own (rows that release their parameters)
-- remainder: the lower halves of this rank's fp32 masters (rows that keep 16-bit parameters whole)
-- master: the truth, as the optimizer steps it: a copy on the host, the shard, a slice of `flat`, or upper and lower
-  halves joined for the step
+- remainder: the lower halves of this rank's fp32 masters (rows that keep bf16 parameters whole)
+- master: the truth, as the optimizer steps it: a copy apart (on the host, or for whole fp16 parameters, which are no
+  half of anything), the shard, a slice of `flat`, or upper and lower halves joined for the step
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwell.comm import Axis, Collectives, Kind, Pending
 from shardwell.layout import Run, Slot, Spec, dense_stride, lay_out
 from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
-from shardwell.rounding import join, split, to_bf16
+from shardwell.rounding import join, narrow, split
 from shardwell.unit import guard
 from shardwell.unit.gradients import Gradients
 from shardwell.unit.table import Precision, Row
@@ -59,6 +59,7 @@ class Group:
         self.name, self.unit = name, unit
         self.row, self.precision, self.context = row, precision, context
         self.trainable = members[0].parameter.requires_grad
+        self.stays_whole = False  # whole for good, although its row would release it
         world = context.world.mesh
         self.layout = lay_out([_spec(member) for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
@@ -67,7 +68,7 @@ class Group:
         self.flat = self._buffer(State.PARAMETERS, self.layout.padded, precision.compute)
         self.shard: Buffer | None = None
         self.remainder: Buffer | None = None
-        self._below: Buffer | None = None  # masters that rest on a lower tier
+        self._apart: Buffer | None = None  # masters that rest apart from the parameters
         self._joined: Buffer | None = None
         self._second: Tensor | None = None  # this rank's slice of the second copy
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
@@ -81,23 +82,22 @@ class Group:
     def _make_room_for_the_truth(self) -> None:
         own = self.own[1] - self.own[0]
         tier = self.row.optimizer.tier
-        if tier is not Tier.DEVICE and self.trainable:
-            self._below = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
+        no_halves = self.precision.is_mixed and not self.precision.has_halves
+        if self.trainable and (tier is not Tier.DEVICE or (no_halves and not self.row.released)):
+            self._apart = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
         if self.row.released:
-            dtype = self.precision.master if self._below is None else self.precision.compute
+            dtype = self.precision.master if self._apart is None else self.precision.compute
             self.shard = self._buffer(State.PARAMETERS, self.layout.shard_numel, dtype)
-        elif self.precision.is_split and self._below is None:
+        elif self.precision.has_halves and self._apart is None:
             self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16)
             self._joined = self._buffer(State.STAGING, own, self.precision.master)
-        # Views are cut while the storage is there: a dropped one refuses new views.
-        self.runs = [(run, self.master[run.start : run.start + run.numel]) for run in self._runs()]
-        if self._joined is not None:
             self._joined.drop()
+        self.runs = [(run, self.cut_master(run.start, run.numel)) for run in self._runs()]
 
     def _take_over(self, context: Context) -> None:
         """Move the parameters' values into the buffers, rank 0's for everyone, and make the parameters views."""
         whole = self.flat.tensor
-        if self.precision.is_split:
+        if self.precision.is_mixed:
             whole = context.device.empty(self.layout.padded, self.precision.master)
         whole[self.layout.numel :].zero_()
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -128,11 +128,11 @@ class Group:
         """Make `whole` (1D, padded, in the master dtype) the truth. `flat` must be present, and is filled."""
         start, end = self.own
         if whole is not self.flat.tensor:
-            to_bf16(whole, self.flat.tensor)
+            narrow(whole, self.flat.tensor)
             if self.remainder is not None:
                 split(whole[start:end], self.flat.tensor[start:end], self.remainder.tensor)
-        if self._below is not None:
-            self._below.tensor.copy_(whole[start:end])
+        if self._apart is not None:
+            self._apart.tensor.copy_(whole[start:end])
         if self.shard is not None:
             first, last = self.layout.shard_range(self.context.world.mesh.rank)
             source = whole if self.shard.tensor.dtype == whole.dtype else self.flat.tensor
@@ -147,24 +147,48 @@ class Group:
         self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
         truth = flat[start:end].to(self.master.device, self.precision.master)
         if self._before is not None:
-            rounded = to_bf16(self._before, torch.empty_like(self._before, dtype=self.precision.compute))
+            rounded = narrow(self._before, torch.empty_like(self._before, dtype=self.precision.compute))
             truth = torch.where(truth == rounded.to(truth.dtype), self._before, truth)
         if self.remainder is not None:
             split(truth, flat[start:end], self.remainder.tensor)
-        if self._below is not None:
-            self._below.tensor.copy_(truth)
+        if self._apart is not None:
+            self._apart.tensor.copy_(truth)
         if self.shard is not None:
             self.shard.tensor.copy_(truth)
 
     def open_for_writing(self) -> None:
         """Remember the masters, because the user may now overwrite their upper halves."""
-        if self.precision.is_split:
+        if self.precision.is_mixed:
             self.open_master()
             self._before = self.master.clone()
             self.close_master()
 
     def close_for_writing(self) -> None:
         self._before = None
+
+    def take_replaced(self) -> bool:
+        """Parameters whose `.data` was replaced by a tensor of the same shape are taken in; false if one has another.
+
+        Parameters of another shape do not fit into this group any more.
+        """
+        fits = True
+        here = self.flat.tensor.untyped_storage()._cdata
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if tuple(parameter.shape) != slot.shape:
+                fits = False
+            elif slot.numel and parameter.untyped_storage()._cdata != here:
+                values = parameter.data
+                self._hang(parameter, slot)
+                parameter.data.copy_(values)
+        return fits
+
+    def free(self) -> None:
+        """Let go of everything; the parameters belong to somebody else."""
+        self.gradients.clear()
+        self.forget_second_copy()
+        for buffer in (self.flat, self.shard, self.remainder, self._apart, self._joined):
+            if buffer is not None:
+                buffer.drop()
 
     # ------------------------------------------------------------------------------------------------- residency
 
@@ -179,10 +203,7 @@ class Group:
         mesh = comm.mesh
         with self.context.device.gathers.after_current():
             mine = self.flat.tensor.chunk(mesh.size)[mesh.rank]
-            if source.dtype == mine.dtype:
-                mine.copy_(source)
-            else:
-                to_bf16(source, mine)
+            narrow(source, mine)
             mark = self.context.device.gathers.mark()
         move = comm.gather(self.flat.tensor, token)
         return Pending(mark.wait) if mesh.size == 1 else move
@@ -215,17 +236,27 @@ class Group:
     @property
     def master(self) -> Tensor:
         """1D, this rank's part of the truth as the optimizer steps it."""
-        if self._below is not None:
-            return self._below.tensor
+        if self._apart is not None:
+            return self._apart.tensor
         if self.shard is not None:
             return self.shard.tensor
         if self._joined is not None:
             return self._joined.tensor
         return self.flat.tensor[self.own[0] : self.own[1]]
 
+    def cut_master(self, start: int, numel: int) -> Tensor:
+        """A view of a stretch of the masters; one of dropped storage refuses new views, so it is grown for the cut."""
+        away = self._joined is not None and not self._joined.present
+        if self._joined is not None and away:
+            self._joined.grow()
+        view = self.master[start : start + numel]
+        if self._joined is not None and away:
+            self._joined.drop()
+        return view
+
     def master_bytes(self) -> dict[Tier, int]:
         """What this group holds for the optimizer beside the parameters, by tier."""
-        held = {Tier.DEVICE: self.remainder} if self._below is None else {self.row.optimizer.tier: self._below}
+        held = {Tier.DEVICE: self.remainder} if self._apart is None else {self.row.optimizer.tier: self._apart}
         return {tier: buffer.nbytes for tier, buffer in held.items() if buffer is not None}
 
     def open_master(self) -> None:
@@ -236,10 +267,10 @@ class Group:
 
     def close_master(self) -> None:
         """Take over what the optimizer wrote."""
-        if self._below is not None:
-            rounded = self._below.tensor
-            if self.precision.is_split:
-                rounded = to_bf16(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
+        if self._apart is not None:
+            rounded = self._apart.tensor
+            if self.precision.is_mixed:
+                rounded = narrow(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
             above = self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
             above.copy_(rounded)
         if self._joined is not None and self.remainder is not None:

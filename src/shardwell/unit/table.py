@@ -112,22 +112,49 @@ def row_for(
 
 
 @dataclass(frozen=True)
+class Wire:
+    """How gradients travel: in which dtype (None: as they are), and what they are divided by before they are summed.
+
+    The rest of the division follows the sum, in fp32.
+    """
+
+    dtype: torch.dtype | None = None
+    predivide: float = 1.0
+
+
+@dataclass(frozen=True)
 class Precision:
-    """Which dtype a group computes, rests and accumulates in."""
+    """Which dtype a group computes, rests and accumulates in, and how its gradients travel."""
 
     compute: torch.dtype
     master: torch.dtype
     accumulate: torch.dtype
+    wire: Wire = Wire()
 
     @classmethod
-    def of(cls, dtype: torch.dtype, mixed: torch.dtype | None, trainable: bool) -> Precision:
+    def of(
+        cls,
+        dtype: torch.dtype,
+        mixed: torch.dtype | None,
+        trainable: bool,
+        accumulate: torch.dtype | None = None,
+        wire: Wire | None = None,
+    ) -> Precision:
         """For parameters of `dtype` when the model runs in `mixed` (None: as it is)."""
+        wire = wire or Wire()
         compute = mixed if mixed is not None and dtype.is_floating_point else dtype
-        if not trainable or not compute.is_floating_point or compute.itemsize > 2:
-            return cls(compute, compute, compute)
-        return cls(compute, torch.float32 if mixed is not None else compute, torch.float32)
+        if not trainable or not compute.is_floating_point:
+            return cls(compute, compute, compute, wire)
+        is_narrow = compute.itemsize <= 2
+        master = torch.float32 if mixed is not None and is_narrow else compute
+        return cls(compute, master, accumulate or (torch.float32 if is_narrow else compute), wire)
 
     @property
-    def is_split(self) -> bool:
-        """The 16-bit parameter is the upper half of its fp32 master."""
+    def is_mixed(self) -> bool:
+        """The optimizer steps wider numbers than the model computes with."""
         return self.master != self.compute
+
+    @property
+    def has_halves(self) -> bool:
+        """The parameter is the upper half of its fp32 master."""
+        return self.is_mixed and self.compute is torch.bfloat16

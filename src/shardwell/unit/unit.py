@@ -7,7 +7,8 @@ recomputation, reentrant checkpointing and generation know none.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,27 +34,36 @@ _ALLOWED = {
 class Unit:
     """A module and its groups."""
 
-    def __init__(self, index: int, name: str, module: nn.Module, groups: list[Group]) -> None:
+    def __init__(
+        self, index: int, name: str, module: nn.Module, groups: list[Group], *, is_brief: bool = False
+    ) -> None:
         self.index, self.name, self.module, self.groups = index, name, module, groups
-        self.releasable = [group for group in groups if group.row.released]
+        self.is_brief = is_brief  # a recomputed forward does not keep it for its backward: it is gathered again there
         self.trainable = [group for group in groups if group.trainable]
-        self.num_trainable = sum(len(group.parameters) for group in self.trainable)
-        self.numel = sum(group.layout.padded for group in self.releasable)  # elements that a gather makes whole
+        self.keeps_frozen = False  # frozen groups stay whole once they are
+        self._sort()
         self.residency = Residency.RELEASED if self.releasable else Residency.WHOLE
         self.in_forward = 0  # running forwards that hold it
         self.in_backward = False
         self.opened = 0  # GatheredParameters contexts that hold it
-        self.waits_for_inputs = False  # its backward ends when the gradients of its inputs are known
-        self.arrived: set[int] = set()  # ids of parameters whose gradient came in this backward
+        self.misfit = False  # a parameter was given another shape
+        self.lent = False  # somebody outside its module may still look at it
+        self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
+        self.optimizer: Any = None  # who steps it
+        self.has_news = False  # gradients came in this backward
         self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
         self._pending: list[Pending] = []
         for group in groups:
             for parameter in group.parameters:
                 guard.keep(parameter, self)
 
+    def _sort(self) -> None:
+        self.releasable = [group for group in self.groups if group.row.released and not group.stays_whole]
+        self.numel = sum(group.layout.padded for group in self.releasable)  # elements that a gather makes whole
+
     @property
     def held(self) -> bool:
-        return bool(self.in_forward or self.in_backward or self.opened)
+        return bool(self.in_forward or self.in_backward or self.opened or self.lent)
 
     def _move(self, residency: Residency) -> None:
         assert residency in _ALLOWED[self.residency], f"{self.name}: {self.residency} -> {residency}"
@@ -83,6 +93,12 @@ class Unit:
         if not self.releasable or self.held or self.residency is Residency.RELEASED:
             return False
         self.wait()
+        if self.keeps_frozen:
+            for group in self.groups:
+                group.stays_whole = group.stays_whole or not group.trainable
+            self._sort()
+            if not self.releasable:
+                return False
         self._move(Residency.RELEASED)
         guard.send_away(self._parameters(self.releasable))
         for group in self.releasable:
@@ -109,11 +125,12 @@ class Unit:
         """Called by the guard: somebody wants the values of a parameter that is away."""
         if self.residency is Residency.GATHERING:
             self.wait()
-        if type(parameter) is guard.AwayParameter:
+        if type(parameter) is guard.AwayParameter and not (self.fetch is not None and self.fetch(self)):
             raise ReleasedParameterError(
                 f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "
                 f"only its shard of unit '{self.name}'. Read or change them inside "
-                "`with shardwell.zero.GatheredParameters(parameter):`, or use them inside the module that owns them."
+                "`with shardwell.zero.GatheredParameters(parameter):`. In a forward, and in a loss until its step, "
+                "they come by themselves."
             )
 
     def served(self, parameter: nn.Parameter) -> None:
@@ -133,6 +150,10 @@ class Unit:
             group.open_for_writing()
 
     def close(self, modifier_rank: int | None) -> None:
+        fitting = [group.take_replaced() for group in self.groups]
+        if not all(fitting):
+            self.misfit = True  # the engine builds it anew before it is used again
+            return
         for group in self.groups:
             if modifier_rank is not None:
                 group.write_back(modifier_rank)

@@ -1,0 +1,47 @@
+"""Tensors inside what models take and return: containers, dictionaries, dataclasses, in any depth."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a nested value. Objects of unknown kinds hold none."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested value with every tensor changed; containers are copied, objects of unknown kinds stay."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = map_tensors(item, change)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, map_tensors(getattr(value, field.name), change))
+        return twin
+    return value

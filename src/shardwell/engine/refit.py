@@ -1,0 +1,125 @@
+"""Fitting the units to a model that was changed: parameters resized, replaced, added, or thawed.
+
+Units that still fit stay. The others are taken apart, with the masters and the optimizer state of their parameters,
+and built anew from the model as it is now. All ranks must change the model alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwell.errors import ModelChangedError
+from shardwell.optim import Recipe, ShardedOptimizer
+from shardwell.optim.access import Access
+from shardwell.optim.build import NO_LABEL
+from shardwell.unit import Cut, Group, Unit, guard
+
+
+@dataclass(frozen=True)
+class Builder:
+    """What `initialize` knows about building units."""
+
+    cut: Callable[[], list[Cut]]
+    groups: Callable[[Cut, list[Cut]], list[Group]]
+    recipe: Recipe | None
+
+
+def refit(units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | None) -> list[Unit]:
+    """The units of the model as it is now."""
+    cuts = builder.cut()
+    before = {unit.name: unit for unit in units}
+    fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one)}
+    remembered: dict[int, dict[str, Any]] = {}
+    labels: dict[str, int] = {}
+    with torch.no_grad():
+        for unit in units:
+            if unit.name not in fitting:
+                labels.update(_labels(unit, builder.recipe))
+                remembered.update(_take_apart(unit, optimizer, builder.recipe))
+    unused = iter(sorted({unit.index for unit in units} ^ set(range(len(units) + len(cuts)))))
+    now = []
+    for one in cuts:
+        if one.name in fitting:
+            now.append(before[one.name])
+            continue
+        _label_newcomers(one, labels, builder.recipe)
+        index = before[one.name].index if one.name in before else next(unused)
+        unit = Unit(index, one.name, one.module, builder.groups(one, cuts), is_brief=one.is_tile)
+        now.append(unit)
+        if optimizer is not None:
+            optimizer.enter(unit)
+            unit.optimizer = before[next(iter(before))].optimizer
+            _give_back(unit, remembered)
+    return now
+
+
+def _fits(unit: Unit, one: Cut) -> bool:
+    mine = {id(p): group for group in unit.groups for p in group.parameters}
+    return (
+        not unit.misfit
+        and unit.module is one.module
+        and mine.keys() == {id(p) for _, p in one.parameters}
+        and all(mine[id(p)].trainable or not p.requires_grad for _, p in one.parameters)
+    )
+
+
+def _labels(unit: Unit, recipe: Recipe | None) -> dict[str, int]:
+    """In which parameter group each name was: a parameter that takes over the name takes over the group."""
+    if recipe is None:
+        return {}
+    return {
+        slot.name: recipe.label(parameter)
+        for group in unit.groups
+        for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
+    }
+
+
+def _label_newcomers(one: Cut, labels: dict[str, int], recipe: Recipe | None) -> None:
+    if recipe is None:
+        return
+    for name, parameter in one.parameters:
+        if id(parameter) not in recipe.labels and labels.get(name, NO_LABEL) != NO_LABEL:
+            recipe.labels[id(parameter)] = labels[name]
+
+
+def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None, recipe: Recipe | None) -> dict[int, dict[str, Any]]:
+    """Make a unit's parameters ordinary ones with their masters as values; returns their optimizer state."""
+    if any(any(group.gradients.seen) for group in unit.trainable):
+        raise ModelChangedError(
+            f"the parameters of '{unit.name or '(root)'}' were changed while gradients wait for a step. "
+            "Change the model after engine.step() or engine.zero_grad()."
+        )
+    states: dict[int, dict[str, Any]] = {}
+    values: list[tuple[nn.Parameter, torch.Tensor]] = []
+    unit.wait()
+    for group in unit.groups:
+        for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+            if tuple(parameter.shape) == slot.shape:
+                access = Access(parameter)
+                values.append((parameter, access.master()))
+                states[id(parameter)] = access.states() if optimizer is not None and group.trainable else {}
+    if optimizer is not None:
+        optimizer.leave(unit)
+    for group in unit.groups:
+        for parameter in group.parameters:
+            guard.let_go(parameter)
+            if recipe is not None and recipe.label(parameter) == NO_LABEL:
+                recipe.labels.pop(id(parameter), None)
+    for parameter, value in values:
+        parameter.data = value
+    for group in unit.groups:
+        group.free()
+    return states
+
+
+def _give_back(unit: Unit, remembered: dict[int, dict[str, Any]]) -> None:
+    with torch.no_grad():
+        for group in unit.trainable:
+            for parameter in group.parameters:
+                for key, value in remembered.get(id(parameter), {}).items():
+                    Access(parameter).set_state(key, value)

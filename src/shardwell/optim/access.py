@@ -1,0 +1,254 @@
+"""One parameter's sharded state: master, gradient and optimizer state, whole or as this rank's part.
+
+Reading something whole is collective: all ranks must ask for the same things in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.comm import Kind
+from shardwell.errors import ShardwellError
+from shardwell.layout import Piece, Slot
+from shardwell.optim.shards import Shard
+from shardwell.rounding import narrow
+from shardwell.unit import Group, Unit, guard
+
+
+class Access:
+    """A parameter of an engine's model, seen through its shards."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        keeper = guard.keeper_of(parameter) if guard.is_kept(parameter) else None
+        if not isinstance(keeper, Unit):
+            raise ShardwellError("this parameter does not belong to a model that was given to initialize")
+        self._unit = keeper
+        self._group, self._slot = _locate(keeper, parameter)
+        self._piece = self._own_piece()
+
+    def _own_piece(self) -> Piece | None:
+        """This rank's part of the parameter; `in_shard` counts from the start of this rank's masters."""
+        return next((p for run, _ in self._group.runs for p in run.pieces if p.slot.name == self._slot.name), None)
+
+    # --------------------------------------------------------------------------------------------------- masters
+
+    def master(self) -> Tensor:
+        """ND, what the optimizer steps (or would step)."""
+        self._unit.wait()
+        self._group.open_master()
+        whole = self._assemble(self._group.precision.master, self._part(self._group.master))
+        self._group.close_master()
+        return whole
+
+    def local_master(self) -> Tensor | None:
+        """1D, this rank's part; None if it holds none."""
+        self._group.open_master()
+        part = self._part(self._group.master)
+        part = None if part is None else part.clone()
+        self._group.close_master()
+        return part
+
+    def set_master(self, value: Tensor) -> None:
+        """Change the truth, and the whole parameter where it is whole. Every rank passes the same values."""
+        self._unit.wait()
+        wide = self._flat_of(value, self._group.precision.master)
+        self._group.open_master()
+        part = self._part(self._group.master)
+        if part is not None and self._piece is not None:
+            part.copy_(wide[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel])
+        self._group.close_master()
+        self._group.forget_second_copy()
+        if self._group.flat.present:
+            narrow(wide, self._group.flat.tensor[self._slot.offset : self._slot.end])
+
+    def set_local_master(self, value: Tensor) -> None:
+        """Change this rank's part of the truth; only where nobody else has a copy of it."""
+        if not self._group.row.released:
+            raise ShardwellError(
+                f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
+                "part: use safe_set_full_fp32_param."
+            )
+        part = self._part(self._group.master)
+        if part is not None:
+            part.copy_(value.reshape(-1))
+
+    # ------------------------------------------------------------------------------------------------- gradients
+
+    def gradient(self) -> Tensor | None:
+        """ND, averaged over ranks and micro-steps, without the loss scale; None between a step and a backward."""
+        result = self._settled()
+        if result is None:
+            return None
+        part = self._part(result)
+        wide = torch.promote_types(result.dtype, torch.float32)
+        part = None if part is None else part.to(wide) / self._loss_scale
+        return self._assemble(wide, part)
+
+    def local_gradient(self) -> Tensor | None:
+        result = self._settled()
+        part = None if result is None else self._part(result)
+        return None if part is None else part.to(torch.promote_types(part.dtype, torch.float32)) / self._loss_scale
+
+    def set_gradient(self, value: Tensor) -> None:
+        result = self._settled()
+        if result is None:
+            raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
+        part = self._part(result)
+        if part is not None and self._piece is not None:
+            flat = self._flat_of(value, part.dtype)
+            part.copy_(flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel])
+            part.mul_(self._loss_scale)
+
+    def set_local_gradient(self, value: Tensor) -> None:
+        result = self._settled()
+        part = None if result is None else self._part(result)
+        if part is not None:
+            part.copy_(value.reshape(-1).to(part.device, torch.float32) * self._loss_scale)
+
+    def _settled(self) -> Tensor | None:
+        if self._unit.optimizer is not None and self._group.trainable:
+            self._unit.optimizer.finish_gradients()
+            self._group.gradients.settle()
+            return self._group.gradients.result
+        return None
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self._unit.optimizer.scale.value)
+
+    # ----------------------------------------------------------------------------------------------------- state
+
+    def local_state(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state by name: 1D views, and scalars as they are."""
+        shard = self._shard()
+        if shard is None or self._piece is None:
+            return {}
+        first = self._piece.in_shard - shard.start
+        return {
+            key: value[first : first + self._piece.numel] if _is_elementwise(value, shard) else value
+            for key, value in self._unit.optimizer.state.get(shard.tensor, {}).items()
+        }
+
+    def state(self, key: str) -> Any:
+        """ND, or a scalar; None if no rank has it."""
+        local = self.local_state().get(key)
+        world = self._group.context.world
+        where = self._group.context.device.torch_device
+        has = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
+        if local is not None:
+            is_part = self._piece is not None and isinstance(local, Tensor) and local.numel() == self._piece.numel
+            has[world.mesh.rank] = 2.0 if is_part and local.ndim == 1 else 1.0
+        world.sum_scalar(has, f"READ {self._slot.name} {key}")
+        if not bool(has.any()):
+            return None
+        if bool((has == 2.0).any()):
+            return self._assemble(self._group.precision.master, local if isinstance(local, Tensor) else None)
+        scalar = self._group.context.device.scalar(0.0, torch.float64)
+        if local is not None:
+            scalar.fill_(float(local))
+        world.broadcast(scalar, int(has.argmax()), Kind.GATHER, f"READ {self._slot.name} {key}")
+        return float(scalar)
+
+    def states(self) -> dict[str, Any]:
+        """The whole state. Its names must be the same on all ranks that hold a part."""
+        world = self._group.context.world
+        where = self._group.context.device.torch_device
+        local = self.local_state()
+        names = sorted(local)
+        text = "\n".join(names).encode()
+        size = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
+        size[world.mesh.rank] = len(text)
+        world.sum_scalar(size, f"READ {self._slot.name} names")
+        source, length = int(size.argmax()), int(size.max())
+        if length == 0:
+            return {}
+        letters = torch.zeros(length, dtype=torch.uint8, device=where)
+        if len(text) == length:
+            letters.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        world.broadcast(letters, source, Kind.GATHER, f"READ {self._slot.name} names")
+        return {key: self.state(key) for key in bytes(letters.tolist()).decode().split("\n")}
+
+    def set_state(self, key: str, value: Any) -> None:
+        """Change one entry of the state; a tensor is the whole parameter's. Every rank passes the same values."""
+        shard = self._shard()
+        if shard is None or self._piece is None:
+            return
+        if isinstance(value, Tensor) and value.numel() == self._slot.numel and value.ndim:
+            flat = self._flat_of(value, self._group.precision.master)
+            value = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
+        self.set_local_state(key, value)
+
+    def set_local_state(self, key: str, value: Any) -> None:
+        shard = self._shard()
+        if shard is None or self._piece is None:
+            return
+        shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
+        state = self._unit.optimizer.state[shard.tensor]
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            state[key] = torch.tensor(float(value)) if isinstance(state.get(key), Tensor) or key == "step" else value
+        elif isinstance(state.get(key), Tensor):
+            state[key].copy_(value)
+        else:
+            state[key] = value.to(shard.tensor, copy=True)
+
+    def _shard(self) -> Shard | None:
+        if self._unit.optimizer is None or not self._group.trainable:
+            return None
+        shards: list[Shard] = self._unit.optimizer.shards.of(self._unit)
+        return next((s for s in shards if any(p.slot.name == self._slot.name for p in s.pieces)), None)
+
+    # --------------------------------------------------------------------------------------------------- details
+
+    def _part(self, mine: Tensor) -> Tensor | None:
+        """1D, the parameter's part of something that lies like this rank's masters."""
+        return None if self._piece is None else mine[self._piece.in_shard : self._piece.in_shard + self._piece.numel]
+
+    def _assemble(self, dtype: torch.dtype, part: Tensor | None) -> Tensor:
+        """ND, from the parts of all ranks."""
+        group, slot, world = self._group, self._slot, self._group.context.world
+        flat = group.context.device.empty(slot.numel, dtype)
+        if group.row.optimizer.over is None:
+            assert part is not None or slot.numel == 0
+            if part is not None:
+                flat.copy_(part)
+            return flat.as_strided(slot.shape, slot.stride)
+        for rank in range(world.mesh.size):
+            for piece in group.layout.pieces(rank):
+                if piece.slot is slot:
+                    view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
+                    if rank == world.mesh.rank and part is not None:
+                        view.copy_(part)
+                    world.broadcast(view, rank, Kind.GATHER, f"READ {slot.name}")
+        return flat.as_strided(slot.shape, slot.stride)
+
+    def _flat_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """1D in the parameter's own memory order."""
+        if value.numel() != self._slot.numel:
+            raise ShardwellError(
+                f"'{self._slot.name}' has shape {self._slot.shape}; a value of shape {tuple(value.shape)} does not fit"
+            )
+        flat = torch.empty(self._slot.numel, dtype=dtype, device=self._group.context.device.torch_device)
+        flat.as_strided(self._slot.shape, self._slot.stride).copy_(value.reshape(self._slot.shape))
+        return flat
+
+
+def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[Group, Slot]:
+    for group in unit.groups:
+        for slot, candidate in zip(group.layout.slots, group.parameters, strict=True):
+            if candidate is parameter:
+                return group, slot
+    raise ShardwellError("this parameter is no longer part of the model that was given to initialize")
+
+
+def _is_elementwise(value: Any, shard: Shard) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.tensor.shape
+
+
+def reading(ask: Callable[[Access], Any], parameter: nn.Parameter) -> Any:
+    """Ask something about a parameter, without recording a graph."""
+    with torch.no_grad():
+        return ask(Access(parameter))

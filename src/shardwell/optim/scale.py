@@ -1,0 +1,90 @@
+"""Loss scaling for fp16: small gradients are lifted into its range, and a scale that is too large is found out."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+
+class LossScale:
+    """What losses are multiplied by. This one never changes; 1 is no scaling."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    def update(self, overflow: bool) -> None:
+        """A boundary has passed, and its gradients were finite or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+class NoScale(LossScale):
+    """Losses stay as they are."""
+
+    @property
+    def is_on(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a dynamic scale moves."""
+
+    window: int = 1000  # boundaries without overflow before it doubles
+    hysteresis: int = 2  # overflows that are forgiven, this one included, before it halves
+    consecutive: bool = False  # any finite boundary forgives everything
+    smallest: float = 1.0
+
+
+class DynamicScale(LossScale):
+    """Halves when gradients overflow, doubles after a while without."""
+
+    def __init__(self, value: float, rules: Rules) -> None:
+        super().__init__(value)
+        self.rules = rules
+        self._left = rules.hysteresis
+        self._clean = 0  # boundaries since the last overflow or growth
+        self._warned = False
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self._clean = 0
+            if self._left > 1:
+                self._left -= 1
+            else:
+                self._shrink()
+            return
+        self._clean += 1
+        if self.rules.consecutive:
+            self._left = self.rules.hysteresis
+        if self._clean == self.rules.window:
+            self._clean = 0
+            self._left = self.rules.hysteresis
+            self.value *= 2.0
+
+    def _shrink(self) -> None:
+        if self.value <= self.rules.smallest and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"fp16 gradients overflow at the smallest loss scale ({self.rules.smallest:g}). Steps are skipped and "
+                "training goes on; if this lasts, the loss or a gradient is not finite in itself, or fp16 is too "
+                "narrow for this model: try bf16.",
+                stacklevel=2,
+            )
+        self.value = max(self.value / 2.0, self.rules.smallest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "left": self._left, "clean": self._clean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._left, self._clean = int(state["left"]), int(state["clean"])

@@ -1,0 +1,135 @@
+"""The tensors that the inner optimizer steps: stretches of this rank's masters.
+
+A stretch covers as many parameters as possible, because a step over few long tensors is fast. It is cut into its
+parameters when their lives part: when one of them gets no gradient on any rank (plain PyTorch then leaves it and its
+state alone), or joins another parameter group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwell.layout import Piece
+from shardwell.unit import Group, Unit
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One tensor that the inner optimizer steps."""
+
+    group: Group
+    label: int  # its parameter group
+    start: int  # counted from the start of this rank's masters
+    tensor: Tensor  # 1D, a view of the group's masters
+    pieces: tuple[Piece, ...]  # the parameters in it; `in_shard` counts from the start of this rank's masters
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """1D, a view of the group's averaged gradients; None if nothing arrived."""
+        result = self.group.gradients.result
+        return None if result is None else result[self.start : self.start + self.tensor.numel()]
+
+    def cut(self) -> list[Shard]:
+        """One shard for each parameter."""
+        return [
+            replace(self, start=p.in_shard, tensor=self.group.cut_master(p.in_shard, p.numel), pieces=(p,))
+            for p in self.pieces
+        ]
+
+
+class Shards:
+    """All shards of an engine on this rank."""
+
+    def __init__(self, units: Sequence[Unit], *, one_per_parameter: bool) -> None:
+        self._by_unit: dict[int, list[Shard]] = {}
+        self._groups: list[Group] = []
+        self._one_per_parameter = one_per_parameter
+        self.numbers: dict[str, int] = {}  # parameter name -> its number, the same on every rank
+        for unit in units:
+            self.enter(unit)
+
+    def enter(self, unit: Unit) -> list[Shard]:
+        """Take in the masters of a unit."""
+        found = [
+            Shard(group, run.label, run.start, tensor, run.pieces)
+            for group in unit.trainable
+            for run, tensor in group.runs
+        ]
+        if self._one_per_parameter:
+            found = [part for shard in found for part in shard.cut()]
+        self._by_unit[unit.index] = found
+        self._groups += unit.trainable
+        self._number()
+        return found
+
+    def leave(self, unit: Unit) -> list[Shard]:
+        """Forget the masters of a unit."""
+        self._groups = [group for group in self._groups if group not in unit.trainable]
+        self._number()
+        return self._by_unit.pop(unit.index, [])
+
+    def _number(self) -> None:
+        names = (slot.name for group in self._groups for slot in group.layout.slots)
+        self.numbers = {name: number for number, name in enumerate(names)}
+
+    def __iter__(self) -> Iterator[Shard]:
+        for shards in self._by_unit.values():
+            yield from shards
+
+    def of(self, unit: Unit) -> list[Shard]:
+        return self._by_unit[unit.index]
+
+    def seen(self) -> list[bool]:
+        """For each parameter, by number: whether this rank has a gradient of it."""
+        return [seen for group in self._groups for seen in group.gradients.seen]
+
+    def part(self, unit: Unit, shard: Shard, inner: Optimizer) -> list[Shard]:
+        """Cut a shard into its parameters, and its optimizer state with it."""
+        if len(shard.pieces) == 1:
+            return [shard]
+        parts = shard.cut()
+        if shard.label >= 0:
+            tensors = inner.param_groups[shard.label]["params"]
+            at = next(i for i, tensor in enumerate(tensors) if tensor is shard.tensor)
+            tensors[at : at + 1] = [part.tensor for part in parts]
+        if shard.tensor in inner.state:
+            state = inner.state.pop(shard.tensor)
+            for part in parts:
+                first = part.start - shard.start
+                inner.state[part.tensor] = {
+                    key: _part_of(value, shard.tensor, first, part.tensor.numel()) for key, value in state.items()
+                }
+        shards = self._by_unit[unit.index]
+        at = shards.index(shard)
+        shards[at : at + 1] = parts
+        return parts
+
+    def relabel(self, unit: Unit, parameter: nn.Parameter, label: int, inner: Optimizer) -> list[Shard]:
+        """Move a parameter's shards on this rank into another parameter group; returns them."""
+        names = {
+            slot.name
+            for group in unit.groups
+            for slot, candidate in zip(group.layout.slots, group.parameters, strict=True)
+            if candidate is parameter
+        }
+        moved = []
+        for shard in list(self.of(unit)):
+            if any(piece.slot.name in names for piece in shard.pieces):
+                for part in self.part(unit, shard, inner):
+                    if part.pieces[0].slot.name in names:
+                        shards = self._by_unit[unit.index]
+                        moved.append(replace(part, label=label))
+                        shards[shards.index(part)] = moved[-1]
+        return moved
+
+
+def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
+    """A part's share of one entry of a shard's state."""
+    if not isinstance(value, Tensor):
+        return value
+    return value[first : first + numel].clone() if value.shape == whole.shape else value.clone()
