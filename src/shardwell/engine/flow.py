@@ -159,6 +159,18 @@ class Flow:
         unit.wait()
         return True
 
+    def enter_inside(self, unit: Unit) -> None:
+        """A part of a unit's module is called; if not by the module itself, the unit is lent."""
+        if not unit.in_forward and unit.residency is not Residency.WHOLE:
+            self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+            unit.lent = True
+            self._gather(unit)
+            unit.wait()
+
+    def leave_inside(self, unit: Unit) -> None:
+        if unit.lent and not unit.in_forward:
+            self.end_forward()
+
     def end_forward(self) -> None:
         """The engine's forward is over; if no graph was recorded, so are its loans."""
         if not self._graph_is_open:

@@ -23,10 +23,23 @@ def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(after, with_kwargs=True),
     ]
+    if not unit.name:
+        handles += _attach_inside(flow, unit)
     for group in unit.trainable:
         for index, parameter in enumerate(group.parameters):
             hook = _gradient_hook(flow, unit, group, index)
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    return handles
+
+
+def _attach_inside(flow: Flow, root: Unit) -> list[RemovableHandle]:
+    """Hook the modules whose own parameters are the root's: `generate`, for one, calls parts of a model directly."""
+    owned = {id(parameter) for group in root.releasable for parameter in group.parameters}
+    handles: list[RemovableHandle] = []
+    for module in root.module.modules():
+        if module is not root.module and any(id(p) in owned for p in module._parameters.values()):
+            handles.append(module.register_forward_pre_hook(lambda *_: flow.enter_inside(root)))
+            handles.append(module.register_forward_hook(lambda *_: flow.leave_inside(root)))
     return handles
 
 

@@ -65,6 +65,18 @@ class AwayParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with the whole values, if they can be had now."""
+        keeper = keeper_of(self)
+        keeper.serve(self, "deepcopy")
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        finally:
+            keeper.served(self)
+        memo[id(self)] = copy
+        return copy
+
     def __format__(self, spec: str) -> str:
         return repr(self)
 
