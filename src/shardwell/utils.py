@@ -1,17 +1,21 @@
-"""Reading and changing what is sharded: masters, gradients and optimizer state of single parameters.
+"""For training code: reading and changing what is sharded, and naming units.
 
-The `full` functions take and give whole tensors; all ranks must call them, with the same values. The `local` ones take
-and give this rank's part (1D, None where it holds none) and talk to nobody. Gradients exist between a backward and its
-step, averaged and without the loss scale. Momenta and the like exist after the first step.
+`safe_get_full_*` and `safe_set_full_*` give and take a parameter's master, gradient or optimizer state as whole
+tensors; all ranks must call them, with the same values. The `local` ones give and take this rank's part (1D, None where
+it holds none) and talk to nobody. Gradients exist between a backward and its step, averaged and without the loss scale.
+Momenta and the like exist after the first step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwell.optim.access import Access, reading
+from shardwell.errors import ShardwellError
+from shardwell.optim.access import reading
+from shardwell.unit.cut import is_leaf, set_leaf
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
@@ -68,4 +72,32 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_
     reading(lambda access: access.set_local_state(optim_state_key, value), param)
 
 
-__all__ = [name for name in list(globals()) if name.startswith("safe_")] + ["Access"]
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Make each module of these classes (or class names) one unit, gathered as a whole; call it before `initialize`."""
+    found = _of_classes(model, leaf_module_classes)
+    for module in found:
+        set_leaf(module)
+    return found
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Take `set_z3_leaf_modules` back."""
+    found = _of_classes(model, leaf_module_classes)
+    for module in found:
+        set_leaf(module, False)
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if is_leaf(module)]
+
+
+def _of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    names = {kind if isinstance(kind, str) else kind.__name__ for kind in classes}
+    found = [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
+    if not found:
+        raise ShardwellError(f"the model has no module of class {', '.join(sorted(names))}")
+    return found
+
+
+__all__ = [name for name in list(globals()) if name.startswith("safe_") or name.endswith("leaf_modules")]

@@ -119,21 +119,6 @@ class SeveralForwards(Scene):
         return (model(x) * model(x.flip(0))).mean()
 
 
-class SeveralLosses(Scene):
-    """Two backwards through one forward, the second adds to the first."""
-
-    def build(self) -> nn.Module:
-        return Stack()
-
-    def loss(self, model: Callable[..., Any], x: Tensor, step: int) -> Tensor:
-        out = model(x)
-        first = out.square().mean() / self.share
-        first.backward(retain_graph=True)
-        return out.sin().mean()
-
-    share = 1  # the plain run divides each rank's loss by hand
-
-
 @dataclasses.dataclass
 class Answer:
     loss: Tensor | None
@@ -275,6 +260,37 @@ class ExpertsInBlocks(Experts):
     config = {}  # noqa: RUF012
 
 
+class ExpertsNobodyAsks(Scene):
+    """A unit of experts only: in some steps a rank, or every rank, uses none of them."""
+
+    steps = 6
+    config = {"zero_optimization": {"leaf_module": {"classes": ["Bank"]}}}  # noqa: RUF012
+
+    def build(self) -> nn.Module:
+        class Bank(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = nn.ModuleList([layer() for _ in range(3)])
+
+            def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+                return x + sum((self.experts[index](x) for index in chosen), torch.zeros_like(x))
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.bank, self.last = layer(), Bank(), nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: Tensor, step: int) -> Tensor:
+                x = self.first(x)
+                rank = int(float(x.detach().sum()) > 0)  # by the rows: no two ranks have the same
+                return self.last(self.bank(x, [[0], [], [2], [1, 2], [], [0, 1]][(step + 3 * rank) % 6]))
+
+        return Model()
+
+    def loss(self, model: Callable[..., Any], x: Tensor, step: int) -> Tensor:
+        return model(x, step).square().mean()
+
+
 class FrozenAndThawed(Scene):
     """Blocks are frozen and thawed between steps."""
 
@@ -321,7 +337,8 @@ class Detached(Scene):
 
 SCENES = [
     Stacked, UnusedParameters, SometimesUsed, CalledTwice, AnotherOrder, SeveralForwards, NestedOutputs,
-    GradientPenalty, UsedOutside, UsedOutsideRecomputed, TiedAcrossUnits, Experts, ExpertsInBlocks, FrozenAndThawed,
+    GradientPenalty, UsedOutside, UsedOutsideRecomputed, TiedAcrossUnits, Experts, ExpertsInBlocks,
+    ExpertsNobodyAsks, FrozenAndThawed,
     GatedPerStep, Detached,
 ]  # fmt: skip
 

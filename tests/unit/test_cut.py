@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+import shardwell
 from shardwell.unit.cut import Names, cut
 from tests.models import Block, Gpt
 
@@ -71,3 +73,14 @@ def test_a_model_without_blocks_is_one_unit_or_its_large_leaves() -> None:
 def test_a_model_without_parameters_has_no_units() -> None:
     assert cut(nn.ReLU()) == []
     assert torch.is_tensor(nn.ReLU()(torch.zeros(1)))
+
+
+def test_modules_can_be_named_as_units_from_the_code() -> None:
+    model = Gpt(blocks=2)
+    found = shardwell.utils.set_z3_leaf_modules(model, [nn.LayerNorm])
+    assert len(found) == 5 == len(shardwell.utils.get_z3_leaf_modules(model))
+    assert {"blocks.0.norm1", "blocks.1.norm2", "norm"} <= {one.name for one in cut(model)}
+    shardwell.utils.unset_z3_leaf_modules(model, ["LayerNorm"])
+    assert {"blocks.0", "blocks.1"} <= {one.name for one in cut(model)}
+    with pytest.raises(shardwell.ShardwellError, match="Nothing"):
+        shardwell.utils.set_z3_leaf_modules(model, ["Nothing"])

@@ -114,7 +114,7 @@ class Fp16Config(Block):
     """Compute in float16 over fp32 master weights, with a loss scale."""
 
     enabled: Flag = Field(default=False, description="Run forward and backward in float16.")
-    auto_cast: Flag = Field(default=False, description="Cast floating inputs to float16.")
+    auto_cast: Flag = Field(default=False, description="No effect: floating inputs are always cast.")
     loss_scale: Real = Field(default=0.0, description="Fixed loss scale; 0 = dynamic.")
     initial_scale_power: Count = Field(default=16, description="The dynamic scale starts at 2**this.")
     loss_scale_window: PositiveCount = Field(

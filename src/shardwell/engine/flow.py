@@ -231,9 +231,10 @@ class Flow:
     def end_backward(self, unit: Unit) -> None:
         """A unit's backward is over, as far as one can tell: reduce what arrived, release.
 
-        With one group all are reduced: which of them got a gradient may differ between ranks.
+        With one group all are reduced: which of them got a gradient may differ between ranks. In a unit that the user
+        named for that, so may whether any did.
         """
-        if any(group.gradients.is_partial for group in unit.trainable):
+        if (unit.is_named and unit.in_backward) or any(group.gradients.is_partial for group in unit.trainable):
             for group in unit.trainable:
                 if self._reduces_now(group):
                     self._reduce(unit, group)

@@ -49,7 +49,7 @@ def refit(units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | Non
             continue
         _label_newcomers(one, labels, builder.recipe)
         index = before[one.name].index if one.name in before else next(unused)
-        unit = Unit(index, one.name, one.module, builder.groups(one, cuts), is_brief=one.is_tile)
+        unit = Unit(index, one, builder.groups(one, cuts))
         now.append(unit)
         if optimizer is not None:
             optimizer.enter(unit)

@@ -128,7 +128,7 @@ def build_units(model: nn.Module, settings: Config, recipe: Recipe | None, conte
     units = []
     for index, one in enumerate(cuts):
         groups = _groups(one, settings, recipe, persistent, context)
-        units.append(Unit(index, one.name, one.module, groups, is_brief=one.is_tile))
+        units.append(Unit(index, one, groups))
     return units
 
 

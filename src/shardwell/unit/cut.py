@@ -32,6 +32,8 @@ class Names:
         return bool(self.classes or self.names or self.suffixes)
 
     def match(self, name: str, module: nn.Module) -> bool:
+        if is_leaf(module):
+            return True
         kinds = {kind.__name__ for kind in type(module).__mro__}
         kinds |= {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
         return (
@@ -39,6 +41,15 @@ class Names:
             or any(name == suffix or name.endswith("." + suffix) for suffix in self.suffixes)
             or not kinds.isdisjoint(self.classes)
         )
+
+
+def set_leaf(module: nn.Module, flag: bool = True) -> None:
+    """Name a module as one unit from the code, as `leaf_module` does in the configuration."""
+    module._shardwell_leaf = flag  # type: ignore[assignment]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    return bool(module.__dict__.get("_shardwell_leaf", False))
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Cut:
     module: nn.Module
     parameters: list[tuple[str, nn.Parameter]]
     is_tile: bool = False
+    is_named: bool = False  # by the user, as one unit
 
 
 def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
@@ -61,7 +73,11 @@ def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
         owned[owner[id(parameter)]].append((name, parameter))
     modules = dict(model.named_modules())
     tiles = _tiles(model) & chosen
-    return [Cut(name, modules[name], owned[name], name in tiles) for name in modules if owned.get(name)]
+    return [
+        Cut(name, module, owned[name], name in tiles, bool(name) and wanted.match(name, module))
+        for name, module in modules.items()
+        if owned.get(name)
+    ]
 
 
 def _chosen(model: nn.Module, wanted: Names) -> set[str]:

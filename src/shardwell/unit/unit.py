@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwell.comm import Pending
 from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.unit import guard
+from shardwell.unit.cut import Cut
 from shardwell.unit.group import Group
 
 
@@ -34,11 +35,12 @@ _ALLOWED = {
 class Unit:
     """A module and its groups."""
 
-    def __init__(
-        self, index: int, name: str, module: nn.Module, groups: list[Group], *, is_brief: bool = False
-    ) -> None:
-        self.index, self.name, self.module, self.groups = index, name, module, groups
-        self.is_brief = is_brief  # a recomputed forward does not keep it for its backward: it is gathered again there
+    def __init__(self, index: int, one: Cut, groups: list[Group]) -> None:
+        self.index, self.name, self.module, self.groups = index, one.name, one.module, groups
+        self.is_brief = (
+            one.is_tile
+        )  # a recomputed forward does not keep it for its backward: it is gathered again there
+        self.is_named = one.is_named  # by the user: ranks may use different parts of it, or none
         self.trainable = [group for group in groups if group.trainable]
         self.keeps_frozen = False  # frozen groups stay whole once they are
         self._sort()
