@@ -67,7 +67,9 @@ def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs
 
 
 def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    if any(_is_view(unit, tensor) for tensor in tensors_in(output)):  # of memory that is about to be freed
+    if unit.releasable and any(
+        _is_view(unit, tensor) for tensor in tensors_in(output)
+    ):  # of memory that is about to be freed
         output = map_tensors(output, lambda tensor: tensor.clone() if _is_view(unit, tensor) else tensor)
     flow.leave_forward(unit)
     if (unit.releasable or unit.is_named) and torch.is_grad_enabled():
@@ -81,5 +83,7 @@ def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs:
 
 def _is_view(unit: Unit, tensor: Tensor) -> bool:
     """Whether a tensor looks into a releasable group's flat buffer."""
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
     storage = tensor.untyped_storage()._cdata
     return any(storage == group.flat.tensor.untyped_storage()._cdata for group in unit.releasable)
