@@ -67,7 +67,7 @@ def play_sharded(scene: Scene, stage: int) -> dict[str, Tensor]:
     engine, *_ = shardwell.initialize(model=model, optimizer=scene.optimizer(model), config=config)
     for step, rows in enumerate(scene.rows(dist.get_world_size())):
         scene.between(model, step)
-        scene.loss(engine, rows[dist.get_rank()], step).backward()
+        scene.loss(engine, rows[dist.get_rank()].to(engine.device), step).backward()
         engine.step()
     return whole_parameters(model)
 

@@ -102,24 +102,22 @@ class OverShards:
         return self._groups[0].context.device.torch_device
 
     def through(self, parts: list[tuple[Tensor, Tensor]], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        mine = {self._shard(tensor).pieces[0].slot.name: values.reshape(-1) for tensor, values in parts}
+        mine = {self._name(tensor): values.reshape(-1) for tensor, values in parts}
         matrices = list(self._matrices())
-        owners = spread([_cost(matrix.slot) for matrix in matrices], self._comm.mesh.size)
-        swap = _Swap(self._comm, [m for m in matrices if m.is_split], owners)
+        split = [matrix for matrix in matrices if matrix.is_split]
+        swap = _Swap(self._comm, split, spread([_cost(matrix.slot) for matrix in split], self._comm.mesh.size))
         wholes = swap.collect(mine, self._where)
         for matrix in matrices:
-            if not matrix.is_split:
+            if not matrix.is_split:  # every rank has it, and computes it for itself
                 wholes[matrix.slot.name] = mine[matrix.slot.name].bfloat16()
-        for matrix in matrices:
-            flat = wholes.get(matrix.slot.name)
-            if flat is not None:
-                view = flat.as_strided(matrix.slot.shape, matrix.slot.stride)
+            if matrix.slot.name in wholes:
+                view = wholes[matrix.slot.name].as_strided(matrix.slot.shape, matrix.slot.stride)
                 view.copy_(function(view.contiguous()))
-        answers = swap.return_(wholes, self._where)
-        for matrix in matrices:
-            if not matrix.is_split:
-                answers[matrix.slot.name] = wholes[matrix.slot.name]
-        return [answers[self._shard(tensor).pieces[0].slot.name] for tensor, _ in parts]
+        answers = wholes | swap.give_back(wholes, self._where)
+        return [answers[self._name(tensor)] for tensor, _ in parts]
+
+    def _name(self, tensor: Tensor) -> str:
+        return self._shard(tensor).pieces[0].slot.name
 
     def _matrices(self) -> Iterator[_Matrix]:
         """The parameters of this step that are wanted whole, and who holds which part of them."""
@@ -180,7 +178,7 @@ class _Swap:
                 wholes[matrix.slot.name][piece.in_parameter : piece.in_parameter + piece.numel] = part
         return wholes
 
-    def return_(self, wholes: dict[str, Tensor], where: torch.device) -> dict[str, Tensor]:
+    def give_back(self, wholes: dict[str, Tensor], where: torch.device) -> dict[str, Tensor]:
         """Send each holder its part of what was computed; returns this rank's parts."""
         rank, ranks = self.comm.mesh.rank, range(self.comm.mesh.size)
         outgoing = [
