@@ -28,6 +28,7 @@ class Workload:
     batch: int
     device: str = "cpu"
     bf16: bool = False  # bf16 compute with fp32 truth, in each engine's own way
+    fp16: bool = False  # the same in fp16, with a dynamic loss scale; FSDP2 and shardwell only
     clip: float = 0.0
     checkpoint: bool = False
     learning_rate: float = 1e-3
@@ -79,14 +80,21 @@ class TorchTrainer:
     optimizer: torch.optim.Optimizer
     workload: Workload
     autocast: bool = False
+    scaler: torch.amp.GradScaler | None = None
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         with torch.autocast(self.workload.device, torch.bfloat16, enabled=self.autocast):
             loss = self.model(tokens, targets)
-        loss.backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         if self.workload.clip > 0:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.workload.clip)
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
@@ -132,19 +140,24 @@ def _fsdp_arguments(workload: Workload) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     mesh = init_device_mesh(workload.device, (dist.get_world_size(),))
-    if not workload.bf16:
+    if not workload.bf16 and not workload.fp16:
         return {"mesh": mesh}
-    return {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    compute = torch.float16 if workload.fp16 else torch.bfloat16
+    return {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
 
 
-def build_fsdp2(workload: Workload) -> Trainer:
+def shard_all_units(model: Decoder, workload: Workload) -> None:
     """Everything is a unit and everything is released after forward: the least memory that FSDP2 offers."""
     from torch.distributed.fsdp import fully_shard
 
-    model = seeded_model(workload)
     arguments = _fsdp_arguments(workload)
     for module in (*model.blocks, model.embedding, model.head, model):
         fully_shard(module, reshard_after_forward=True, **arguments)
+
+
+def build_fsdp2(workload: Workload) -> Trainer:
+    model = seeded_model(workload)
+    shard_all_units(model, workload)
     return TorchTrainer(model, fused_adamw(model.parameters(), workload), workload)
 
 

@@ -67,7 +67,7 @@ class Access:
 
     def set_local_master(self, value: Tensor) -> None:
         """Change this rank's part of the truth; only where nobody else has a copy of it."""
-        if not self._group.row.released:
+        if not self._group.row.released or self._group.stays_whole:
             raise ShardwellError(
                 f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
                 "part: use safe_set_full_fp32_param."

@@ -218,6 +218,13 @@ class Group:
             self._second.copy_(mine)
         self.flat.drop()
 
+    def keep_whole(self) -> None:
+        """Never release again: nothing changes these parameters, and the shard is a slice of the whole."""
+        self.stays_whole = True
+        if self.shard is not None:
+            self.shard.drop()
+            self.shard = None
+
     def forget_second_copy(self) -> None:
         if self._second is not None:
             self.context.scratch.give(self._second)

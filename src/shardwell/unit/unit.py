@@ -96,8 +96,9 @@ class Unit:
             return False
         self.wait()
         if self.keeps_frozen:
-            for group in self.groups:
-                group.stays_whole = group.stays_whole or not group.trainable
+            for group in self.releasable:
+                if not group.trainable:
+                    group.keep_whole()
             self._sort()
             if not self.releasable:
                 return False
