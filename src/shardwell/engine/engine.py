@@ -90,11 +90,10 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
         if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
-            self.refit()
+            self._refit(keep_frozen_state=True)
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
-        self._flow.start_forward()
         args, kwargs = moved((args, kwargs), self.device, self._compute_dtype)
-        with self._failing_together("forward"), self._autocast():
+        with self._failing_together("forward"), self._autocast(), self._flow.running():
             if not self._scale.is_on:
                 output = self.module(*args, **kwargs)
             else:
@@ -341,10 +340,13 @@ class Engine(nn.Module):
         `forward` calls it by itself when it finds a change. Masters and optimizer state of unchanged parameters stay.
         Called by hand it also gives back what frozen parameters hold for training. All ranks must call it.
         """
+        self._refit(keep_frozen_state=False)
+
+    def _refit(self, *, keep_frozen_state: bool) -> None:
         self._flow.finish()
         self._flow.end_loans()
         with self._failing_together("refit"):
-            units = refit(list(self._flow.units), self._builder, self.optimizer)
+            units = refit(list(self._flow.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
             _remove(self._handles.pop(unit))
         self._flow.take(units)

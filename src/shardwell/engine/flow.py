@@ -8,7 +8,8 @@ collectives in the same order; so every decision here depends only on what all r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ class Flow:
         self.divide_by_steps = True
         self.trace: Trace | None = None
         self.gradients_complete: Callable[[Unit], None] | None = None  # whom to tell that a unit's gradients are in
+        self._in_model = False  # the engine's forward runs
         self._tasks: set[int] = set()
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
         self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
@@ -69,8 +71,18 @@ class Flow:
 
     # -------------------------------------------------------------------------------------------------- forward
 
-    def start_forward(self) -> None:
-        """The outermost forward begins: whatever an aborted pass left behind is dropped."""
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
+        self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+        self._in_model = True
+        self._drop_leftovers()
+        try:
+            yield
+        finally:
+            self._in_model = False
+
+    def _drop_leftovers(self) -> None:
         self._forward.start()
         for unit in self.units:
             if unit.in_forward or unit.in_backward:
@@ -151,7 +163,7 @@ class Flow:
         Its views may be saved for backward by operations that no hook sees. Only while all ranks do the same thing
         anyway: in a forward or backward, or while a loss is made of what a forward gave.
         """
-        in_pass = current_task() != -1 or any(other.in_forward for other in self.units)
+        in_pass = current_task() != -1 or self._in_model or any(other.in_forward for other in self.units)
         if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
             return False
         unit.lent = True

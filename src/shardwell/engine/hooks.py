@@ -28,7 +28,10 @@ def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:
     for group in unit.trainable:
         for index, parameter in enumerate(group.parameters):
             hook = _gradient_hook(flow, unit, group, index)
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch hooks nothing else
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(trains)
     return handles
 
 

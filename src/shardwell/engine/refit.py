@@ -6,7 +6,7 @@ and built anew from the model as it is now. All ranks must change the model alik
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,22 @@ class Builder:
     """What `initialize` knows about building units."""
 
     cut: Callable[[], list[Cut]]
-    groups: Callable[[Cut, list[Cut]], list[Group]]
+    groups: Callable[[Cut, list[Cut], Set[int]], list[Group]]
     recipe: Recipe | None
 
 
-def refit(units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | None) -> list[Unit]:
-    """The units of the model as it is now."""
+def refit(
+    units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | None, keep_frozen_state: bool
+) -> list[Unit]:
+    """The units of the model as it is now. What was trained and is frozen for now may keep what training needs."""
     cuts = builder.cut()
     before = {unit.name: unit for unit in units}
-    fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one)}
+    fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
+    trained: set[int] = set()
+    if keep_frozen_state:
+        trained = {id(p) for unit in units for group in unit.trainable for p in group.parameters}
     with torch.no_grad():
         for unit in units:
             if unit.name not in fitting:
@@ -49,7 +54,7 @@ def refit(units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | Non
             continue
         _label_newcomers(one, labels, builder.recipe)
         index = before[one.name].index if one.name in before else next(unused)
-        unit = Unit(index, one, builder.groups(one, cuts))
+        unit = Unit(index, one, builder.groups(one, cuts, trained))
         now.append(unit)
         if optimizer is not None:
             optimizer.enter(unit)
@@ -58,13 +63,14 @@ def refit(units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | Non
     return now
 
 
-def _fits(unit: Unit, one: Cut) -> bool:
+def _fits(unit: Unit, one: Cut, keep_frozen_state: bool) -> bool:
     mine = {id(p): group for group in unit.groups for p in group.parameters}
     return (
         not unit.misfit
         and unit.module is one.module
         and mine.keys() == {id(p) for _, p in one.parameters}
         and all(mine[id(p)].trainable or not p.requires_grad for _, p in one.parameters)
+        and (keep_frozen_state or all(p.requires_grad for group in unit.trainable for p in group.parameters))
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +80,7 @@ def initialize(
     flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1)
     builder = Builder(
         lambda: _cut(model, settings),
-        lambda one, cuts: _groups(one, settings, recipe, _persistent(cuts, settings), context),
+        lambda one, cuts, trained: _groups(one, settings, recipe, _persistent(cuts, settings), context, trained),
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
@@ -137,7 +137,14 @@ def _cut(model: nn.Module, settings: Config) -> list[Cut]:
     return cut(model, Names(leaf.classes, leaf.names, leaf.name_suffixes))
 
 
-def _groups(one: Cut, settings: Config, recipe: Recipe | None, persistent: set[int], context: Context) -> list[Group]:
+def _groups(
+    one: Cut,
+    settings: Config,
+    recipe: Recipe | None,
+    persistent: set[int],
+    context: Context,
+    trained: Set[int] = frozenset(),
+) -> list[Group]:
     zero, own = settings.zero_optimization, settings.shardwell
     mixed = mixed_dtype(settings)
     accumulate = dtype_of(settings.data_types.grad_accum_dtype)
@@ -146,7 +153,8 @@ def _groups(one: Cut, settings: Config, recipe: Recipe | None, persistent: set[i
     for name, parameter in one.parameters:
         label = recipe.label(parameter) if recipe is not None else NO_LABEL
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
-        kinds[dtype, parameter.requires_grad, id(parameter) in persistent].append(Member(name, parameter, label))
+        trains = parameter.requires_grad or id(parameter) in trained
+        kinds[dtype, trains, id(parameter) in persistent].append(Member(name, parameter, label, trains))
     wish = Wish(
         second_copy_in_node=zero.zero_hpz_partition_size > 1,
         optimizer_tier=Tier.HOST if zero.offload_optimizer.device == "cpu" else Tier.DEVICE,

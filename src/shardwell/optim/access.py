@@ -177,7 +177,7 @@ class Access:
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        if isinstance(value, Tensor) and value.numel() == self._slot.numel and value.ndim:
+        if isinstance(value, Tensor) and value.numel() == self._slot.numel:
             flat = self._flat_of(value, self._group.precision.master)
             value = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
         self.set_local_state(key, value)

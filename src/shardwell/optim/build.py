@@ -132,6 +132,7 @@ def _from_object(optimizer: Optimizer) -> Recipe:
     labels = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def make(shards: list[list[Tensor]]) -> Optimizer:
+        shards = shards + [[]] * (len(optimizer.param_groups) - len(shards))  # the last ones may be empty
         for group, tensors in zip(optimizer.param_groups, shards, strict=True):
             group["params"] = tensors
         if optimizer.state:  # made at birth (Adagrad does): make it again, for the shards
@@ -163,6 +164,7 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]]) -> Recipe:
     labels = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
     def make(shards: list[list[Tensor]]) -> Optimizer:
+        shards = shards + [[]] * (len(groups) - len(shards))
         made = factory([{**group, "params": tensors} for group, tensors in zip(groups, shards, strict=True)])
         if not isinstance(made, Optimizer):
             raise ShardwellError(f"the optimizer factory returned {type(made).__name__}, not a torch.optim.Optimizer")

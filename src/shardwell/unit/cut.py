@@ -98,7 +98,7 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
     for name, module in model.named_modules():
         if not any(_inside(name, block) for block in found):
             found |= {_join(name, child_name) for child_name in _blocks_in(module)}
-    return found
+    return found & dict(model.named_modules()).keys()  # a module that is in two places has one name
 
 
 def _blocks_in(container: nn.Module) -> list[str]:

@@ -44,6 +44,7 @@ class Member:
     name: str
     parameter: nn.Parameter
     label: int  # its parameter group in the optimizer
+    trainable: bool = True  # or was, and keeps what training needs
 
 
 class Group:
@@ -58,7 +59,7 @@ class Group:
     ) -> None:
         self.name, self.unit = name, unit
         self.row, self.precision, self.context = row, precision, context
-        self.trainable = members[0].parameter.requires_grad
+        self.trainable = members[0].trainable
         self.stays_whole = False  # whole for good, although its row would release it
         world = context.world.mesh
         self.layout = lay_out([_spec(member) for member in members], world.size)

@@ -127,7 +127,10 @@ class Unit:
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
         """Called by the guard: somebody wants the values of a parameter that is away."""
         if self.residency is Residency.GATHERING:
+            is_fetched = any(parameter is other for other in self._parameters(self.releasable))
             self.wait()
+            if is_fetched and self.fetch is not None:
+                self.fetch(self)  # nobody else holds what was only prefetched
         if type(parameter) is guard.AwayParameter and not (self.fetch is not None and self.fetch(self)):
             raise ReleasedParameterError(
                 f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "

@@ -1,0 +1,138 @@
+"""Pain: several forwards or losses in one step fail with "the gradient was computed twice", or count wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwell
+from tests.models import whole_parameters, zero
+from tests.parity.loops import distance
+from tests.parity.scenes import WIDTH, Scene
+from tests.ranks import Ranks
+
+Backward = Callable[..., Any]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if recompute else block(x))
+        return self.head(x), x
+
+
+def two_forwards_one_backward(model: Any, x: Tensor, backward: Backward) -> None:
+    backward((model(x)[0] * model(x.flip(0))[0]).mean())
+
+
+def two_of_each_in_order(model: Any, x: Tensor, backward: Backward) -> None:
+    first, second = model(x)[0].square().mean(), model(-x)[0].sin().mean()
+    backward(first)
+    backward(second)
+
+
+def two_of_each_in_reverse(model: Any, x: Tensor, backward: Backward) -> None:
+    first, second = model(x)[0].square().mean(), model(-x)[0].sin().mean()
+    backward(second)
+    backward(first)
+
+
+def one_after_the_other(model: Any, x: Tensor, backward: Backward) -> None:
+    for rows in x.chunk(2):
+        backward(model(rows)[0].square().mean())
+
+
+def two_losses_of_one_forward(model: Any, x: Tensor, backward: Backward) -> None:
+    out, inner = model(x)
+    backward(out.square().mean(), retain_graph=True)
+    backward(inner.sin().mean())
+
+
+def one_loss_twice(model: Any, x: Tensor, backward: Backward) -> None:
+    loss = model(x)[0].square().mean()
+    backward(loss, retain_graph=True)
+    backward(loss)
+
+
+def two_losses_recomputed(model: Any, x: Tensor, backward: Backward) -> None:
+    out, inner = model(x.clone().requires_grad_(), recompute=True)
+    backward(out.square().mean(), retain_graph=True)
+    backward(inner.sin().mean())
+
+
+def gradient_of_the_input_first(model: Any, x: Tensor, backward: Backward) -> None:
+    """Which must leave nothing in the parameters' gradients."""
+    x = x.clone().requires_grad_()
+    loss = model(x)[0].square().mean()
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    backward(loss + (model(x.detach() + grad)[0]).mean())
+
+
+def part_of_the_model(model: Any, x: Tensor, backward: Backward) -> None:
+    """The second loss does not reach the head."""
+    backward(model(x)[0].square().mean())
+    backward(model(x)[1].square().mean())
+
+
+WAYS = [
+    two_forwards_one_backward, two_of_each_in_order, two_of_each_in_reverse, one_after_the_other,
+    two_losses_of_one_forward, one_loss_twice, two_losses_recomputed, gradient_of_the_input_first, part_of_the_model,
+]  # fmt: skip
+
+
+class Loop(Scene):
+    steps = 3
+
+    def build(self) -> nn.Module:
+        return Stack()
+
+
+def plain(way: Callable[..., None], num_ranks: int) -> dict[str, Tensor]:
+    scene = Loop()
+    model = scene.make()
+    optimizer = scene.optimizer(model)
+
+    def backward(loss: Tensor, retain_graph: bool = False) -> None:
+        (loss / num_ranks).backward(retain_graph=retain_graph)
+
+    for rows in scene.rows(num_ranks):
+        optimizer.zero_grad()
+        for own in rows:
+            way(model, own, backward)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sharded(way: Callable[..., None], stage: int, by_engine: bool) -> dict[str, Tensor]:
+    scene = Loop()
+    model = scene.make()
+    engine, *_ = shardwell.initialize(model=model, optimizer=scene.optimizer(model), config=zero(stage))
+    for rows in scene.rows(engine.world_size):
+        way(engine, rows[engine.global_rank], engine.backward if by_engine else Tensor.backward)
+        engine.step()
+    return whole_parameters(model)
+
+
+def all_ways(stage: int) -> dict[str, dict[str, Tensor]]:
+    return {f"{way.__name__} {ours}": sharded(way, stage, ours) for way in WAYS for ours in (True, False)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_several_forwards_and_backwards_add_up_as_they_do_plainly(ranks: Ranks, stage: int) -> None:
+    """A gradient that arrives after its bucket was reduced is an error; here it is reduced again and added."""
+    answers = ranks.run(2, all_ways, stage)[0]
+    for way in WAYS:
+        expected = plain(way, 2)
+        for ours in (True, False):
+            difference, name = distance(answers[f"{way.__name__} {ours}"], expected)
+            assert difference < 1e-10, f"{way.__name__} {ours}: {name} differs by {difference}"
