@@ -36,3 +36,7 @@ class DivergenceError(ShardwellError):
 
 class PeerError(ShardwellError):
     """Another rank failed; the message is the first failing rank's own."""
+
+
+class CheckpointError(ShardwellError):
+    """A checkpoint cannot be written or read; the message names file and tensor."""

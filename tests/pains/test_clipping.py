@@ -56,8 +56,7 @@ def train_all(clipping: dict[str, float], accumulation: int) -> list[dict[str, A
     return [train(stage, clipping, accumulation) for stage in range(4)]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": 0.0}], ids=["absent", "zero"])
+@pytest.mark.parametrize(("clipping", "accumulation"), [({}, 1), ({}, 3), ({"gradient_clipping": 0.0}, 1)], ids=str)
 def test_nothing_is_clipped_unless_asked_for(ranks: Ranks, clipping: dict[str, float], accumulation: int) -> None:
     """An absent key means 1.0 and slows training down silently; here it means no clipping."""
     expected, norms = plain(float("inf"))

@@ -18,7 +18,7 @@ from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import moved
-from shardwell.engine.nested import map_tensors
+from shardwell.engine.nested import alias_with, map_tensors
 from shardwell.engine.refit import Builder, refit
 from shardwell.engine.trace import Trace
 from shardwell.errors import BackwardError, NonFiniteError, PeerError, ShardwellError
@@ -41,6 +41,15 @@ def mixed_dtype(config: Config) -> torch.dtype | None:
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else None
+
+
+class _Carried:
+    """The loss scale that the gradients of the running backward carry outside of models."""
+
+    scale = 1.0
+
+
+_carried = _Carried()
 
 
 class Engine(nn.Module):
@@ -82,23 +91,21 @@ class Engine(nn.Module):
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
         self._scale: LossScale = NoScale()
-        self._loss_is_scaled = False
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
-        if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
-            self._refit(keep_frozen_state=True)
+        self.fit_to_model()
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
+        if self._scale.is_on and torch.is_grad_enabled():
+            args, kwargs = map_tensors((args, kwargs), self._unscale_input)
         args, kwargs = moved((args, kwargs), self.device, self._compute_dtype)
         with self._failing_together("forward"), self._autocast(), self._flow.running():
-            if not self._scale.is_on:
-                output = self.module(*args, **kwargs)
-            else:
-                args, kwargs = self._through_scale((args, kwargs), lambda scale: 1.0 / scale)
-                output = self._through_scale(self.module(*args, **kwargs), lambda scale: scale)
+            output = self.module(*args, **kwargs)
+        if self._scale.is_on and torch.is_grad_enabled():
+            output = map_tensors(output, self._scale_output)
         self._flow.end_forward()
         return output
 
@@ -109,24 +116,30 @@ class Engine(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, _DTYPES[block.dtype], cache_enabled=False)
 
-    def _through_scale(self, value: Any, factor: Callable[[float], float]) -> Any:
-        """Multiply gradients that pass here: by the loss scale where they enter the model, and back where they leave.
+    # Gradients carry a loss scale: that of the engine whose `backward` was called, or none after a plain
+    # `loss.backward()`. Where they enter an engine's model they get its own scale, and where they leave it they go on
+    # as they came. Aliases do that, because what goes on inside the model (a loss made of logits that are returned
+    # too) must not meet the factor twice.
 
-        A loss that went through `backward` is scaled already. Aliases are returned, because what goes on inside the
-        model (a loss made of logits that are returned too) must not meet the factor twice.
-        """
+    def _scale_output(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
 
-        def scaled(grad: Tensor) -> Tensor:
-            return grad if self._loss_is_scaled else grad * factor(self._scale.value)
+        def enter(grad: Tensor) -> Tensor:
+            self._flow.has_met_scale = True
+            return grad if _carried.scale == self._scale.value else grad * (self._scale.value / _carried.scale)
 
-        def hooked(tensor: Tensor) -> Tensor:
-            if not (tensor.requires_grad and torch.is_grad_enabled()):
-                return tensor
-            alias = tensor.view_as(tensor)
-            alias.register_hook(scaled)
-            return alias
+        return alias_with(tensor, enter)
 
-        return map_tensors(value, hooked)
+    def _unscale_input(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        is_last = tensor.is_leaf  # nobody behind it would take the scale off
+
+        def leave(grad: Tensor) -> Tensor:
+            return grad * ((1.0 if is_last else _carried.scale) / self._scale.value)
+
+        return alias_with(tensor, leave)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
@@ -143,14 +156,15 @@ class Engine(nn.Module):
                 "first time if the gradients are meant to be added twice."
             )
         self._flow.divide_by_steps = scale_wrt_gas
-        self._loss_is_scaled = self._scale.is_on
+        before, _carried.scale = _carried.scale, self._scale.value
+        self._flow.has_met_scale = True
         try:
             with self._failing_together("backward"):
                 scaled = loss.float() * self._scale.value if self._scale.is_on else loss
                 scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         finally:
             self._flow.divide_by_steps = True
-            self._loss_is_scaled = False
+            _carried.scale = before
         if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
         return loss
@@ -213,6 +227,8 @@ class Engine(nn.Module):
         """Decide for the coming micro-step, instead of counting."""
         self._boundary_override = is_boundary
         self._flow.is_boundary = is_boundary
+        if not is_boundary:
+            self._flow.keep_back()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -221,6 +237,7 @@ class Engine(nn.Module):
         Costs one gradient buffer of the whole model in the accumulation dtype; `memory()` shows it.
         """
         self._flow.sync = False
+        self._flow.keep_back()
         try:
             yield
         finally:
@@ -342,6 +359,11 @@ class Engine(nn.Module):
         """
         self._refit(keep_frozen_state=False)
 
+    def fit_to_model(self) -> None:
+        """Refit if the model was changed, and keep the state of what is only frozen for now."""
+        if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
+            self._refit(keep_frozen_state=True)
+
     def _refit(self, *, keep_frozen_state: bool) -> None:
         self._flow.finish()
         self._flow.end_loans()
@@ -354,6 +376,8 @@ class Engine(nn.Module):
             if unit not in self._handles:
                 self._handles[unit] = attach(self._flow, unit)
         self._fingerprint = Fingerprint(self.module)
+        if self.optimizer is not None:
+            self.optimizer.count_states()
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state, whole, in host memory, by the model's own names. All ranks must call it.
@@ -386,6 +410,11 @@ class Engine(nn.Module):
                 if key in state_dict and isinstance(mine[key], nn.Parameter) and guard.is_kept(mine[key]):
                     Access(mine[key]).set_master(state_dict[key])
                 elif key in state_dict and isinstance(mine[key], Tensor):
+                    if mine[key].shape != state_dict[key].shape:
+                        raise ShardwellError(
+                            f"'{key}' has shape {tuple(mine[key].shape)}; a value of shape "
+                            f"{tuple(state_dict[key].shape)} does not fit"
+                        )
                     mine[key].copy_(state_dict[key])
         return _IncompatibleKeys(missing, unexpected)
 

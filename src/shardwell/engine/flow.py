@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from shardwell.engine.order import Order
 from shardwell.engine.trace import Action, Event, Trace
+from shardwell.errors import BackwardError
 from shardwell.unit import Group, Residency, Unit
 from shardwell.unit.table import ReduceAt
 
@@ -49,6 +50,9 @@ class Flow:
         self.trace: Trace | None = None
         self.gradients_complete: Callable[[Unit], None] | None = None  # whom to tell that a unit's gradients are in
         self._in_model = False  # the engine's forward runs
+        self.needs_scale = False  # gradients must carry a loss scale
+        self.has_met_scale = False  # those of the running backward do
+        self._kept_back = False  # some gradients of this boundary were
         self._tasks: set[int] = set()
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
         self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
@@ -228,9 +232,15 @@ class Flow:
         grad = parameter.grad
         if grad is None:
             return
+        if self.needs_scale and not self.has_met_scale:
+            raise BackwardError(
+                "these gradients did not come through the model's outputs as the engine returned them, so they lack "
+                "the fp16 loss scale: an output was changed in place, or returned in a container that shardwell does "
+                "not look into. Use engine.backward(loss)."
+            )
         self._meet(unit)
         with torch.no_grad():
-            group.gradients.absorb(index, grad.detach(), self._scale, stays=not self._reduces_now(group))
+            group.gradients.absorb(index, grad.detach(), self._scale, stays=self._adds_up(group))
         parameter.grad = None
         unit.has_news = True
 
@@ -238,6 +248,19 @@ class Flow:
     def _scale(self) -> float:
         """What makes a sum over ranks and micro-steps their average."""
         return 1.0 / (self.num_ranks * (self.accumulation_steps if self.divide_by_steps else 1))
+
+    def _adds_up(self, group: Group) -> bool:
+        """Whether gradients of several micro-steps meet here before they are reduced.
+
+        They then do so in the dtype for that, also on a rank whose first gradient comes with the last micro-step: what
+        travels must be alike on all ranks.
+        """
+        over_steps = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.BOUNDARY
+        return over_steps or self._kept_back or not self._reduces_now(group)
+
+    def keep_back(self) -> None:
+        """Gradients are kept back, by `no_sync` or before a boundary that the user decides on."""
+        self._kept_back = True
 
     def _reduces_now(self, group: Group) -> bool:
         return self.sync and (self.is_boundary or group.row.reduce_at is ReduceAt.MICRO_STEP)
@@ -261,7 +284,7 @@ class Flow:
         self.note(Action.REDUCE, unit)
         accumulates = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.MICRO_STEP
         with torch.no_grad(), record_function(f"shardwell::REDUCE {unit.name}"):
-            group.gradients.reduce(self._scale, accumulates=accumulates)
+            group.gradients.reduce(self._scale, stays=self._adds_up(group), accumulates=accumulates)
         self._reducing[group] = self.is_boundary and self.sync
 
     def _finish_reduces(self, groups: list[Group]) -> None:
@@ -283,6 +306,8 @@ class Flow:
                 if unit.in_backward or unit.has_news:
                     self.end_backward(unit)
         self._tasks.discard(task)
+        if not self._tasks:
+            self.has_met_scale = False
 
     # ----------------------------------------------------------------------------------------------------- step
 
@@ -296,6 +321,7 @@ class Flow:
         self.sync, self.is_boundary = sync, boundary
         self._tasks.clear()
         self._finish_reduces(list(self._reducing))
+        self._kept_back = False
 
     def after_update(self, unit: Unit) -> None:
         self.note(Action.STEP, unit)

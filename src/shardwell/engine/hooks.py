@@ -16,9 +16,24 @@ from shardwell.engine.nested import map_tensors, tensors_in
 from shardwell.unit import Group, Unit
 
 
+class _Hook:
+    """A module's hook. A copy of the module is an ordinary one: the hook's copy does nothing."""
+
+    def __init__(self, function: Callable[..., Any], flow: Flow, unit: Unit) -> None:
+        self._call: Callable[..., Any] | None = partial(function, flow, unit)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args) if self._call is not None else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        copy = object.__new__(_Hook)
+        copy._call = None
+        return copy
+
+
 def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:
     """Hook a unit of `flow` into its module; the handles undo it."""
-    before, after = partial(_before_forward, flow, unit), partial(_after_forward, flow, unit)
+    before, after = _Hook(_before_forward, flow, unit), _Hook(_after_forward, flow, unit)
     handles: list[RemovableHandle] = [
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(after, with_kwargs=True),
@@ -41,8 +56,8 @@ def _attach_inside(flow: Flow, root: Unit) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for module in root.module.modules():
         if module is not root.module and any(id(p) in owned for p in module._parameters.values()):
-            handles.append(module.register_forward_pre_hook(lambda *_: flow.enter_inside(root)))
-            handles.append(module.register_forward_hook(lambda *_: flow.leave_inside(root)))
+            handles.append(module.register_forward_pre_hook(_Hook(_enter_inside, flow, root)))
+            handles.append(module.register_forward_hook(_Hook(_leave_inside, flow, root)))
     return handles
 
 
@@ -56,6 +71,14 @@ def _gradient_hook(flow: Flow, unit: Unit, group: Group, index: int) -> Callable
             living[0].take_gradient(living[1], living[2], index, parameter)
 
     return hook
+
+
+def _enter_inside(flow: Flow, root: Unit, module: nn.Module, args: Any) -> None:
+    flow.enter_inside(root)
+
+
+def _leave_inside(flow: Flow, root: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    flow.leave_inside(root)
 
 
 def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -45,3 +46,23 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(twin, field.name, map_tensors(getattr(value, field.name), change))
         return twin
     return value
+
+
+def alias_with(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same values in the same memory; gradients are changed on their way through.
+
+    It is no view for autograd, so that it may be modified in place like any other result.
+    """
+    alias: Tensor = _Alias.apply(tensor, change)  # type: ignore[no-untyped-call]
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grad), None

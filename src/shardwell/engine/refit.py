@@ -38,14 +38,15 @@ def refit(
     fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
+    present = {id(p) for one in cuts for _, p in one.parameters}
     trained: set[int] = set()
     if keep_frozen_state:
         trained = {id(p) for unit in units for group in unit.trainable for p in group.parameters}
     with torch.no_grad():
         for unit in units:
             if unit.name not in fitting:
-                labels.update(_labels(unit, builder.recipe))
-                remembered.update(_take_apart(unit, optimizer, builder.recipe))
+                labels.update(_labels_of_the_gone(unit, present, builder.recipe))
+                remembered.update(_take_apart(unit, optimizer))
     unused = iter(sorted({unit.index for unit in units} ^ set(range(len(units) + len(cuts)))))
     now = []
     for one in cuts:
@@ -56,6 +57,7 @@ def refit(
         index = before[one.name].index if one.name in before else next(unused)
         unit = Unit(index, one, builder.groups(one, cuts, trained))
         now.append(unit)
+        unit.keeps_frozen = one.name in before and before[one.name].keeps_frozen
         if optimizer is not None:
             optimizer.enter(unit)
             unit.optimizer = before[next(iter(before))].optimizer
@@ -74,14 +76,15 @@ def _fits(unit: Unit, one: Cut, keep_frozen_state: bool) -> bool:
     )
 
 
-def _labels(unit: Unit, recipe: Recipe | None) -> dict[str, int]:
-    """In which parameter group each name was: a parameter that takes over the name takes over the group."""
+def _labels_of_the_gone(unit: Unit, present: set[int], recipe: Recipe | None) -> dict[str, int]:
+    """In which parameter group parameters were that left the model: who takes over the name takes over the group."""
     if recipe is None:
         return {}
     return {
-        slot.name: recipe.label(parameter)
+        slot.name: recipe.labels.pop(id(parameter), NO_LABEL)
         for group in unit.groups
         for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
+        if id(parameter) not in present
     }
 
 
@@ -93,7 +96,7 @@ def _label_newcomers(one: Cut, labels: dict[str, int], recipe: Recipe | None) ->
             recipe.labels[id(parameter)] = labels[name]
 
 
-def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None, recipe: Recipe | None) -> dict[int, dict[str, Any]]:
+def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
     """Make a unit's parameters ordinary ones with their masters as values; returns their optimizer state."""
     if any(any(group.gradients.seen) for group in unit.trainable):
         raise ModelChangedError(
@@ -114,8 +117,6 @@ def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None, recipe: Recipe |
     for group in unit.groups:
         for parameter in group.parameters:
             guard.let_go(parameter)
-            if recipe is not None and recipe.label(parameter) == NO_LABEL:
-                recipe.labels.pop(id(parameter), None)
     for parameter, value in values:
         parameter.data = value
     for group in unit.groups:

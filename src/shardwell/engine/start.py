@@ -72,8 +72,10 @@ def initialize(
     context, ledger, agreement = _context(home, world, settings)
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
     units = build_units(model, settings, recipe, context)
+    statistics = _statistics(model)
     for name, buffer in model.named_buffers():
-        buffer.data = buffer.data.to(home.torch_device)
+        dtype = mixed_dtype(settings) if id(buffer) in statistics else None
+        buffer.data = buffer.data.to(home.torch_device, dtype)
         context.world.broadcast(buffer.data, token=f"SETUP {name}")
     zero = settings.zero_optimization
     limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
@@ -85,6 +87,7 @@ def initialize(
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
     engine._scale = _loss_scale(settings)
+    flow.needs_scale = engine._scale.is_on
     checkpointing.follow(settings, model)
     if recipe is not None:
         engine.optimizer = ShardedOptimizer(
@@ -95,6 +98,7 @@ def initialize(
             scale=engine._scale,
             raise_on_nonfinite=settings.shardwell.nonfinite == "error",
             before_step=flow.finish,
+            look_again=_weakly(engine.fit_to_model),
             after_update=flow.after_update,
         )
         flow.gradients_complete = engine.optimizer.gradients_complete
@@ -190,6 +194,12 @@ def _persistent(cuts: list[Cut], settings: Config) -> set[int]:
     return chosen
 
 
+def _statistics(model: nn.Module) -> set[int]:
+    """The running statistics of batch norms (by id), which torch wants in the dtype of their weights."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    return {id(b) for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()}
+
+
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
@@ -210,6 +220,18 @@ def _scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOpti
     if optimizer is None:
         raise ConfigError("there is a learning-rate schedule, but no optimizer for it")
     return schedules.by_name(block, optimizer) if block is not None else given(optimizer)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A method of the engine for those whom the engine holds."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = reference()
+        if living is not None:
+            living()
+
+    return call
 
 
 def _loss_scale(settings: Config) -> LossScale:

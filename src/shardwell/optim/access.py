@@ -98,10 +98,10 @@ class Access:
         if result is None:
             raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
         part = self._part(result)
+        flat = self._flat_of(value, torch.promote_types(result.dtype, torch.float32))
         if part is not None and self._piece is not None:
-            flat = self._flat_of(value, part.dtype)
-            part.copy_(flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel])
-            part.mul_(self._loss_scale)
+            mine = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
+            part.copy_(mine * self._loss_scale)
 
     def set_local_gradient(self, value: Tensor) -> None:
         result = self._settled()
@@ -177,7 +177,7 @@ class Access:
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        if isinstance(value, Tensor) and value.numel() == self._slot.numel:
+        if isinstance(value, Tensor) and (value.ndim or self._slot.numel == 1):
             flat = self._flat_of(value, self._group.precision.master)
             value = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
         self.set_local_state(key, value)
@@ -189,7 +189,7 @@ class Access:
         shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
         state = self._unit.optimizer.state[shard.tensor]
         if not isinstance(value, Tensor) or value.ndim == 0:
-            state[key] = torch.tensor(float(value)) if isinstance(state.get(key), Tensor) or key == "step" else value
+            state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
         elif isinstance(state.get(key), Tensor):
             state[key].copy_(value)
         else:
@@ -227,12 +227,12 @@ class Access:
 
     def _flat_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """1D in the parameter's own memory order."""
-        if value.numel() != self._slot.numel:
+        if tuple(value.shape) != self._slot.shape:
             raise ShardwellError(
                 f"'{self._slot.name}' has shape {self._slot.shape}; a value of shape {tuple(value.shape)} does not fit"
             )
         flat = torch.empty(self._slot.numel, dtype=dtype, device=self._group.context.device.torch_device)
-        flat.as_strided(self._slot.shape, self._slot.stride).copy_(value.reshape(self._slot.shape))
+        flat.as_strided(self._slot.shape, self._slot.stride).copy_(value)
         return flat
 
 

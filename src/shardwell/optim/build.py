@@ -154,6 +154,7 @@ def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
         for theirs, ours in zip(given.param_groups, made.param_groups, strict=True):
             theirs.update(ours)
         made.param_groups = given.param_groups
+        given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler of it looks at
         return made
 
     return Recipe(recipe.labels, make)

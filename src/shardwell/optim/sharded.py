@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import NonFiniteError, ShardwellError
-from shardwell.memory import Account, State, Tier
+from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
@@ -43,6 +43,7 @@ class ShardedOptimizer(Optimizer):
         scale: LossScale,
         raise_on_nonfinite: bool,
         before_step: Callable[[], None],
+        look_again: Callable[[], None],
         after_update: Callable[[Unit], None],
     ) -> None:
         super().__init__([torch.zeros(0)], {})
@@ -51,7 +52,7 @@ class ShardedOptimizer(Optimizer):
         self._context = context
         self._clip, self.scale = clip, scale
         self._raise_on_nonfinite = raise_on_nonfinite
-        self._before_step, self._after_update = before_step, after_update
+        self._before_step, self._look_again, self._after_update = before_step, look_again, after_update
         self.shards = Shards(self._units, one_per_parameter=False)
         self.inner = self._make()
         if hasattr(self.inner, "whole"):  # not elementwise: a tensor must not reach over several parameters
@@ -96,6 +97,8 @@ class ShardedOptimizer(Optimizer):
         label = len(self.inner.param_groups)
         tensors = []
         for parameter in params:
+            if not guard.is_kept(parameter):
+                self._look_again()  # at the model: it may have come after the last forward
             keeper = guard.keeper_of(parameter) if guard.is_kept(parameter) else None
             if not isinstance(keeper, Unit):
                 raise ShardwellError("add_param_group takes parameters of the model that was given to initialize")
@@ -134,7 +137,7 @@ class ShardedOptimizer(Optimizer):
             self.zero_grad()
         if self.scale.is_on:
             self.scale.update(self.overflow)
-        self._enter_states(self._context.account)
+        self.count_states()
 
     def finish_gradients(self) -> None:
         """Reduce what backward has left so far; more may still be added."""
@@ -143,6 +146,14 @@ class ShardedOptimizer(Optimizer):
     def alone(self, unit: Unit, shard: Shard, name: str) -> Shard:
         """The shard of one parameter; a longer one is cut."""
         return next(part for part in self.shards.part(unit, shard, self.inner) if part.pieces[0].slot.name == name)
+
+    def scalar(self, tensor: Tensor, before: Any, value: float) -> Any:
+        """A number of a state as torch's optimizers keep it: a tensor, beside the parameter for their fused kernels."""
+        if before is not None and not isinstance(before, Tensor):
+            return value
+        on_device = self.inner.defaults.get("fused") or self.inner.defaults.get("capturable")
+        dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+        return torch.tensor(value, dtype=dtype, device=tensor.device if on_device else "cpu")
 
     def enter(self, unit: Unit) -> None:
         """Step a unit that was built anew."""
@@ -161,6 +172,10 @@ class ShardedOptimizer(Optimizer):
             group["params"] = [tensor for tensor in group["params"] if id(tensor) not in gone]
         for tensor in [tensor for tensor in self.state if id(tensor) in gone]:
             del self.state[tensor]
+        for tier in Tier:
+            masters = sum(group.master_bytes().get(tier, 0) for group in unit.groups)
+            self._context.account.set(State.OPTIMIZER, unit.name, tier, masters)
+        self._num_states = -1
 
     def gradients_complete(self, unit: Unit) -> None:
         """A unit's gradients of this boundary are reduced: rows that do not wait for the norm are updated now."""
@@ -320,7 +335,7 @@ class ShardedOptimizer(Optimizer):
         shard.tensor.grad = gradient
         return True
 
-    def _enter_states(self, account: Account) -> None:
+    def count_states(self) -> None:
         """Measure the optimizer's state when it has grown (torch makes it at the first step)."""
         if len(self.state) == self._num_states:
             return
@@ -334,7 +349,7 @@ class ShardedOptimizer(Optimizer):
                     if isinstance(value, Tensor):
                         sizes[shard.group.row.optimizer.tier] += value.untyped_storage().nbytes()
             for tier, size in sizes.items():
-                account.set(State.OPTIMIZER, unit.name, tier, size)
+                self._context.account.set(State.OPTIMIZER, unit.name, tier, size)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""

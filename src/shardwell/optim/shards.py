@@ -50,6 +50,7 @@ class Shards:
         self._groups: list[Group] = []
         self._one_per_parameter = one_per_parameter
         self.numbers: dict[str, int] = {}  # parameter name -> its number, the same on every rank
+        self.labels: dict[str, int] = {}  # parameter name -> its parameter group
         for unit in units:
             self.enter(unit)
 
@@ -64,6 +65,7 @@ class Shards:
             found = [part for shard in found for part in shard.cut()]
         self._by_unit[unit.index] = found
         self._groups += unit.trainable
+        self.labels.update({slot.name: slot.label for group in unit.trainable for slot in group.layout.slots})
         self._number()
         return found
 
@@ -117,6 +119,7 @@ class Shards:
             for slot, candidate in zip(group.layout.slots, group.parameters, strict=True)
             if candidate is parameter
         }
+        self.labels.update(dict.fromkeys(names & self.labels.keys(), label))
         moved = []
         for shard in list(self.of(unit)):
             if any(piece.slot.name in names for piece in shard.pieces):

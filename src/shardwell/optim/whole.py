@@ -126,8 +126,8 @@ class OverShards:
             is_split = group.row.optimizer.over is not None
             held = [list(group.layout.pieces(rank)) for rank in range(self._comm.mesh.size)] if is_split else []
             for slot in group.layout.slots:
-                labelled = slot.label >= 0 and slot.name not in self._unseen
-                if labelled and wants_whole(self._inner.param_groups[slot.label]):
+                label = self._shards.labels[slot.name]
+                if label >= 0 and slot.name not in self._unseen and wants_whole(self._inner.param_groups[label]):
                     _check_matrix(slot)
                     parts = [[piece for piece in pieces if piece.slot is slot] for pieces in held]
                     yield _Matrix(slot, is_split, [found[0] if found else None for found in parts])

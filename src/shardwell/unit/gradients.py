@@ -84,7 +84,7 @@ class Gradients:
             view.add_(grad, alpha=scale)
         elif scale == 1.0:
             view.copy_(grad)
-        elif grad.dtype == view.dtype:
+        elif grad.dtype.itemsize >= view.dtype.itemsize:  # scaled before it is rounded
             torch.mul(grad, scale, out=view)
         else:
             view.copy_(grad).mul_(scale)
@@ -117,11 +117,11 @@ class Gradients:
             self._flat = self._scratch.take(self._layout.padded, dtype, State.GRADIENTS, self._unit)
         return not adopt
 
-    def reduce(self, scale: float, *, accumulates: bool) -> None:
+    def reduce(self, scale: float, *, stays: bool, accumulates: bool) -> None:
         """Start averaging what is in the flat buffer (nothing counts as zeros) into `result`."""
         if self.state is not GradState.PARTIAL:
             self.settle()
-            self._open(None, scale, stays=False)
+            self._open(None, scale, stays)
         assert self._flat is not None
         self.move(GradState.REDUCING)
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):

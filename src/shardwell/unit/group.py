@@ -156,6 +156,8 @@ class Group:
             self._apart.tensor.copy_(truth)
         if self.shard is not None:
             self.shard.tensor.copy_(truth)
+        if self._before is not None:
+            self._before = truth
 
     def open_for_writing(self) -> None:
         """Remember the masters, because the user may now overwrite their upper halves."""
@@ -167,7 +169,7 @@ class Group:
     def close_for_writing(self) -> None:
         self._before = None
 
-    def take_replaced(self) -> bool:
+    def take_replaced(self, source: int | None) -> bool:
         """Parameters whose `.data` was replaced by a tensor of the same shape are taken in; false if one has another.
 
         Parameters of another shape do not fit into this group any more.
@@ -177,6 +179,9 @@ class Group:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             if tuple(parameter.shape) != slot.shape:
                 fits = False
+                if source is not None:
+                    parameter.data = parameter.data.to(self.context.device.torch_device).contiguous()
+                    self.context.world.broadcast(parameter.data, source, Kind.GATHER, f"WRITE {slot.name}")
             elif slot.numel and parameter.untyped_storage()._cdata != here:
                 values = parameter.data
                 self._hang(parameter, slot)

@@ -152,18 +152,20 @@ class Unit:
         self.opened += 1
         self.gather()
         self.wait()
-        for group in self.groups:
-            group.open_for_writing()
+        if self.opened == 1:
+            for group in self.groups:
+                group.open_for_writing()
 
     def close(self, modifier_rank: int | None) -> None:
-        fitting = [group.take_replaced() for group in self.groups]
-        if not all(fitting):
-            self.misfit = True  # the engine builds it anew before it is used again
-            return
+        fitting = [group.take_replaced(modifier_rank) for group in self.groups]
         for group in self.groups:
             if modifier_rank is not None:
                 group.write_back(modifier_rank)
-            group.close_for_writing()
+            if self.opened == 1:
+                group.close_for_writing()
+        if not all(fitting):
+            self.misfit = True  # it stays open, and the engine builds it anew before it is used again
+            return
         for group in self.releasable:
             group.spare_views()
         self.opened -= 1

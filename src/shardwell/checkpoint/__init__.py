@@ -1,0 +1,24 @@
+"""Checkpoints as files: tensors, the manifest that says where each element lies, and the folder that commits them.
+
+Files and CPU tensors only. This package knows no engine, no process group and no device.
+"""
+
+from shardwell.checkpoint.files import DTYPES, Entry, FileRecord, Reader, stream, write
+from shardwell.checkpoint.folder import Folder
+from shardwell.checkpoint.manifest import VERSION, Extent, Manifest, Piece, TensorRecord, plan
+
+__all__ = [
+    "DTYPES",
+    "VERSION",
+    "Entry",
+    "Extent",
+    "FileRecord",
+    "Folder",
+    "Manifest",
+    "Piece",
+    "Reader",
+    "TensorRecord",
+    "plan",
+    "stream",
+    "write",
+]

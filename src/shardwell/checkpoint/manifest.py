@@ -1,0 +1,419 @@
+"""The manifest of a checkpoint: where in which file each element of each tensor lies, and what else was saved.
+
+Pure values and pure functions. A manifest holds names of tensors and files, never of ranks: any number of ranks can
+read what any other number wrote, each only the ranges that it needs.
+
+    tensor w, 12 elements   | piece 0 (5)         | piece 1 (7)                 |
+    in files                rank0: key "w"        rank1: key "w"
+
+Nothing that a manifest says is trusted: file names are plain names, pieces tile their tensor, and no tensor has more
+bytes than the files that hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwell.checkpoint.files import (
+    ALGORITHM,
+    CHECKSUM,
+    CODES,
+    LIMIT,
+    MAX_BITS,
+    FileRecord,
+    is_size,
+    parse_dtype,
+    parse_json,
+    parse_shape,
+    show,
+)
+from shardwell.errors import CheckpointError
+from shardwell.layout import dense_stride, product
+
+VERSION = 1
+NAME = "manifest.json"
+MAX_BYTES = 2**30  # of a manifest
+MAX_DEPTH = 64  # of objects and lists inside `values`
+MAX_NAME = 200  # bytes of a file name: what a file system takes, less what temporary names add
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a tensor's elements: all of what a file holds under a key."""
+
+    file: str
+    key: str
+    start: int  # first element, counted from the tensor's start
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor, and the pieces that hold it. An empty tensor has none."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # the order of the flat elements in memory
+    kind: str  # "parameter", "state:exp_avg"
+    pieces: tuple[Piece, ...]  # in order
+
+    @property
+    def numel(self) -> int:
+        return product(self.shape)
+
+
+class Extent(NamedTuple):
+    """Elements `first` to `last` (not included) of what a file holds under a key."""
+
+    file: str
+    key: str
+    first: int
+    last: int
+
+
+def plan(record: TensorRecord, start: int, stop: int) -> list[Extent]:
+    """What to read for elements `start` to `stop` of a tensor, in order."""
+    if not 0 <= start <= stop <= record.numel:
+        raise CheckpointError(f"a {record.kind} of {record.numel} elements: asked for {start} to {stop}")
+    extents: list[Extent] = []
+    index = max(bisect_right(record.pieces, start, key=lambda piece: piece.start) - 1, 0)
+    while start < stop:
+        piece = record.pieces[index]
+        last = min(stop, piece.end)
+        extents.append(Extent(piece.file, piece.key, start - piece.start, last - piece.start))
+        start, index = last, index + 1
+    return extents
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint holds; or, while ranks still write it, the part of one of them."""
+
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # JSON: counters, configuration, versions and the like
+    version: int = VERSION
+
+    def to_json(self, where: str = NAME, *, part: bool = False) -> str:
+        """ASCII text that `from_json` accepts; raises if there could be none."""
+        self.check(where, part=part)
+        text = _canonical(_content(self))
+        text = f'{text[:-1]},"checksum":"{_checksum(text)}"}}'
+        if len(text) > MAX_BYTES:
+            raise CheckpointError(f"{where}: {len(text)} bytes; expected at most {MAX_BYTES}; save less in values")
+        return text
+
+    @staticmethod
+    def from_json(text: str | bytes, where: str = NAME, *, part: bool = False) -> Manifest:
+        """The manifest that was written; `where` is what messages call it. A part need not tile its tensors."""
+        if len(text) > MAX_BYTES:
+            raise CheckpointError(f"{where}: {len(text)} bytes; expected at most {MAX_BYTES}")
+        content = parse_json(text, where)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{where}: expected a JSON object at the top, found {show(content)}")
+        if type(content.get("version")) is not int or content["version"] != VERSION:
+            raise CheckpointError(
+                f"{where}: version: expected {VERSION}, found {show(content.get('version'))}; "
+                "it was written by another version of shardwell, or is no manifest"
+            )
+        fields = _fields(content, ("version", "tensors", "files", "values", "checksum"), where)
+        tensors = {
+            name: _read_tensor(raw, f"{where}: tensors[{show(name)}]")
+            for name, raw in _object(fields["tensors"], f"{where}: tensors").items()
+        }
+        files = {
+            name: _read_file(raw, f"{where}: files[{show(name)}]")
+            for name, raw in _object(fields["files"], f"{where}: files").items()
+        }
+        manifest = Manifest(tensors, files, _object(fields["values"], f"{where}: values"))
+        manifest.check(where, part=part)
+        expected = content.pop("checksum")
+        if _checksum(_canonical(content)) != expected:
+            raise CheckpointError(f"{where}: checksum: the manifest was damaged or changed after it was written")
+        return manifest
+
+    @staticmethod
+    def merge(parts: Iterable[Manifest], where: str = NAME) -> Manifest:
+        """One manifest of the parts that ranks made. What several of them say must agree; the pieces must tile."""
+        tensors: dict[str, TensorRecord] = {}
+        pieces: dict[str, list[Piece]] = {}
+        files: dict[str, FileRecord] = {}
+        values: dict[str, Any] = {}
+        for part in parts:
+            part.check(where, part=True)
+            for name, record in part.files.items():
+                if name in files:
+                    raise CheckpointError(f"{where}: files[{show(name)}]: written by two ranks; use different names")
+                files[name] = record
+            for name, tensor in part.tensors.items():
+                _check_same(tensors.setdefault(name, tensor), tensor, f"{where}: tensors[{show(name)}]")
+                pieces.setdefault(name, []).extend(tensor.pieces)
+            for key, value in part.values.items():
+                if _canonical(values.setdefault(key, value)) != _canonical(value):
+                    raise CheckpointError(f"{where}: values.{key}: ranks disagree; save it under a key of its own")
+        whole = {
+            name: TensorRecord(
+                first.dtype,
+                first.shape,
+                first.stride,
+                first.kind,
+                tuple(sorted(pieces[name], key=lambda piece: piece.start)),
+            )
+            for name, first in tensors.items()
+        }
+        merged = Manifest(whole, files, values)
+        merged.check(where)
+        return merged
+
+    def check(self, where: str = NAME, *, part: bool = False) -> None:
+        """Raises unless this is a manifest that can be relied on."""
+        if self.version != VERSION:
+            raise CheckpointError(f"{where}: version: expected {VERSION}, found {show(self.version)}")
+        for name, record in self.files.items():
+            _check_file(name, record, f"{where}: files[{show(name)}]")
+        rest = {name: record.size for name, record in self.files.items()}  # bytes that no piece has claimed yet
+        used: set[tuple[str, str]] = set()
+        for name, tensor in self.tensors.items():
+            entry = f"{where}: tensors[{show(name)}]"
+            _check_text(name, entry)
+            _check_tensor(tensor, entry)
+            _check_tiling(tensor, entry, part)
+            for index, piece in enumerate(tensor.pieces):
+                _check_place(piece, self.files, used, entry, index)
+                rest[piece.file] -= piece.numel * tensor.dtype.itemsize
+                if rest[piece.file] < 0:
+                    raise CheckpointError(
+                        f"{entry}.pieces[{index}]: more bytes than {piece.file} has ({self.files[piece.file].size})"
+                    )
+        _check_json(self.values, f"{where}: values", MAX_DEPTH)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def plain_name(name: Any) -> bool:
+    """Whether a name can only mean an entry of the directory it is looked up in, and is not hidden."""
+    if not isinstance(name, str) or not name or name.startswith(".") or name != name.strip() or not name.isprintable():
+        return False
+    return not any(sign in name for sign in "/\\\0") and len(name.encode("utf-8", "replace")) <= MAX_NAME
+
+
+# --- checking ---------------------------------------------------------------------------------------------------
+
+
+def _check_file(name: Any, record: FileRecord, where: str) -> None:
+    if not plain_name(name) or name == NAME:
+        raise CheckpointError(f"{where}: expected the plain name of a data file, without directories")
+    if record.algorithm != ALGORITHM:
+        raise CheckpointError(f"{where}.algorithm: expected {show(ALGORITHM)}, found {show(record.algorithm)}")
+    _check_size(record.size, f"{where}.size")
+    _check_checksum(record.header, f"{where}.header")
+    for key, checksum in record.checksums.items():
+        if not is_text(key) or not is_text(checksum) or not CHECKSUM.fullmatch(checksum):
+            _check_text(key, f"{where}.checksums")
+            _check_checksum(checksum, f"{where}.checksums[{show(key)}]")
+
+
+def _check_tensor(record: TensorRecord, where: str) -> None:
+    if record.dtype not in CODES:
+        raise CheckpointError(f"{where}.dtype: {record.dtype} cannot be stored")
+    parse_shape(list(record.shape), where)
+    if record.numel * record.dtype.itemsize >= LIMIT:
+        raise CheckpointError(f"{where}.shape: {show(record.shape)} of {record.dtype} is more than 2**63 bytes")
+    if len(record.stride) != len(record.shape) or not all(is_size(step) for step in record.stride):
+        raise CheckpointError(f"{where}.stride: expected {len(record.shape)} sizes, found {show(record.stride)}")
+    if record.numel and dense_stride(record.shape, record.stride) != tuple(record.stride):
+        raise CheckpointError(
+            f"{where}.stride: {show(record.stride)} does not fill memory in any order of {show(record.shape)}"
+        )
+    _check_text(record.kind, f"{where}.kind")
+    if not record.kind:
+        raise CheckpointError(f'{where}.kind: expected a word such as "parameter"')
+
+
+def _check_tiling(record: TensorRecord, where: str, part: bool) -> None:
+    reached = 0
+    for index, piece in enumerate(record.pieces):
+        if not is_size(piece.start) or not is_size(piece.numel):  # messages are made only if needed: pieces are many
+            _check_size(piece.start, f"{where}.pieces[{index}].start")
+            _check_size(piece.numel, f"{where}.pieces[{index}].numel")
+        if piece.numel == 0 or piece.end > record.numel:
+            raise CheckpointError(
+                f"{where}.pieces[{index}]: elements {piece.start} to {piece.end} of {record.numel}; "
+                "expected at least one, and none beyond the end"
+            )
+        if piece.start < reached:
+            raise CheckpointError(
+                f"{where}.pieces[{index}]: starts at element {piece.start}, but the pieces before it reach {reached}"
+            )
+        if piece.start > reached and not part:
+            raise CheckpointError(f"{where}.pieces[{index}]: elements {reached} to {piece.start} are in no piece")
+        reached = piece.end
+    if reached < record.numel and not part:
+        raise CheckpointError(f"{where}.pieces: elements {reached} to {record.numel} are in no piece")
+
+
+def _check_place(
+    piece: Piece, files: Mapping[str, FileRecord], used: set[tuple[str, str]], where: str, index: int
+) -> None:
+    if not is_text(piece.file) or piece.file not in files:
+        raise CheckpointError(f"{where}.pieces[{index}].file: {show(piece.file)} is not among the files")
+    if not is_text(piece.key) or piece.key not in files[piece.file].checksums:
+        raise CheckpointError(f"{where}.pieces[{index}].key: {show(piece.key)} is not in {piece.file}")
+    place = (piece.file, piece.key)
+    if place in used:
+        raise CheckpointError(f"{where}.pieces[{index}].key: {show(piece.key)} in {piece.file} is claimed twice")
+    used.add(place)
+
+
+def _check_same(first: TensorRecord, other: TensorRecord, where: str) -> None:
+    for name in ("dtype", "shape", "stride", "kind"):
+        one, two = getattr(first, name), getattr(other, name)
+        if one != two:
+            raise CheckpointError(f"{where}.{name}: ranks disagree: {one} and {two}")
+
+
+def _check_json(value: Any, where: str, depth: int) -> None:
+    """Raises unless `value` comes back from JSON as it is."""
+    inner: Iterator[tuple[str, Any]]
+    if isinstance(value, Mapping):
+        for key in value:
+            _check_text(key, f"{where}: a key")
+        inner = ((f"{where}.{key}", item) for key, item in value.items())
+    elif isinstance(value, list):
+        inner = ((f"{where}[{index}]", item) for index, item in enumerate(value))
+    else:
+        _check_scalar(value, where)
+        return
+    if not depth:
+        raise CheckpointError(f"{where[:200]}: nested too deeply; expected at most {MAX_DEPTH} levels")
+    for path, item in inner:
+        _check_json(item, path, depth - 1)
+
+
+def _check_scalar(value: Any, where: str) -> None:
+    if value is None or isinstance(value, (bool, str)):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"{where}: {value} is not a number in JSON; expected a finite number")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise CheckpointError(f"{where}: expected a number of at most {MAX_BITS} bits, found {value.bit_length()}")
+    if not isinstance(value, (int, float)):
+        raise CheckpointError(f"{where}: expected what JSON can hold, found {type(value).__name__}")
+
+
+def _check_size(value: Any, where: str) -> None:
+    if not is_size(value):
+        raise CheckpointError(f"{where}: expected a whole number from 0 to 2**63, found {show(value)}")
+
+
+def _check_text(value: Any, where: str) -> None:
+    if not is_text(value):
+        raise CheckpointError(f"{where}: expected a string, found {show(value)}")
+
+
+def _check_checksum(value: Any, where: str) -> None:
+    if not is_text(value) or not CHECKSUM.fullmatch(value):
+        raise CheckpointError(f"{where}: expected a checksum of 8 hexadecimal digits, found {show(value)}")
+
+
+# --- to and from JSON -------------------------------------------------------------------------------------------
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "version": manifest.version,
+        "tensors": {
+            name: {
+                "dtype": CODES[record.dtype],
+                "shape": record.shape,
+                "stride": record.stride,
+                "kind": record.kind,
+                "pieces": [(piece.file, piece.key, piece.start, piece.numel) for piece in record.pieces],
+            }
+            for name, record in manifest.tensors.items()
+        },
+        "files": {
+            name: {
+                "size": record.size,
+                "algorithm": record.algorithm,
+                "header": record.header,
+                "checksums": dict(record.checksums),
+            }
+            for name, record in manifest.files.items()
+        },
+        "values": _plain(manifest.values),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Mappings as dictionaries, which is all that the encoder takes."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode('ascii')):08x}"
+
+
+def _read_tensor(raw: Any, where: str) -> TensorRecord:
+    fields = _fields(raw, ("dtype", "shape", "stride", "kind", "pieces"), where)
+    pieces = []
+    for index, piece in enumerate(_list(fields["pieces"], f"{where}.pieces")):
+        if not isinstance(piece, list) or len(piece) != 4:
+            raise CheckpointError(f"{where}.pieces[{index}]: expected a list of 4, found {show(piece)}")
+        pieces.append(Piece(*piece))
+    return TensorRecord(
+        parse_dtype(fields["dtype"], where),
+        parse_shape(fields["shape"], where),
+        tuple(_list(fields["stride"], f"{where}.stride")),
+        fields["kind"],
+        tuple(pieces),
+    )
+
+
+def _read_file(raw: Any, where: str) -> FileRecord:
+    fields = _fields(raw, ("size", "algorithm", "header", "checksums"), where)
+    checksums = _object(fields["checksums"], f"{where}.checksums")
+    return FileRecord(fields["size"], fields["header"], checksums, fields["algorithm"])
+
+
+def _object(raw: Any, where: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{where}: expected an object, found {show(raw)}")
+    return raw
+
+
+def _list(raw: Any, where: str) -> list[Any]:
+    if not isinstance(raw, list):
+        raise CheckpointError(f"{where}: expected a list, found {show(raw)}")
+    return raw
+
+
+def _fields(raw: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
+    content = _object(raw, where)
+    for name in names:
+        if name not in content:
+            raise CheckpointError(f"{where}: {name}: missing")
+    for name in content:
+        if name not in names:
+            raise CheckpointError(f"{where}: {show(name)}: unknown field")
+    return content
