@@ -60,6 +60,7 @@ class ShardedOptimizer(Optimizer):
             self.inner = self._make()
             self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
+        self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
         self._unseen: set[str] = set()  # parameters without a gradient on any rank
         self._all_seen: Tensor | None = None
@@ -162,7 +163,11 @@ class ShardedOptimizer(Optimizer):
         self._units = sorted([*self._units, unit], key=lambda other: other.index)
         for shard in self.shards.enter(unit):
             if shard.label >= 0:
-                self.param_groups[shard.label]["params"].append(shard.tensor)
+                group = self.param_groups[shard.label]
+                group["params"].append(shard.tensor)
+                if self._has_state_at_birth:
+                    made = type(self.inner)([{**group, "params": [shard.tensor]}], **self.inner.defaults)
+                    self.state[shard.tensor] = made.state[shard.tensor]
 
     def leave(self, unit: Unit) -> None:
         """Forget a unit and its state."""
