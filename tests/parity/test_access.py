@@ -351,6 +351,43 @@ def test_gradients_that_are_set_are_scaled_before_they_are_rounded(ranks: Ranks)
     assert ranks.run(2, set_small_gradients)[0] == pytest.approx([1e-8] * 4, rel=2e-2)
 
 
+def set_steps() -> list[float]:
+    """As a tensor; on a parameter of one element too, where it could be taken for the parameter's own shape."""
+    found = []
+    for stage in STAGES:
+        engine = initialize(stage)
+        backward(engine, 0)
+        engine.step()
+        for parameter in (engine.module.single, engine.module.turned):
+            utils.safe_set_full_optimizer_state(parameter, torch.tensor(5.0), "step")
+            found.append(float(utils.safe_get_full_optimizer_state(parameter, "step")))
+        backward(engine, 1)
+        engine.step()
+        found.append(float(utils.safe_get_full_optimizer_state(engine.module.single, "step")))
+    return found
+
+
+def test_a_count_of_steps_can_be_set_as_a_tensor(ranks: Ranks) -> None:
+    assert ranks.run(2, set_steps)[0] == [5.0, 5.0, 6.0] * 4
+
+
+def set_while_open() -> list[float]:
+    """How far a master is from what it was set to inside a context."""
+    found = []
+    for stage, precision in [(0, "bf16"), (1, "fp16"), (2, "bf16"), (3, "bf16"), (3, "fp16")]:
+        engine = initialize(stage, precision)
+        parameter = engine.module.blocks[0][0].weight
+        value = torch.full(parameter.shape, 1.0 + 2.0**-20)
+        with shardwell.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+            utils.safe_set_full_fp32_param(parameter, value)
+        found.append(float((utils.safe_get_full_fp32_param(parameter) - value).abs().max()))
+    return found
+
+
+def test_masters_that_are_set_inside_a_context_keep_all_their_bits(ranks: Ranks) -> None:
+    assert ranks.run(2, set_while_open)[0] == [0.0] * 5
+
+
 def refusals(stage: int) -> dict[str, str]:
     engine = initialize(stage)
     parameter = engine.module.blocks[0][0].weight

@@ -509,6 +509,50 @@ def test_gradient_penalties_have_their_true_weight(ranks: Ranks) -> None:
         assert difference < 1e-2, f"stage {stage}: {name} differs by {difference}"
 
 
+class Halves(nn.Module):
+    """A unit that recomputes its halves one by one: each of them runs a backward of its own inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.recompute = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for half in (self.first, self.second):
+            x = checkpoint(half, x, use_reentrant=True) if self.recompute else half(x)
+        return x
+
+
+def halves(recompute: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Halves(), Halves())
+    for block in model:
+        block.recompute = recompute
+    return model
+
+
+def recomputed_halves() -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for stage in STAGES:
+        for plain_backward in (False, True):
+            model = halves(True)
+            engine = initialize(model, stage, fp16={"enabled": True, "loss_scale": 8.0})
+            loss = loss_of(engine(rows(1, dist.get_world_size())[0][0][dist.get_rank()].clone().requires_grad_()))
+            loss.backward() if plain_backward else engine.backward(loss)
+            way = "loss.backward" if plain_backward else "engine.backward"
+            found[f"stage {stage}, {way}"] = {n: safe_get_full_grad(p) for n, p in model.named_parameters()}
+    return found
+
+
+def test_units_may_recompute_parts_of_themselves(ranks: Ranks) -> None:
+    model = halves(False)
+    for own in rows(1, 2)[0][0]:
+        (loss_of(model(own)) / 2).backward()
+    for what, found in ranks.run(2, recomputed_halves)[0].items():
+        difference, name = distance(found, {n: p.grad for n, p in model.named_parameters()})
+        assert difference < 1e-2, f"{what}: {name} differs by {difference}"
+
+
 # --------------------------------------------------------------------------------------- gradients that leave a model
 
 

@@ -51,7 +51,7 @@ class Flow:
         self.gradients_complete: Callable[[Unit], None] | None = None  # whom to tell that a unit's gradients are in
         self._in_model = False  # the engine's forward runs
         self.needs_scale = False  # gradients must carry a loss scale
-        self.has_met_scale = False  # those of the running backward do
+        self.has_met_scale = False  # some have, since the last forward
         self._kept_back = False  # some gradients of this boundary were
         self._tasks: set[int] = set()
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
@@ -79,7 +79,7 @@ class Flow:
     def running(self) -> Iterator[None]:
         """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
-        self._in_model = True
+        self._in_model, self.has_met_scale = True, False
         self._drop_leftovers()
         try:
             yield
@@ -306,8 +306,6 @@ class Flow:
                 if unit.in_backward or unit.has_news:
                     self.end_backward(unit)
         self._tasks.discard(task)
-        if not self._tasks:
-            self.has_met_scale = False
 
     # ----------------------------------------------------------------------------------------------------- step
 

@@ -60,6 +60,7 @@ class Access:
         part = self._part(self._group.master)
         if part is not None and self._piece is not None:
             part.copy_(wide[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel])
+            self._group.remember(self._piece.in_shard, part)
         self._group.close_master()
         self._group.forget_second_copy()
         if self._group.flat.present:
@@ -177,7 +178,9 @@ class Access:
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        if isinstance(value, Tensor) and (value.ndim or self._slot.numel == 1):
+        before = self.local_state().get(key)
+        is_count = isinstance(before, Tensor) and before.ndim == 0
+        if isinstance(value, Tensor) and (value.ndim or (self._slot.shape == () and not is_count)):
             flat = self._flat_of(value, self._group.precision.master)
             value = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
         self.set_local_state(key, value)

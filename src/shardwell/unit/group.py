@@ -166,6 +166,11 @@ class Group:
             self._before = self.master.clone()
             self.close_master()
 
+    def remember(self, start: int, values: Tensor) -> None:
+        """A stretch of the masters was changed for good while the user may overwrite their upper halves."""
+        if self._before is not None:
+            self._before[start : start + values.numel()] = values
+
     def close_for_writing(self) -> None:
         self._before = None
 
