@@ -18,7 +18,7 @@ from tests.parity.loops import distance
 from tests.parity.scenes import WIDTH, Scene, play_all, play_plainly
 from tests.ranks import Ranks
 
-LIMIT = 2.0  # seconds until ranks that wait for each other compare what they are doing
+LIMIT = 4.0  # seconds until ranks that wait for each other compare what they are doing
 
 
 def expert() -> nn.Module:
@@ -90,8 +90,8 @@ def run_apart(warm_up: int) -> dict[str, Any]:
     config["zero_optimization"]["leaf_module"] = {"names": [f"experts.{index}" for index in range(4)]}
     engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
     x = torch.ones(3, WIDTH)
-    for step in range(warm_up):
-        engine.backward(engine(x, step).square().mean())
+    for _ in range(warm_up):
+        engine.backward(engine(x, 0).square().mean())
         engine.step()
     before = [safe_get_local_fp32_param(parameter) for parameter in model.parameters()]
     start = time.monotonic()
@@ -113,7 +113,7 @@ def test_ranks_that_use_different_units_get_an_error_with_names_and_no_hang(rank
         assert "experts." in answer["text"]
         assert "rank 0" in answer["text"] or "rank 1" in answer["text"]
         assert "leaf_module" in answer["text"]
-        assert answer["seconds"] < LIMIT + 4
+        assert answer["seconds"] < LIMIT + 8
         assert answer["same"]
 
 

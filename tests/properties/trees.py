@@ -337,7 +337,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "zero_optimization": zero,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clip,
-        "shardwell": {"divergence_timeout": 5.0},
+        "shardwell": {"divergence_timeout": 20.0},
     }
 
 
