@@ -105,5 +105,6 @@ def distance(
         if name not in leave_out:
             there = torch.as_tensor(found[name]).double()
             difference = (there - reference.double()).norm() / reference.double().norm().clamp(min=1e-30)
-            worst = max(worst, (float(difference), name))
+            size = float(difference) if torch.isfinite(difference) else float("inf")  # NaN compares as nothing
+            worst = max(worst, (size, name))
     return worst
