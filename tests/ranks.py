@@ -12,11 +12,12 @@ import gc
 import importlib
 import multiprocessing as mp
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from torch.distributed import TCPStore
 
 LIMIT = 120.0
 
@@ -36,10 +37,10 @@ class Ranks:
         self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any
     ) -> list[Any]:
         self._grow(num_ranks)
-        port = free_port()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system finds a free port
         job = (function.__module__, function.__qualname__, args, kwargs)
         for rank in range(num_ranks):
-            self._workers[rank][1].send((rank, num_ranks, port, job))
+            self._workers[rank][1].send((rank, num_ranks, store.port, job))
         deadline = time.monotonic() + limit
         answers: list[Any] = [None] * num_ranks
         waiting = set(range(num_ranks))
@@ -80,12 +81,6 @@ class Ranks:
         self._workers = []
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _serve(pipe: Any) -> None:
     import torch
     import torch.distributed as dist
@@ -101,7 +96,8 @@ def _serve(pipe: Any) -> None:
             LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks), SHARDWELL_DEVICE="cpu",
         )  # fmt: skip
         try:
-            dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+            store = dist.TCPStore("127.0.0.1", port)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
             function = getattr(importlib.import_module(module), name)
             answer = True, _plain(function(*args, **kwargs))
         except BaseException:

@@ -93,7 +93,7 @@ def born_on_the_gpu() -> dict[str, bool]:
 def nccl_engine(stage: int, **config: Any) -> tuple[shardwell.Engine, list[torch.Tensor]]:
     os.environ["SHARDWELL_DEVICE"] = "cuda:0"
     dist.destroy_process_group()
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     torch.manual_seed(0)
     model = Gpt(width=64, blocks=4, vocab=160)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

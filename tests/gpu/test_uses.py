@@ -149,3 +149,36 @@ def gathers_of_frozen_weights(keep: Any) -> list[int]:
 def test_frozen_weights_stay_where_the_gpu_has_room(ranks: Ranks) -> None:
     assert ranks.run(1, gathers_of_frozen_weights, "auto")[0] == [0, 4, 4, 4]
     assert ranks.run(1, gathers_of_frozen_weights, 0)[0] == [0, 0, 0, 0]
+
+
+def thawed_with_a_fused_optimizer(stage: int, bf16: bool) -> dict[str, Any]:
+    """A unit is rebuilt after two steps; the counts of its other parameters lie on the device for the fused kernel."""
+    engine, data = nccl_engine(stage, bf16={"enabled": bf16})
+    late = engine.module.blocks[1].up.bias
+    late.requires_grad_(False)
+    for number, batch in enumerate(data):
+        late.requires_grad_(number >= 2)
+        engine.backward(engine(batch))
+        engine.step()
+    return whole_parameters(engine.module)
+
+
+def thawed_plainly() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Gpt(width=64, blocks=4, vocab=160).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for number, batch in enumerate(batches(6, 4, 160)):
+        model.blocks[1].up.bias.requires_grad_(number >= 2)
+        optimizer.zero_grad()
+        model(batch.cuda()).backward()
+        optimizer.step()
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def test_thawing_goes_with_fused_optimizers(ranks: Ranks) -> None:
+    expected = thawed_plainly()
+    for stage in (1, 3):
+        difference, name = distance(ranks.run(1, thawed_with_a_fused_optimizer, stage, False)[0], expected)
+        assert difference < 1e-4, f"stage {stage}: {name} differs by {difference}"
+    one, three = (ranks.run(1, thawed_with_a_fused_optimizer, stage, True)[0] for stage in (1, 3))
+    assert all((one[name] == three[name]).all() for name in one)

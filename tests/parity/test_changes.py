@@ -556,6 +556,26 @@ def test_newcomers_train_only_if_the_optimizer_was_given_them(ranks: Ranks) -> N
             assert not moved, f"stage {stage}: {moved}"
 
 
+def away_and_back(stage: int) -> tuple[Any, Any, Any]:
+    """A block's weights before it leaves the model, after a step without it, and after a step with it again."""
+    model = build()
+    engine, *_ = shardwell.initialize(model=model, optimizer=AdamW(model.parameters(), **OPTIONS), config=zero(stage))
+    train(engine, range(1))
+    before = whole_parameters(model)["blocks.1.up.weight"]
+    block = model.blocks.pop(1)
+    train(engine, range(1))
+    away = block.up.weight.detach().clone()
+    model.blocks.insert(1, block)
+    train(engine, range(1))
+    return before, away, whole_parameters(model)["blocks.1.up.weight"]
+
+
+def test_a_block_that_comes_back_trains_again(ranks: Ranks) -> None:
+    for before, away, after in ranks.run(2, at_all_stages, away_and_back)[0]:
+        assert (before == away).all()
+        assert (away != after).any()
+
+
 # ----------------------------------------------------------------------------------------------------- exact masters
 
 

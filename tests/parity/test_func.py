@@ -66,3 +66,24 @@ def test_gradients_of_each_row_are_computed_inside_gathered_parameters(stage: in
         found = of_each_row(engine.module)
     for name, value in of_each_row(model).items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_each_row_go_through_the_engine_in_fp16() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    block = {"enabled": True, "loss_scale": 64.0}
+    config = zero(3, fp16=block, shardwell={"shard_at_world_one": True})
+    engine, *_ = shardwell.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, device="cpu"
+    )
+    x = torch.randn(4, WIDTH)
+
+    def loss(row: Tensor) -> Tensor:
+        output: Tensor = engine(row[None])
+        return output.float().square().sum()
+
+    with shardwell.zero.GatheredParameters(model.parameters()):
+        found = vmap(grad(loss))(x)
+    expected = [torch.autograd.grad(loss(row), row)[0] for row in x.clone().requires_grad_().unbind()]
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-2, atol=1e-3)

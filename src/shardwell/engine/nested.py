@@ -58,10 +58,15 @@ def alias_with(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
+    generate_vmap_rule = True  # for torch.func
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
+    def forward(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Callable[[Tensor], Tensor]], output: Tensor) -> None:
+        ctx.change = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

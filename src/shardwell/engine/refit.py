@@ -6,6 +6,7 @@ and built anew from the model as it is now. All ranks must change the model alik
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
@@ -77,15 +78,19 @@ def _fits(unit: Unit, one: Cut, keep_frozen_state: bool) -> bool:
 
 
 def _labels_of_the_gone(unit: Unit, present: set[int], recipe: Recipe | None) -> dict[str, int]:
-    """In which parameter group parameters were that left the model: who takes over the name takes over the group."""
+    """In which parameter group parameters were that left the model: who takes over the name takes over the group.
+
+    They keep it too, as long as they live: they may come back.
+    """
+    labels: dict[str, int] = {}
     if recipe is None:
-        return {}
-    return {
-        slot.name: recipe.labels.pop(id(parameter), NO_LABEL)
-        for group in unit.groups
-        for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
-        if id(parameter) not in present
-    }
+        return labels
+    for group in unit.groups:
+        for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+            if id(parameter) not in present:
+                labels[slot.name] = recipe.label(parameter)
+                weakref.finalize(parameter, recipe.labels.pop, id(parameter), None)
+    return labels
 
 
 def _label_newcomers(one: Cut, labels: dict[str, int], recipe: Recipe | None) -> None:

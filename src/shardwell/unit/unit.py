@@ -37,9 +37,7 @@ class Unit:
 
     def __init__(self, index: int, one: Cut, groups: list[Group]) -> None:
         self.index, self.name, self.module, self.groups = index, one.name, one.module, groups
-        self.is_brief = (
-            one.is_tile
-        )  # a recomputed forward does not keep it for its backward: it is gathered again there
+        self.is_brief = one.is_tile  # a recomputed forward does not keep it for its backward: it is gathered again
         self.is_named = one.is_named  # by the user: ranks may use different parts of it, or none
         self.trainable = [group for group in groups if group.trainable]
         self.keeps_frozen = False  # frozen groups stay whole once they are
@@ -48,6 +46,7 @@ class Unit:
         self.in_forward = 0  # running forwards that hold it
         self.in_backward = False
         self.opened = 0  # GatheredParameters contexts that hold it
+        self._was_opened = False  # since it was gathered: the user may have views of it
         self.misfit = False  # a parameter was given another shape
         self.lent = False  # somebody outside its module may still look at it
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
@@ -102,6 +101,10 @@ class Unit:
             self._sort()
             if not self.releasable:
                 return False
+        if self._was_opened:
+            for group in self.releasable:
+                group.spare_views()
+        self._was_opened = False
         self._move(Residency.RELEASED)
         guard.send_away(self._parameters(self.releasable))
         for group in self.releasable:
@@ -150,6 +153,7 @@ class Unit:
 
     def open(self) -> None:
         self.opened += 1
+        self._was_opened = True
         self.gather()
         self.wait()
         if self.opened == 1:
@@ -166,8 +170,6 @@ class Unit:
         if not all(fitting):
             self.misfit = True  # it stays open, and the engine builds it anew before it is used again
             return
-        for group in self.releasable:
-            group.spare_views()
         self.opened -= 1
         self.release()
 
