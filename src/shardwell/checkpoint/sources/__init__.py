@@ -1,0 +1,6 @@
+"""Checkpoints that can be read: shardwell's own, and those of others."""
+
+from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
+from shardwell.checkpoint.sources.own import OwnSource
+
+__all__ = ["MODEL", "SCALAR", "STATE", "OwnSource", "Source", "Stored"]
