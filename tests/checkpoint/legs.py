@@ -61,7 +61,7 @@ def train(engine: shardwell.Engine, leg: Leg) -> list[float]:
             loss = engine(share(batch, dist.get_rank(), dist.get_world_size(), micro, leg.case.accumulation))
             engine.backward(loss)
             engine.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     return losses
 
 

@@ -63,6 +63,16 @@ class Checkpoints:
         with self._together(f"save_checkpoint({tag!r})"):
             self._saver.wait()
         _settle(engine)
+        contents = Contents(
+            engine.module, engine._flow.units, engine.optimizer, rank=engine.global_rank, exclude_frozen=exclude_frozen
+        )
+        values: dict[str, Any] = {}
+        problem: CheckpointError | None = None
+        try:
+            values = self._values(engine, contents, client_state, exclude_frozen)
+        except CheckpointError as error:
+            problem = error
+        self._agree(problem)
         folder = Folder(root)
 
         def begin() -> str:
@@ -70,17 +80,8 @@ class Checkpoints:
             return str(folder.begin(tag))
 
         temporary = Path(self._from_rank_0(begin))
-        contents = Contents(
-            engine.module, engine._flow.units, engine.optimizer, rank=engine.global_rank, exclude_frozen=exclude_frozen
-        )
         keep_last = engine.config.shardwell.keep_last
         job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last)
-        try:
-            values = self._values(engine, contents, client_state, exclude_frozen)
-        except CheckpointError as error:
-            self._agree(error)
-            raise
-        self._agree(None)
         (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
 
     def wait(self) -> None:
