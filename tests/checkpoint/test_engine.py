@@ -420,13 +420,12 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(
 
 def save_and_go_on(leg: Leg, root: str) -> None:
     engine = leg.engine()
+    hold, write = threading.Event(), saving.stream
     data = [share(batch, dist.get_rank(), dist.get_world_size()) for batch in batches(6, 48)]
     for number, batch in enumerate(data):
         engine.backward(engine(batch))
         engine.step()
         if number == 1:
-            hold = threading.Event()
-            write = saving.stream
             saving.stream = lambda *args: (hold.wait(), write(*args))[1]  # nothing is written before training goes on
             engine.save_checkpoint(root, "later", asynchronous=True)
     assert not Folder(root).is_committed("later")
