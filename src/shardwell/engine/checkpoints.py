@@ -201,7 +201,6 @@ class Checkpoints:
     def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> dict[str, Any]:
         """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing."""
         _settle(engine)
-        engine.zero_grad()
         problem: CheckpointError | None = None
         try:
             optimizer = engine.optimizer if with_optimizer else None
@@ -213,6 +212,8 @@ class Checkpoints:
         except CheckpointError as error:
             problem = error
         self._agree(problem)
+        engine._flow.end_loans()
+        engine.zero_grad()
         loading.apply()
         return {**source.values, **decoded}
 
@@ -269,10 +270,8 @@ def _share(world: Collectives, text: str, source: int = 0) -> str:
 
 
 def _settle(engine: Engine) -> None:
-    """Bring units and optimizer to rest."""
+    """The engine fits its model, and the last step has ended well."""
     engine.fit_to_model()
-    engine._flow.finish()
-    engine._flow.end_loans()
     if engine.optimizer is not None:
         engine.optimizer.settle()
     opened = [unit.name for unit in engine._flow.units if unit.opened]
