@@ -47,7 +47,10 @@ class Source(Protocol):
     where: str  # what messages call it
     tensors: Mapping[str, Stored]
     values: Mapping[str, Any]
-    bytes_read: int  # of tensors, since it was opened
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, since it was opened."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """1D, on the CPU, in the stored dtype: elements `start` to `stop`. Reads no others, as far as it can."""
