@@ -313,7 +313,7 @@ def test_a_number_that_is_a_pickle_of_something_else_is_refused(tmp_path: Path) 
     done = tmp_path / "done"
     content = {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": {"step": Evil(done)}}}}
     path = save(tmp_path / "dcp", content)
-    with pytest.raises(CheckpointError, match=r"'optim.state.w.step': cannot be read as plain values"):
+    with pytest.raises(CheckpointError, match=r"'optim.state.w.step': names 'posix.mkdir'"):
         DcpSource(path)
     assert not done.exists()
 

@@ -48,7 +48,7 @@ class Precision(str, Enum):
 
 
 _Where = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint of any kind, or a folder of checkpoints.")]
-_Tag = Annotated[str | None, typer.Option("--tag", help="Which one of a folder.  [default: the latest]")]
+_Tag = Annotated[str | None, typer.Option("--tag", help="Which one of a folder; without it, the latest.")]
 
 
 @app.command("inspect")
@@ -126,7 +126,7 @@ def export(
         typer.Option("--format", help="safetensors: what from_pretrained reads; dcp: torch's own; shardwell: ours."),
     ] = Format.safetensors,
     dtype: Annotated[
-        Precision | None, typer.Option(help="Of floating tensors, for safetensors.  [default: as stored]")
+        Precision | None, typer.Option(help="Of floating tensors, for safetensors; without it, as stored.")
     ] = None,
     max_file_size: Annotated[str, typer.Option(help="Larger models are split over several files.")] = "5GB",
 ) -> None:
@@ -267,7 +267,9 @@ def _facts(path: Path, source: Source) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.is_file()]
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    return [file for file in path.iterdir() if file.is_file()]
 
 
 def _bytes(source: Source, prefix: str = "") -> int:

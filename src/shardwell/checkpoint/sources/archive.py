@@ -1,7 +1,7 @@
-"""Where in a file the elements of a tensor lie that `torch.save` wrote, so that any stretch of them can be read.
+"""What `torch.save` wrote to a stretch of a file: where the elements of a tensor lie, or a plain value.
 
-`torch.save` makes a zip archive, and checkpoints put several of them into one file. An archive holds a pickle that
-describes the tensor and, uncompressed, the bytes of its storage.
+`torch.save` makes a zip archive, and checkpoints put several of them into one file. An archive holds a pickle and,
+uncompressed, the bytes of the storage of each tensor in it. The pickle is read as data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwell.checkpoint.sources import pickles
 from shardwell.errors import CheckpointError
 from shardwell.layout import contiguous_stride, product
 
-_MAX_MEMBER = 2**20  # bytes of a member other than the storage
+_MAX_MEMBER = 2**24  # bytes of a member other than the storage
 _LOCAL = struct.Struct("<4s22xHH")  # of the header before a zip member: its signature, and two lengths at the end
 _STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -102,18 +102,14 @@ class Saved:
         return raw.view(self.dtype)
 
 
+def load_value(file: File, offset: int, length: int, where: str) -> Any:
+    """What is no tensor: numbers, strings, lists and dictionaries of them."""
+    return pickles.load(_Members(file, offset, length, where).read("data.pkl"), {}, where)
+
+
 def locate(file: File, offset: int, length: int, where: str) -> Saved:
-    """The tensor that `torch.save` wrote to these bytes of a file."""
-    try:
-        with zipfile.ZipFile(_Slice(file, offset, length)) as archive:
-            return _locate(_Members(file, offset, length, archive, where), where)
-    except CheckpointError:
-        raise
-    except Exception as error:  # anything can follow from bytes that are no archive
-        raise CheckpointError(f"{where}: damaged, or not written by torch.save ({error})") from error
-
-
-def _locate(members: _Members, where: str) -> Saved:
+    """The tensor that these bytes hold."""
+    members = _Members(file, offset, length, where)
     if "byteorder" in members and members.read("byteorder") != b"little":
         raise CheckpointError(f"{where}: its bytes are not in little-endian order")
     tensor = pickles.load(members.read("data.pkl"), _KNOWN, f"{where}: data.pkl", _storage)
@@ -147,9 +143,13 @@ def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 class _Members:
     """The members of an archive, which is a stretch of a file; their names are without the folder that all share."""
 
-    def __init__(self, file: File, offset: int, length: int, archive: zipfile.ZipFile, where: str) -> None:
+    def __init__(self, file: File, offset: int, length: int, where: str) -> None:
         self._file, self._offset, self._length, self._where = file, offset, length, where
-        self._members = {info.filename: info for info in archive.infolist()}
+        try:
+            with zipfile.ZipFile(_Slice(file, offset, length)) as archive:
+                self._members = {info.filename: info for info in archive.infolist()}
+        except Exception as error:  # anything can follow from bytes that are no archive
+            raise CheckpointError(f"{where}: damaged, or not written by torch.save ({error})") from error
         roots = [name.removesuffix("data.pkl") for name in self._members if name.endswith("/data.pkl")]
         if len(roots) != 1:
             raise CheckpointError(f"{where}: expected one pickle in the archive, found {len(roots)}")

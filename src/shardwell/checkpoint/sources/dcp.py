@@ -14,7 +14,6 @@ A bare state dict, without `model`, is a model. What is neither is not read; `ig
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from bisect import bisect_right
@@ -29,7 +28,7 @@ from torch import Tensor
 from shardwell.checkpoint.files import failing, is_size, open_plain, parse_shape, show
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.checkpoint.sources import pickles
-from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, File, Saved, locate
+from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, File, Saved, load_value, locate
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
 from shardwell.checkpoint.sources.pickles import Record, nothing
 from shardwell.errors import CheckpointError
@@ -37,7 +36,6 @@ from shardwell.layout import contiguous_stride, product
 
 METADATA = ".metadata"
 _MAX_METADATA = 2**30  # bytes
-_MAX_OBJECT = 2**24  # bytes of what is no tensor
 _OPTIMIZERS = ("optim", "optimizer")
 
 
@@ -234,13 +232,7 @@ class DcpSource:
         """What is saved under a key that is no tensor: a number, a string, or a list of them."""
         place = self._metadata.objects[key]
         where = f"{self._root / place.file}: {key!r}"
-        if place.length > _MAX_OBJECT:
-            raise CheckpointError(f"{where}: {place.length} bytes; expected at most {_MAX_OBJECT}")
-        data = self._file(place.file).pull(place.offset, place.length)
-        try:
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # anything can follow from damaged bytes
-            raise CheckpointError(f"{where}: cannot be read as plain values ({type(error).__name__})") from error
+        value = load_value(self._file(place.file), place.offset, place.length, where)
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if item is not None and not isinstance(item, (bool, int, float, str)):
                 raise CheckpointError(f"{where}: expected plain values, found {show(item)}")
@@ -447,9 +439,9 @@ def _sections(metadata: _Metadata) -> dict[str, tuple[str, str]]:
 
 def _path(key: str, paths: Any) -> tuple[str, ...]:
     path = paths.get(key) if isinstance(paths, dict) else None
-    if isinstance(path, (tuple, list)) and path and ".".join(map(str, path)) == key:
-        return tuple(map(str, path))
-    return (key,)
+    if not isinstance(path, tuple) or not path or not all(isinstance(part, (str, int)) for part in path):
+        return (key,)
+    return tuple(map(str, path)) if ".".join(map(str, path)) == key else (key,)
 
 
 def _first(key: str) -> str:

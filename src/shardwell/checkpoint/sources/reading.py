@@ -22,9 +22,9 @@ def weights(source: Source) -> list[str]:
     return names
 
 
-def parts(source: Source, name: str, progress: Progress | None = None, limit: int = PART) -> Iterator[Tensor]:
-    """A tensor's elements as they are stored, at most `limit` at a time."""
-    numel = source.tensors[name].numel
+def parts(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:
+    """A tensor's elements as they are stored, at most `limit` at a time, without it `PART`."""
+    numel, limit = source.tensors[name].numel, limit or PART
     for start in range(0, numel, limit):
         part = source.read(name, start, min(start + limit, numel))
         yield part
@@ -32,7 +32,7 @@ def parts(source: Source, name: str, progress: Progress | None = None, limit: in
             progress(part.nbytes)
 
 
-def in_order(source: Source, name: str, progress: Progress | None = None, limit: int = PART) -> Iterator[Tensor]:
+def in_order(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:
     """A tensor's elements in the order of its dimensions. If they are stored in another order, all come at once."""
     if is_contiguous(source.tensors[name]):
         yield from parts(source, name, progress, limit)
