@@ -159,7 +159,8 @@ def _cast(part: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     if dtype is None or not part.is_floating_point() or part.dtype == dtype:
         return part
     cast = part.to(dtype)
-    if bool((cast.isinf() & part.isfinite()).any()):
+    infinite = cast.isinf()
+    if bool(infinite.any()) and bool((infinite & part.isfinite()).any()):
         warnings.warn(f"tensor {name!r}: some values are too large for {dtype} and became infinite", stacklevel=2)
     return cast
 

@@ -43,7 +43,7 @@ from shardwell.checkpoint.sources.reading import Progress, is_contiguous, weight
 from shardwell.errors import CheckpointError
 from shardwell.layout import product
 
-CHUNK = 2**28  # bytes; larger tensors are cut
+CHUNK = 2**26  # bytes; larger tensors are cut
 _FILE = "__0_0.distcp"
 _Path = tuple[str | int, ...]  # the keys of a nested dictionary
 

@@ -92,28 +92,16 @@ def inspect(
 @app.command("verify")
 def verify(path: _Where, tag: _Tag = None) -> None:
     """Read every byte and compare it with its checksum. Exit code 1 if anything is damaged; all damages are listed."""
-    from shardwell.checkpoint.folder import read_manifest
-    from shardwell.checkpoint.sources import kind_of, locate_own
-    from shardwell.checkpoint.verify import damages, unreadable
+    from shardwell.checkpoint.sources import kind_of
+    from shardwell.checkpoint.verify import unreadable
 
-    own = locate_own(path, tag)
-    if own is not None:
-        folder, chosen = own
-        where = folder.path(chosen)
-        manifest = read_manifest(where)
-        total, num_tensors = sum(record.size for record in manifest.files.values()), len(manifest.tensors)
-        with _bar("verify", total) as told:
-            found = list(damages(where, manifest, told))
-        good = f"{where}: {num_tensors} tensors in {len(manifest.files)} files match their checksums"
-    else:
+    good = _check_own(path, tag)
+    if good is None:
         with _opened(path, tag) as source:
             with _bar("verify", _bytes(source)) as told:
-                found = list(unreadable(source, told))
+                _end_if_damaged(list(unreadable(source, told)))
             good = f"{path}: {len(source.tensors)} tensors can be read; {kind_of(source)} has no checksums"
-    if found:
-        _complain([f"damaged: {one}" for one in found])
-        raise typer.Exit(1)
-    _console().print(good, soft_wrap=True)
+    _console().print(Text(good), soft_wrap=True)
 
 
 @app.command("export")
@@ -129,6 +117,7 @@ def export(
         Precision | None, typer.Option(help="Of floating tensors, for safetensors; without it, as stored.")
     ] = None,
     max_file_size: Annotated[str, typer.Option(help="Larger models are split over several files.")] = "5GB",
+    check: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the checksums first.")] = True,
 ) -> None:
     """Convert a checkpoint. In shardwell's own format it is FOLDER/TAG, and becomes the latest of the folder."""
     import torch
@@ -140,6 +129,8 @@ def export(
     if dtype is not None and form is not Format.safetensors:
         raise CheckpointError(f"--dtype {dtype.value}: only for safetensors; {form.value} keeps what is stored")
     limit = _parse_size(max_file_size)
+    if check:
+        _check_own(path, tag)
     with _opened(path, tag) as source, _telling_warnings():
         prefix = MODEL if form is Format.safetensors else ""
         with _bar("export", _bytes(source, prefix)) as told:
@@ -149,7 +140,7 @@ def export(
                 to_dcp(source, out, told)
             else:
                 to_own(source, out.resolve().parent, out.resolve().name, limit, told)
-    _console().print(f"written: {out}", soft_wrap=True)
+    _console().print(Text(f"written: {out}"), soft_wrap=True)
 
 
 @app.command("diff")
@@ -218,6 +209,29 @@ def _opened(path: Path, tag: str | None) -> Iterator[Source]:
         yield source
     finally:
         source.close()
+
+
+def _check_own(path: Path, tag: str | None) -> str | None:
+    """Ends the command if a checkpoint of shardwell's own is damaged; None if it is no such checkpoint."""
+    from shardwell.checkpoint.folder import read_manifest
+    from shardwell.checkpoint.sources import locate_own
+    from shardwell.checkpoint.verify import damages
+
+    own = locate_own(path, tag)
+    if own is None:
+        return None
+    where = own[0].path(own[1])
+    manifest = read_manifest(where)
+    with _bar("verify", sum(record.size for record in manifest.files.values())) as told:
+        _end_if_damaged(list(damages(where, manifest, told)))
+    return f"{where}: {len(manifest.tensors)} tensors in {len(manifest.files)} files match their checksums"
+
+
+def _end_if_damaged(found: list[str]) -> None:
+    for one in found:
+        Console(stderr=True).print(Text(f"damaged: {one}", style="red"), soft_wrap=True)
+    if found:
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -318,11 +332,6 @@ def _pair(sides: list[str]) -> str:
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH_IN_A_PIPE)
-
-
-def _complain(lines: list[str]) -> None:
-    for line in lines:
-        Console(stderr=True).print(Text(line, style="red"), soft_wrap=True)
 
 
 def _parse_size(text: str) -> int:

@@ -10,7 +10,7 @@ from shardwell.checkpoint.sources.base import MODEL, Source, Stored
 from shardwell.errors import CheckpointError
 from shardwell.layout import contiguous_stride
 
-PART = 2**24  # elements that are read at once
+PART = 2**22  # elements that are read at once
 Progress = Callable[[int], object]  # is told how many bytes were read since it was told last
 
 
