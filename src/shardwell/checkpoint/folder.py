@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ from shardwell.checkpoint.manifest import MAX_BYTES, MAX_NAME, NAME, Manifest, p
 from shardwell.errors import CheckpointError
 
 LATEST = "latest"
+_LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{16}\.(?P<state>partial|aside|deleted)", re.DOTALL)
 _TICK = 1_000_000  # ns; the least distance of two commits in time, so that their order is kept
 _ATTEMPTS = 10  # before a name that others keep changing is given up
@@ -43,6 +45,7 @@ class Folder:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
+        self._locks: dict[str, int] = {}  # of what this object began: descriptors, held until it is committed
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -54,9 +57,12 @@ class Folder:
         path = self._temporary(tag, "partial")
         with failing(f"{self.root}: no checkpoint can be written here"):
             os.mkdir(path)
+            self._locks[path.name] = _lock(path)
         return path
 
-    def commit(self, temporary: str | os.PathLike[str], tag: str, manifest: Manifest) -> Path:
+    def commit(
+        self, temporary: str | os.PathLike[str], tag: str, manifest: Manifest, *, is_latest: bool = True
+    ) -> Path:
         """Makes what was written to `temporary` the checkpoint `tag`, and the latest; replaces the one before."""
         self._check_tag(tag)
         temporary, begun = self._begun(temporary)
@@ -66,10 +72,12 @@ class Folder:
         text = manifest.to_json(str(temporary / NAME)).encode("ascii")
         _write_whole(temporary / NAME, text, stamp=self._next_stamp())
         _sync(temporary)
+        self._unlock(temporary)
         aside = self._move_in(temporary, tag)
         _sync(self.root)
-        _write_whole(self.root / LATEST, f"{tag}\n".encode())
-        _sync(self.root)
+        if is_latest:
+            _write_whole(self.root / LATEST, f"{tag}\n".encode())
+            _sync(self.root)
         for path in aside:
             try:
                 self._remove(path, tag)
@@ -79,7 +87,9 @@ class Folder:
 
     def discard(self, temporary: str | os.PathLike[str]) -> None:
         """Removes what `begin` made and nobody committed."""
-        self._remove(*self._begun(temporary))
+        path, tag = self._begun(temporary)
+        self._unlock(path)
+        self._remove(path, tag)
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -157,8 +167,8 @@ class Folder:
     def clean(self, older_than: float = 0.0) -> list[str]:
         """Ends what crashes left undone: old checkpoints get their names back, leftovers are removed.
 
-        A checkpoint that somebody still writes looks like a leftover, unless its last change is less than
-        `older_than` seconds ago. Returns the names of what was removed.
+        A checkpoint that somebody still writes is locked and stays. Where the file system knows no locks, one whose
+        last change is less than `older_than` seconds ago stays too. Returns the names of what was removed.
         """
         removed = []
         for name, path in self._list():
@@ -168,7 +178,7 @@ class Folder:
             tag, state = match["tag"], match["state"]
             if state == "aside" and self._find(tag) == path:
                 self._move_back(path, tag)
-            elif state != "partial" or _age(path) >= older_than:
+            elif state != "partial" or (_age(path) >= older_than and not _is_locked(path)):
                 self._remove(path, tag)
                 removed.append(name)
         return removed
@@ -208,6 +218,15 @@ class Folder:
         if match is None or match["state"] != "partial" or path.parent.resolve() != self.root.resolve():
             raise CheckpointError(f"{path}: not what begin returned for {self.root}")
         return self.root / path.name, match["tag"]
+
+    def _unlock(self, temporary: Path) -> None:
+        descriptor = self._locks.pop(temporary.name, None)
+        if descriptor is not None:
+            try:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary / _LOCK)
+            finally:
+                _close(descriptor)
 
     def _named(self) -> str | None:
         """The tag in the file `latest`; None if there is no such file."""
@@ -365,6 +384,35 @@ def _age(path: Path) -> float:
         for name in os.listdir(path) if _is_directory(path) else ():
             last = max(last, os.lstat(path / name).st_mtime)
     return time.time() - last
+
+
+def _lock(path: Path) -> int:
+    """Marks a directory as being written, for as long as the descriptor is open."""
+    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with contextlib.suppress(OSError):  # some file systems know no locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # nothing was written through it
+        os.close(descriptor)
 
 
 def _read_manifest(path: Path) -> Manifest:

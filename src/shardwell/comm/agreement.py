@@ -53,6 +53,11 @@ class Agreement:
             number = store.add(f"shardwell/books/{mesh.rank}", 1)
             self._store = dist.distributed_c10d.PrefixStore(f"shardwell/{number}", store)
 
+    @property
+    def store(self) -> Any:
+        """Where the ranks of this engine leave words for each other; None with one rank."""
+        return self._store
+
     def announce(self, token: str) -> None:
         """Say what comes next. Returns if all ranks (will) do the same; raises before a mismatched collective."""
         if not self._active:

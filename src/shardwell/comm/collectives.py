@@ -58,7 +58,7 @@ class Collectives:
     def __init__(self, mesh: Mesh, device: Device, ledger: Ledger, scratch: Scratch) -> None:
         self.mesh = mesh
         self.agreement: Agreement | None = None
-        self._device = device
+        self.device = device
         self._ledger = ledger
         self._scratch = scratch
         self._by_links = mesh.backend == "gloo" and device.torch_device.type == "cpu"
@@ -76,7 +76,7 @@ class Collectives:
             mine = shards[self.mesh.rank]
             works = self._swap([(mine, shard) for shard in shards])
             return Pending(lambda: self._wait_all(works))
-        with self._device.gathers.after_current():
+        with self.device.gathers.after_current():
             mine = flat.chunk(self.mesh.size)[self.mesh.rank]
             return self._launched(self._all_gather(flat, mine))
 
@@ -86,9 +86,9 @@ class Collectives:
         The sum runs in fp32 at least, in rank order with this rank first.
         """
         if self.mesh.size == 1:
-            with self._device.reduces.after_current():
+            with self.device.reduces.after_current():
                 combine([flat], into, scale, accumulate)
-            return _after(self._device.reduces.mark())
+            return _after(self.device.reduces.mark())
         self._open(token, Kind.REDUCE, flat)
         size, rank = self.mesh.size, self.mesh.rank
         shard = flat.numel() // size
@@ -152,13 +152,13 @@ class Collectives:
         if self.mesh.size == 1:
             return value
         self._announce(token)
-        least = self._device.scalar(value, torch.float64)
+        least = self.device.scalar(value, torch.float64)
         self._ledger.count(Kind.CONTROL, *self._hops(2 * 8 * (self.mesh.size - 1)))
         self._guarded(dist.all_reduce, least, dist.ReduceOp.MIN, group=self.mesh.group)
         return 0.0 if least.is_meta else float(least)
 
     def barrier(self, token: str = "barrier") -> None:
-        self.sum_scalar(self._device.scalar(0.0), token)
+        self.sum_scalar(self.device.scalar(0.0), token)
 
     # --------------------------------------------------------------------------------------------- the routes
 
@@ -183,24 +183,24 @@ class Collectives:
 
     def _reduce_by_library(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with self._device.reduces.after_current():
+        with self.device.reduces.after_current():
             mine = flat.chunk(self.mesh.size)[self.mesh.rank]
             work = self._guarded(scatter, mine, flat, group=self.mesh.group, async_op=True)
             work.wait()
             combine([mine], into, scale, accumulate)
-            return _after(self._device.reduces.mark())
+            return _after(self.device.reduces.mark())
 
     def _reduce_by_exchange(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
         received = self._scratch.take(flat.numel(), flat.dtype, State.STAGING, _STAGING)
-        with self._device.reduces.after_current():
+        with self.device.reduces.after_current():
             work = self._guarded(dist.all_to_all_single, received, flat, group=self.mesh.group, async_op=True)
 
             def finish() -> None:
-                with self._device.reduces.after_current():
+                with self.device.reduces.after_current():
                     self._wait_all([work])
                     parts = list(received.chunk(self.mesh.size))
                     combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
-                    mark = self._device.reduces.mark()
+                    mark = self.device.reduces.mark()
                 mark.wait()
                 self._scratch.give(received)
 
@@ -209,7 +209,7 @@ class Collectives:
             work.wait()
             parts = list(received.chunk(self.mesh.size))
             combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
-            mark = self._device.reduces.mark()
+            mark = self.device.reduces.mark()
         return _after(mark).then(lambda: self._scratch.give(received))
 
     def _launched(self, work: Any) -> Pending:
@@ -217,7 +217,7 @@ class Collectives:
         if self.mesh.backend == "gloo":  # progress is made by the backend's threads, the host must wait
             return Pending(lambda: self._wait_all([work]))
         work.wait()
-        return _after(self._device.gathers.mark())
+        return _after(self.device.gathers.mark())
 
     # ------------------------------------------------------------------------------------------------ the books
 

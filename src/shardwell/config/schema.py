@@ -159,6 +159,25 @@ class CheckpointingConfig(Block):
     profile: Flag = Field(default=False, description="Time each recomputation; only false is built.")
 
 
+def _lowered(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+class SavingConfig(Block):
+    """How checkpoints are saved and loaded."""
+
+    tag_validation: Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(_lowered)] = Field(
+        default="warn", description="No effect: ranks that save under different tags always raise."
+    )
+    load_universal: Flag = Field(default=False, description="No effect: every checkpoint loads at any number of ranks.")
+    use_node_local_storage: Flag = Field(
+        default=False, description="Checkpoints on disks of single nodes; only false is built."
+    )
+    parallel_write: dict[StrictStr, bool] = Field(
+        default_factory=dict, description="No effect: all ranks always write in parallel."
+    )
+
+
 class OffloadOptimizerConfig(Block):
     """Where the optimizer's state rests."""
 
@@ -258,6 +277,12 @@ class ShardwellConfig(Block):
     commit: Literal["after_norm", "at_once", "shadow"] = Field(
         default="after_norm", description="When an update becomes the truth; only after_norm is built."
     )
+    keep_last: PositiveCount | None = Field(
+        default=None, description="Checkpoints to keep in a folder: older ones are removed after a save; null = all."
+    )
+    async_save: Flag = Field(
+        default=False, description="save_checkpoint writes in the background unless it is told otherwise."
+    )
     keep_pages: Flag = Field(default=True, description="CPU malloc keeps freed pages instead of returning them.")
     keep_frozen: CountOrAuto = Field(
         default="auto",
@@ -305,6 +330,7 @@ class Config(Block):
     activation_checkpointing: CheckpointingConfig = Field(
         default=CheckpointingConfig(), description="How checkpointed inputs are kept."
     )
+    checkpoint: SavingConfig = Field(default=SavingConfig(), description="How checkpoints are saved and loaded.")
     zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="What is sharded, and how it moves.")
     shardwell: ShardwellConfig = Field(default=ShardwellConfig(), description="What only shardwell has.")
 

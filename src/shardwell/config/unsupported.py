@@ -36,6 +36,9 @@ ONLY: dict[str, Only] = {
         (None,), _not_yet("a choice of modules for autocast", "remove it: torch's own list of operations decides")
     ),
     "activation_checkpointing.profile": Only((False,), _not_yet("a profile of recomputation", _OFF)),
+    "checkpoint.use_node_local_storage": Only(
+        (False,), _not_yet("checkpoints on disks of single nodes", f"{_OFF}, and save to a folder that all nodes see")
+    ),
     "zero_optimization.reduce_scatter": Only(
         (True,), "shardwell always reduces by scatter; set it to true or remove it"
     ),
@@ -63,7 +66,6 @@ NOT_YET_BLOCKS: dict[str, str] = {
     "wandb": _not_yet("a Weights & Biases writer", _DROP),
     "csv_monitor": _not_yet("a CSV writer", _DROP),
     "comms_logger": _not_yet("a communication log", _DROP),
-    "checkpoint": _not_yet("checkpoint settings", _DROP),
     "pipeline": _not_yet("pipeline parallelism", _DROP),
     "tensor_parallel": _not_yet("tensor parallelism", _DROP),
     "autotuning": _not_yet("autotuning", _DROP),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,10 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
+from shardwell.engine.checkpoints import Checkpoints
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import moved
+from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
 from shardwell.engine.refit import Builder, refit
 from shardwell.engine.trace import Trace
@@ -84,6 +87,8 @@ class Engine(nn.Module):
         self.lr_scheduler = None
         self.global_steps = 0
         self.micro_steps = 0
+        self.global_samples = 0
+        self.training_dataloader: ShardedLoader | None = None
         self._flow, self._context, self._ledger, self._agreement = flow, context, ledger, agreement
         self._builder = builder
         self._fingerprint = Fingerprint(model)
@@ -92,6 +97,7 @@ class Engine(nn.Module):
         self._boundary_override: bool | None = None
         self._scale: LossScale = NoScale()
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
+        self._checkpoints = Checkpoints(self)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -175,6 +181,7 @@ class Engine(nn.Module):
             raise ShardwellError(
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
+        self._checkpoints.check()
         at_boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._boundary_override = None
@@ -189,6 +196,7 @@ class Engine(nn.Module):
             self._ledger.close_step()
             self._agreement.turn_page()
         self.global_steps += 1
+        self.global_samples += self.train_batch_size()
         if self.global_steps == 1:
             self._flow.keep_frozen(self._room_for_frozen())
         if self.lr_scheduler is not None and not self.optimizer.overflow:
@@ -418,10 +426,77 @@ class Engine(nn.Module):
                     mine[key].copy_(state_dict[key])
         return _IncompatibleKeys(missing, unexpected)
 
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        asynchronous: bool | None = None,
+    ) -> bool:
+        """Save everything that training needs to go on under `save_dir`, at this or any other number of ranks.
+
+        All ranks must call it. The tag is `global_step<N>` if none is given. `client_state` is rank 0's: numbers,
+        strings, tensors, and containers of them. With `asynchronous` only a copy to host memory is made before it
+        returns; what goes wrong later is raised by the next `step`. A checkpoint is there whole or not at all.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._checkpoints.save(
+            self,
+            os.fspath(save_dir),
+            name,
+            client_state,
+            exclude_frozen=exclude_frozen_parameters,
+            asynchronous=self.config.shardwell.async_save if asynchronous is None else asynchronous,
+            is_latest=save_latest,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Go on from a checkpoint: the latest under `load_dir`, or the one with that tag. All ranks must call it.
+
+        Returns its path and the client's state, or (None, None) if there is none yet. If it cannot be loaded, the
+        engine's state is as before. It may have been saved at any stage, precision and number of ranks; checkpoints of
+        DeepSpeed and of torch.distributed.checkpoint are read too.
+        """
+        return self._checkpoints.load(
+            self,
+            os.fspath(load_dir),
+            None if tag is None else str(tag),
+            strict=load_module_strict,
+            with_optimizer=load_optimizer_states,
+            with_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+
+    def load_model(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Take the model's weights from a Hugging Face directory, a safetensors file or any checkpoint.
+
+        All ranks must call it; each reads only its own slices.
+        """
+        self._checkpoints.load_model(self, os.fspath(path), strict=strict)
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is being written in the background; raises what went wrong with it."""
+        self._checkpoints.wait()
+
     # ---------------------------------------------------------------------------------------------------- the end
 
     def destroy(self) -> None:
         """Unhook the model and drop gradients and optimizer state. Parameters of released units stay away."""
+        self.finish_saving()
         for handles in self._handles.values():
             _remove(handles)
         self._handles.clear()

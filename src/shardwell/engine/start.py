@@ -107,8 +107,8 @@ def initialize(
     engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
     ledger.close_step()
     agreement.turn_page()
-    loader = _loader(training_data, engine, collate_fn)
-    return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
+    engine.training_dataloader = _loader(training_data, engine, collate_fn)
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
 def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledger, Agreement]:

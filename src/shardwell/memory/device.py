@@ -105,10 +105,16 @@ class Device:
         if self.is_cuda:
             copy = torch.empty_like(value, device="cpu", pin_memory=True)
             copy.copy_(value, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            return Later(copy, Mark(event))
+            return Later(copy, self.now())
         return Later(value, Mark())
+
+    def now(self) -> Mark:
+        """The point that the current lane has been given work up to."""
+        if not self.is_cuda:
+            return Mark()
+        event = torch.cuda.Event()
+        event.record()
+        return Mark(event)
 
     def copy_to_host(self, source: Tensor) -> tuple[Tensor, Mark]:
         """Start copying a 1-D tensor; the source must not be freed or changed before the mark has passed."""

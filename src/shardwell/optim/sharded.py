@@ -140,6 +140,10 @@ class ShardedOptimizer(Optimizer):
             self.scale.update(self.overflow)
         self.count_states()
 
+    def settle(self) -> None:
+        """Hear what became of the last step; raises if its gradients were not finite."""
+        self._hear_verdict()
+
     def finish_gradients(self) -> None:
         """Reduce what backward has left so far; more may still be added."""
         self._before_step()
@@ -156,6 +160,16 @@ class ShardedOptimizer(Optimizer):
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         return torch.tensor(value, dtype=dtype, device=tensor.device if on_device else "cpu")
 
+    def forget_state(self, shard: Shard) -> None:
+        """As if it had never been stepped."""
+        self.state.pop(shard.tensor, None)
+        if self._has_state_at_birth and shard.label >= 0:
+            self._give_birth_state(shard)
+
+    def _give_birth_state(self, shard: Shard) -> None:
+        options = {**self.param_groups[shard.label], "params": [shard.tensor]}
+        self.state[shard.tensor] = type(self.inner)([options], **self.inner.defaults).state[shard.tensor]
+
     def enter(self, unit: Unit) -> None:
         """Step a unit that was built anew."""
         if not unit.trainable:
@@ -163,11 +177,9 @@ class ShardedOptimizer(Optimizer):
         self._units = sorted([*self._units, unit], key=lambda other: other.index)
         for shard in self.shards.enter(unit):
             if shard.label >= 0:
-                group = self.param_groups[shard.label]
-                group["params"].append(shard.tensor)
+                self.param_groups[shard.label]["params"].append(shard.tensor)
                 if self._has_state_at_birth:
-                    made = type(self.inner)([{**group, "params": [shard.tensor]}], **self.inner.defaults)
-                    self.state[shard.tensor] = made.state[shard.tensor]
+                    self._give_birth_state(shard)
 
     def leave(self, unit: Unit) -> None:
         """Forget a unit and its state."""

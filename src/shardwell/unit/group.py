@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -158,6 +159,15 @@ class Group:
             self.shard.tensor.copy_(truth)
         if self._before is not None:
             self._before = truth
+
+    def replace_master(self, fill: Callable[[Tensor], None]) -> None:
+        """Let `fill` write this rank's part of the truth. Where parameters rest whole, all ranks are sent theirs."""
+        self.open_master()
+        fill(self.master)
+        self.close_master()
+        self.forget_second_copy()
+        if self.flat.present and self.row.optimizer.over is not None:
+            self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
 
     def open_for_writing(self) -> None:
         """Remember the masters, because the user may now overwrite their upper halves."""

@@ -3,4 +3,13 @@
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
 from shardwell.checkpoint.sources.own import OwnSource
 
+
+def is_foreign(path: str) -> bool:
+    return False
+
+
+def open_source(path: str, tag: str | None = None) -> Source:
+    raise NotImplementedError
+
+
 __all__ = ["MODEL", "SCALAR", "STATE", "OwnSource", "Source", "Stored"]

@@ -44,10 +44,19 @@ class Stored:
 class Source(Protocol):
     """An open checkpoint. Several threads may read from it at once."""
 
-    where: str  # what messages call it
-    tensors: Mapping[str, Stored]
-    values: Mapping[str, Any]
-    bytes_read: int  # of tensors, since it was opened
+    @property
+    def where(self) -> str:
+        """What messages call it."""
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]: ...
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, since it was opened."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """1D, on the CPU, in the stored dtype: elements `start` to `stop`. Reads no others, as far as it can."""

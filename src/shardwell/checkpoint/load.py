@@ -1,0 +1,250 @@
+"""Loading: every rank reads the stretches that it holds, whoever wrote them and in whatever cut.
+
+First everything is read and checked; then the ranks agree that all of them could; only then is anything changed. What
+was read waits in host memory in between. Where there is too little of it, it is read twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import torch
+from torch import Tensor, nn
+
+from shardwell.checkpoint.contents import buffers_of
+from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, Source
+from shardwell.errors import CheckpointError
+from shardwell.layout import Slot, contiguous_stride
+from shardwell.optim import ShardedOptimizer
+from shardwell.optim.shards import Shard
+from shardwell.unit import Group, Unit
+
+_THREADS = 4
+_SHARE = 0.5  # of the free host memory that may hold what was read
+_MOST_NAMES = 5  # in a message
+
+
+@dataclass(frozen=True)
+class Want:
+    """A stretch of a stored tensor."""
+
+    name: str
+    slot: Slot  # the parameter, as the model has it
+    start: int  # in the parameter
+    numel: int
+    at: int  # in the destination
+
+
+class Stock:
+    """A source, looked up by the names of a model's parameters."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        aliases: Mapping[str, str] = source.values.get("aliases", {})
+        self._names: dict[str, str] = {}  # a name that a parameter had when it was saved -> the one it is stored under
+        for name in [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]:
+            first = aliases.get(name, name)
+            for other in [first, *(alias for alias, target in aliases.items() if target == first)] if aliases else []:
+                self._names.setdefault(other, name)
+            self._names[name] = name
+        self._keys: defaultdict[str, list[str]] = defaultdict(list)
+        for entry in source.tensors:
+            if entry.startswith(STATE):
+                name, _, key = entry.removeprefix(STATE).rpartition("/")
+                self._keys[name].append(key)
+        self._scalars: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for entry, value in source.values.items():
+            if entry.startswith(SCALAR):
+                name, _, key = entry.removeprefix(SCALAR).rpartition("/")
+                self._scalars[name][key] = float(value)
+
+    def find(self, name: str) -> str | None:
+        """Under which name a parameter or buffer of the model is stored."""
+        return self._names.get(name)
+
+    def keys(self, name: str) -> list[str]:
+        """The entries of a parameter's optimizer state that are of its shape."""
+        return self._keys.get(self._names.get(name, name), [])
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """The numbers of a parameter's optimizer state."""
+        return self._scalars.get(self._names.get(name, name), {})
+
+    def state(self, name: str, key: str) -> str:
+        return f"{STATE}{self._names.get(name, name)}/{key}"
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """What is stored of a model that has only `names`."""
+        used = {self._names.get(name) for name in names}
+        return sorted({name for name in self._names.values() if name not in used})
+
+
+class Loading:
+    """What this rank takes from a source: `fetch` reads and checks it, `apply` makes it the engine's state."""
+
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer | None,
+        *,
+        strict: bool = True,
+    ) -> None:
+        self._source, self._units, self._optimizer = source, units, optimizer
+        self._stock = Stock(source)
+        self._buffers = buffers_of(model)
+        self._staged: dict[Want, Tensor] = {}
+        self._check(strict)
+
+    def _check(self, strict: bool) -> None:
+        """Raise unless every parameter is stored, in its shape. All ranks find the same."""
+        slots = {slot.name: (slot.shape, group.trainable) for group in self._groups for slot in group.layout.slots}
+        slots.update({name: (tuple(buffer.shape), True) for name, buffer in self._buffers.items()})
+        may_lack_frozen = bool(self._source.values.get("frozen_excluded"))
+        missing = []
+        for name, (shape, trainable) in slots.items():
+            found = self._stock.find(name)
+            if found is None:
+                if trainable or not may_lack_frozen:
+                    missing.append(name)
+                continue
+            for entry in (MODEL + found, *(self._stock.state(name, key) for key in self._stock.keys(name))):
+                if self._source.tensors[entry].shape != shape:
+                    raise CheckpointError(
+                        f"{self._source.where}: '{entry}' has shape {self._source.tensors[entry].shape}, but '{name}' "
+                        f"of the model has {shape}. Is it a checkpoint of another model?"
+                    )
+        surplus = self._stock.unused(slots)
+        if strict and (missing or surplus):
+            raise CheckpointError(
+                f"{self._source.where}: does not fit the model: it lacks {_listed(missing)}, and holds "
+                f"{_listed(surplus)} that the model lacks. To load what fits, pass load_module_strict=False."
+            )
+
+    @property
+    def _groups(self) -> Iterator[Group]:
+        return (group for unit in self._units for group in unit.groups)
+
+    # -------------------------------------------------------------------------------------------------- reading
+
+    def fetch(self) -> None:
+        """Read everything that this rank needs, and check it. Nothing is changed."""
+        wants = list(self._wants())
+        num_bytes = sum(want.numel * self._source.tensors[want.name].dtype.itemsize for want in wants)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if num_bytes > _SHARE * psutil.virtual_memory().available / ranks_here:
+            for want in wants:
+                self._read(want)  # for the checksums; it is read again when it is needed
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self._staged = dict(zip(wants, pool.map(self._read, wants), strict=True))
+
+    def _wants(self) -> Iterator[Want]:
+        for group in self._groups:
+            yield from self._wants_of_masters(group)
+        for name, buffer in self._buffers.items():
+            yield from self._want_of_buffer(name, buffer)
+        if self._optimizer is not None:
+            for shard in self._optimizer.shards:
+                for key in self._all_keys(shard):
+                    yield from self._wants_of_state(shard, key)
+
+    def _wants_of_masters(self, group: Group) -> Iterator[Want]:
+        for run, _ in group.runs:
+            for piece in run.pieces:
+                found = self._stock.find(piece.slot.name)
+                if found is not None:
+                    yield Want(MODEL + found, piece.slot, piece.in_parameter, piece.numel, piece.in_shard)
+
+    def _want_of_buffer(self, name: str, buffer: Tensor) -> Iterator[Want]:
+        found = self._stock.find(name)
+        if found is not None:
+            shape = tuple(buffer.shape)
+            slot = Slot(name, shape, contiguous_stride(shape), 0, buffer.numel())
+            yield Want(MODEL + found, slot, 0, slot.numel, 0)
+
+    def _wants_of_state(self, shard: Shard, key: str) -> Iterator[Want]:
+        for piece in shard.pieces:
+            if key in self._stock.keys(piece.slot.name):
+                name = self._stock.state(piece.slot.name, key)
+                yield Want(name, piece.slot, piece.in_parameter, piece.numel, piece.in_shard - shard.start)
+
+    def _all_keys(self, shard: Shard) -> list[str]:
+        return sorted({key for piece in shard.pieces for key in self._stock.keys(piece.slot.name)})
+
+    def _read(self, want: Want) -> Tensor:
+        """1D, the stretch in the parameter's own memory order."""
+        stored = self._source.tensors[want.name]
+        if _same_order(want.slot, stored.order):
+            return self._source.read(want.name, want.start, want.start + want.numel)
+        whole = self._source.read(want.name, 0, stored.numel).as_strided(stored.shape, stored.order)
+        flat = torch.empty(stored.numel, dtype=stored.dtype)
+        flat.as_strided(want.slot.shape, want.slot.stride).copy_(whole)
+        return flat[want.start : want.start + want.numel]
+
+    def _take(self, want: Want) -> Tensor:
+        staged = self._staged.pop(want, None)
+        return staged if staged is not None else self._read(want)
+
+    # ------------------------------------------------------------------------------------------------- applying
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Make what was read the engine's state. All ranks must call it."""
+        for group in self._groups:
+            group.replace_master(self._fill(list(self._wants_of_masters(group))))
+        for name, buffer in self._buffers.items():
+            for want in self._want_of_buffer(name, buffer):
+                buffer.copy_(self._take(want).view(want.slot.shape))
+        if self._optimizer is not None:
+            for unit in self._units:
+                if unit.trainable:
+                    for shard in list(self._optimizer.shards.of(unit)):
+                        self._restore(self._optimizer, unit, shard)
+            self._optimizer.count_states()
+
+    def _fill(self, wants: list[Want]) -> Any:
+        def fill(destination: Tensor) -> None:
+            for want in wants:
+                destination[want.at : want.at + want.numel].copy_(self._take(want))
+
+        return fill
+
+    def _restore(self, optimizer: ShardedOptimizer, unit: Unit, shard: Shard) -> None:
+        """Give a shard its state. Parameters that differ in what they have do not stay together in one shard."""
+        stocks = [(self._stock.keys(p.slot.name), self._stock.scalars(p.slot.name)) for p in shard.pieces]
+        if any(stock != stocks[0] for stock in stocks):
+            for part in optimizer.shards.part(unit, shard, optimizer.inner):
+                self._restore(optimizer, unit, part)
+            return
+        keys, scalars = stocks[0]
+        if not keys and not scalars:
+            optimizer.forget_state(shard)
+            return
+        before = optimizer.state.get(shard.tensor, {})
+        state: dict[str, Any] = {}
+        for key in keys:
+            kept = before.get(key)
+            state[key] = kept if isinstance(kept, Tensor) else torch.zeros_like(shard.tensor)
+            self._fill(list(self._wants_of_state(shard, key)))(state[key])
+        for key, value in scalars.items():
+            state[key] = optimizer.scalar(shard.tensor, before.get(key), value)
+        optimizer.state[shard.tensor] = state
+
+
+def _same_order(slot: Slot, stride: tuple[int, ...]) -> bool:
+    return all(a == b or size == 1 for size, a, b in zip(slot.shape, slot.stride, stride, strict=True))
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(f"'{name}'" for name in names[:_MOST_NAMES]) + more

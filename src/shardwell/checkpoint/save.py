@@ -1,0 +1,236 @@
+"""Saving: every rank writes its parts to a file of its own, rank 0 commits when all have.
+
+Ranks that write in the background must not meet in collectives, which belong to the training loop. They tell each
+other through the store, and leave their parts of the manifest beside their files.
+
+    main thread     | copy to the host | step | step | step | ...
+    background                         | write, fsync | say "done" | wait for the verdict |
+    rank 0's                           | write, fsync | wait for all | commit | say so    |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
+
+from shardwell.checkpoint.contents import Contents
+from shardwell.checkpoint.files import stream
+from shardwell.checkpoint.folder import Folder
+from shardwell.checkpoint.manifest import Manifest
+from shardwell.errors import CheckpointError
+from shardwell.memory import Account, Device, State, Tier
+
+_OK = "ok"
+_PATIENCE = 600.0  # seconds without a sign of life from a rank that writes
+_LINGER = 5.0  # seconds that rank 0 waits for the others to hear its verdict
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint to be written."""
+
+    folder: Folder
+    tag: str
+    temporary: Path
+    number: int  # of the save, the same on all ranks
+    is_latest: bool
+    keep_last: int | None
+
+
+class Saver:
+    """Writes the checkpoints of one engine on this rank. At most one is on its way."""
+
+    def __init__(self, rank: int, num_ranks: int, store: Any, device: Device, account: Account) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._store = store if store is not None else HashStore()
+        self._snapshot = Snapshot(device, account)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._number = 0
+        self._beaten = 0.0
+
+    def next_job(self, folder: Folder, tag: str, temporary: Path, *, is_latest: bool, keep_last: int | None) -> Job:
+        self._number += 1
+        return Job(folder, tag, temporary, self._number, is_latest, keep_last)
+
+    def write_now(self, job: Job, contents: Contents, values: Mapping[str, Any]) -> None:
+        """Write and commit; returns when the checkpoint is there for all ranks, or raises on all of them."""
+
+        def data(name: str) -> Tensor:
+            self._beat(job)
+            return contents.parts[name].read().cpu()
+
+        self._write(job, contents, values, data)
+
+    def write_later(self, job: Job, contents: Contents, values: Mapping[str, Any]) -> None:
+        """Copy what is to be saved, and write it while training goes on."""
+        read = self._snapshot.take(contents)
+
+        def data(name: str) -> Tensor:
+            self._beat(job)
+            return read(name)
+
+        def work() -> None:
+            try:
+                self._write(job, contents, values, data)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name=f"saving {job.tag}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is on its way; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointError(f"a checkpoint was not saved in the background: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------- the work
+
+    def _write(self, job: Job, contents: Contents, values: Mapping[str, Any], data: Callable[[str], Tensor]) -> None:
+        problem = ""
+        try:
+            self._write_part(job, contents, values, data)
+        except Exception as error:
+            problem = f"rank {self._rank}: {error}"
+        finally:
+            contents.close()
+        self._store.set(self._key(job, self._rank), problem or _OK)
+        verdict = self._commit(job) if self._rank == 0 else self._hear(job)
+        if verdict != _OK:
+            raise CheckpointError(verdict)
+
+    def _write_part(
+        self, job: Job, contents: Contents, values: Mapping[str, Any], data: Callable[[str], Tensor]
+    ) -> None:
+        file = f"rank-{self._rank:05d}.safetensors"
+        entries = [part.entry for part in contents.parts.values() if part.numel]
+        files = {file: stream(job.temporary / file, entries, data)} if entries else {}
+        tensors = {name: part.record(file) for name, part in contents.parts.items()}
+        manifest = Manifest(tensors, files, {**values, **contents.scalars})
+        self._part_of(job, self._rank).write_text(manifest.to_json(part=True), encoding="ascii")
+
+    def _commit(self, job: Job) -> str:
+        """Rank 0: when all have written, make it a checkpoint. Returns what all ranks shall hear."""
+        verdict = _OK
+        try:
+            problems = [words for rank in range(self._num_ranks) if (words := self._wait_for(job, rank)) != _OK]
+            if problems:
+                raise CheckpointError("; ".join(problems))
+            manifests = []
+            for rank in range(self._num_ranks):
+                path = self._part_of(job, rank)
+                manifests.append(Manifest.from_json(path.read_text(encoding="ascii"), str(path), part=True))
+                path.unlink()
+            manifest = Manifest.merge(manifests, str(job.temporary))
+            job.folder.commit(job.temporary, job.tag, manifest, is_latest=job.is_latest)
+            if job.keep_last is not None:
+                job.folder.prune(job.keep_last)
+        except Exception as error:
+            verdict = str(error) or type(error).__name__
+            self._discard(job)
+        self._store.set(self._key(job, "verdict"), verdict)
+        self._let_others_hear(job)
+        return verdict
+
+    def _discard(self, job: Job) -> None:
+        with contextlib.suppress(CheckpointError):  # what went wrong first is what counts
+            job.folder.discard(job.temporary)
+
+    def _part_of(self, job: Job, rank: int) -> Path:
+        return job.temporary / f".part-{rank:05d}.json"
+
+    # ------------------------------------------------------------------------------------------------ the store
+
+    @staticmethod
+    def _key(job: Job, what: int | str) -> str:
+        return f"save/{job.number}/{what}"
+
+    def _beat(self, job: Job) -> None:
+        """A sign of life, at most once a second."""
+        now = time.monotonic()
+        if now - self._beaten > 1.0:
+            self._beaten = now
+            self._store.set(self._key(job, f"{self._rank}/beat"), str(now))
+
+    def _wait_for(self, job: Job, who: int | str) -> str:
+        """What a rank has to say, or rank 0's verdict."""
+        key = self._key(job, who)
+        beats = [self._key(job, f"{rank}/beat") for rank in range(self._num_ranks)]
+        last, seen, pause = time.monotonic(), "", 1e-3
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(pause * 2, 0.05)
+            if time.monotonic() - last > _PATIENCE:
+                raise CheckpointError(f"{job.tag}: no word from rank {who} for {_PATIENCE:g} s while it was saving")
+            if pause == 0.05 and (signs := self._signs(beats)) != seen:
+                last, seen = time.monotonic(), signs
+        return str(self._store.get(key).decode())
+
+    def _signs(self, beats: list[str]) -> str:
+        return " ".join(self._store.get(beat).decode() for beat in beats if self._store.check([beat]))
+
+    def _hear(self, job: Job) -> str:
+        try:
+            verdict = self._wait_for(job, "verdict")
+            self._store.set(self._key(job, f"{self._rank}/heard"), "")
+            return verdict
+        except DistError as error:  # rank 0 may have ended after its commit, and the store with it
+            if job.folder.is_committed(job.tag):
+                return _OK
+            return f"{job.tag}: rank 0 is gone: {error}"
+
+    def _let_others_hear(self, job: Job) -> None:
+        heard = [self._key(job, f"{rank}/heard") for rank in range(1, self._num_ranks)]
+        deadline = time.monotonic() + _LINGER
+        while heard and not self._store.check(heard) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+class Snapshot:
+    """A copy in host memory of what is to be saved; its memory is kept for the next one."""
+
+    def __init__(self, device: Device, account: Account) -> None:
+        self._device, self._account = device, account
+        self._memory: Tensor | None = None
+
+    def take(self, contents: Contents) -> Callable[[str], Tensor]:
+        """Copy all parts. On a GPU the host goes on at once, and whoever reads the copy waits for it."""
+        starts, size = {}, 0
+        for name, part in contents.parts.items():
+            starts[name] = size
+            size += -(-part.num_bytes // 64) * 64
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = None
+            self._memory = self._device.empty(size, torch.uint8, Tier.HOST)
+            self._account.set(State.STAGING, "(snapshot)", Tier.HOST, size)
+        memory = self._memory
+        copies = {}
+        for name, part in contents.parts.items():
+            copies[name] = memory[starts[name] : starts[name] + part.num_bytes].view(part.dtype)
+            copies[name].copy_(part.read(), non_blocking=True)
+        contents.close()
+        mark = self._device.now()
+
+        def read(name: str) -> Tensor:
+            mark.synchronize()
+            return copies[name]
+
+        return read

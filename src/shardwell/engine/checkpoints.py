@@ -1,0 +1,394 @@
+"""An engine's whole state into checkpoints and back: which values there are besides tensors, and who says what to whom.
+
+The formats, the cutting and the files are `shardwell.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardwell.checkpoint.contents import Contents, aliases_of, extra_state_of
+from shardwell.checkpoint.folder import Folder
+from shardwell.checkpoint.load import Loading
+from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.save import Saver
+from shardwell.checkpoint.sources import OwnSource, Source
+from shardwell.checkpoint.values import decode, encode
+from shardwell.comm import Collectives, Kind
+from shardwell.errors import CheckpointError, DivergenceError
+from shardwell.optim import ShardedOptimizer
+from shardwell.version import __version__
+
+if TYPE_CHECKING:
+    from shardwell.engine.engine import Engine
+
+_ERROR, _TEXT, _NONE = "error ", "text ", "none"
+_EXTRA = "_extra_state"  # what torch appends to a module's name
+
+
+class Checkpoints:
+    """Saves and loads one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        context = engine._context
+        self._world = context.world
+        self._saver = Saver(
+            self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.account
+        )
+
+    # --------------------------------------------------------------------------------------------------- saving
+
+    def save(
+        self,
+        engine: Engine,
+        root: str,
+        tag: str,
+        client_state: Any,
+        *,
+        exclude_frozen: bool,
+        asynchronous: bool,
+        is_latest: bool,
+    ) -> None:
+        with self._together(f"save_checkpoint({tag!r})"):
+            self._saver.wait()
+        _settle(engine)
+        folder = Folder(root)
+
+        def begin() -> str:
+            folder.clean()
+            return str(folder.begin(tag))
+
+        temporary = Path(self._from_rank_0(begin))
+        contents = Contents(
+            engine.module, engine._flow.units, engine.optimizer, rank=engine.global_rank, exclude_frozen=exclude_frozen
+        )
+        keep_last = engine.config.shardwell.keep_last
+        job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last)
+        try:
+            values = self._values(engine, contents, client_state, exclude_frozen)
+        except CheckpointError as error:
+            self._agree(error)
+            raise
+        self._agree(None)
+        (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
+
+    def wait(self) -> None:
+        """Until a save in the background has ended; raises what went wrong with it."""
+        self._saver.wait()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        self._saver.check()
+
+    def _values(self, engine: Engine, contents: Contents, client_state: Any, exclude_frozen: bool) -> dict[str, Any]:
+        """What this rank saves besides tensors; all but its random state is rank 0's."""
+        rank = engine.global_rank
+        values = {f"rng/{rank}": encode(_random_state(engine), "random state", _put(contents, f"rng/{rank}"))}
+        if rank:
+            return values
+        schedule: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
+        return {
+            **values,
+            "counters": {
+                "global_steps": engine.global_steps,
+                "micro_steps": engine.micro_steps,
+                "skipped_steps": engine.skipped_steps,
+                "global_samples": engine.global_samples,
+                "accumulation_steps": engine.gradient_accumulation_steps(),
+            },
+            "world_size": engine.world_size,
+            "stage": engine.zero_optimization_stage(),
+            "versions": {"shardwell": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "config": engine.config.model_dump(mode="json"),
+            "aliases": aliases_of(engine.module, engine._flow.units),
+            "frozen_excluded": exclude_frozen,
+            "optimizer": _of_optimizer(engine.optimizer, _put(contents, "optimizer")),
+            "scheduler": _what_can_be_saved(schedule, "lr_scheduler", _put(contents, "scheduler")),
+            "loss_scale": engine._scale.state_dict() if engine._scale.is_on else None,
+            "loader": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
+            "extra": encode(extra_state_of(engine.module), "the model's extra state", _put(contents, "extra")),
+            "client": encode(client_state or {}, "client_state", _put(contents, "client")),
+            "model_config": _model_config(engine),
+        }
+
+    # -------------------------------------------------------------------------------------------------- loading
+
+    def load(
+        self,
+        engine: Engine,
+        root: str,
+        tag: str | None,
+        *,
+        strict: bool,
+        with_optimizer: bool,
+        with_scheduler: bool,
+        module_only: bool,
+    ) -> tuple[str | None, Any]:
+        with self._together(f"load_checkpoint({tag!r})"):
+            self._saver.wait()
+        source = self._open(root, tag)
+        if source is None:
+            return None, None
+        try:
+            self._take(engine, source, strict=strict, with_optimizer=with_optimizer and not module_only)
+            if not module_only:
+                self._restore_values(engine, source, with_optimizer, with_scheduler)
+            client = decode(source.values.get("client", {}), "client_state", _get(source))
+            return source.where, client
+        finally:
+            source.close()
+
+    def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
+        """Only the model's own tensors, from any source."""
+        with self._together(f"load_model({path!r})"):
+            self._saver.wait()
+        source = self._open_foreign(path, None)
+        try:
+            self._take(engine, source, strict=strict, with_optimizer=False)
+        finally:
+            source.close()
+
+    def _open(self, root: str, tag: str | None) -> Source | None:
+        """Rank 0 looks and reads the manifest; the others are told. None if there is no checkpoint yet."""
+        folder = Folder(root)
+
+        def look() -> str | None:
+            folder.clean()
+            chosen = tag if tag is not None else folder.latest()
+            if chosen is None or not folder.is_committed(chosen):
+                from shardwell.checkpoint.sources import is_foreign
+
+                if is_foreign(root):
+                    return json.dumps({})
+                if tag is None:
+                    return None
+            assert chosen is not None
+            return json.dumps({"path": str(folder.path(chosen)), "manifest": folder.open(chosen).to_json()})
+
+        found = self._from_rank_0_or_none(look)
+        if found is None:
+            return None
+        told = json.loads(found)
+        if not told:
+            return self._open_foreign(root, tag)
+        return OwnSource(Path(told["path"]), Manifest.from_json(told["manifest"], told["path"]))
+
+    def _open_foreign(self, path: str, tag: str | None) -> Source:
+        from shardwell.checkpoint.sources import open_source
+
+        source: Source | None = None
+        problem: CheckpointError | None = None
+        try:
+            source = open_source(path, tag)
+        except CheckpointError as error:
+            problem = error
+        self._agree(problem)
+        assert source is not None
+        return source
+
+    def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> None:
+        _settle(engine)
+        engine.zero_grad()
+        problem: CheckpointError | None = None
+        try:
+            optimizer = engine.optimizer if with_optimizer else None
+            _check_kind(optimizer, source)
+            loading = Loading(source, engine.module, engine._flow.units, optimizer, strict=strict)
+            loading.fetch()
+        except CheckpointError as error:
+            problem = error
+        self._agree(problem)
+        loading.apply()
+
+    def _restore_values(self, engine: Engine, source: Source, with_optimizer: bool, with_scheduler: bool) -> None:
+        values, get = source.values, _get(source)
+        counters = values.get("counters", {})
+        engine.global_steps = int(counters.get("global_steps", 0))
+        engine.global_samples = int(counters.get("global_samples", 0))
+        steps = int(counters.get("micro_steps", 0)) // int(counters.get("accumulation_steps", 1) or 1)
+        engine.micro_steps = steps * engine.gradient_accumulation_steps()
+        if engine.optimizer is not None:
+            engine.optimizer.skipped_steps = int(counters.get("skipped_steps", 0))
+            if with_optimizer and values.get("optimizer"):
+                _restore_groups(engine.optimizer, decode(values["optimizer"], "optimizer", get))
+        if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
+            engine.lr_scheduler.load_state_dict(decode(values["scheduler"], "lr_scheduler", get))
+        if engine._scale.is_on and values.get("loss_scale"):
+            engine._scale.load_state_dict(values["loss_scale"])
+        if engine.training_dataloader is not None and values.get("loader"):
+            engine.training_dataloader.load_state_dict(values["loader"])
+        for key, state in decode(values.get("extra", {}), "extra", get).items():
+            engine.module.get_submodule(key.removesuffix(_EXTRA).rstrip(".")).set_extra_state(state)
+        state = values.get(f"rng/{engine.global_rank}")
+        if state is not None:
+            _set_random_state(engine, decode(state, "random state", get))
+
+    # ------------------------------------------------------------------------------------------------ the ranks
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """All ranks must come here. A rank that comes alone learns so instead of waiting for ever."""
+        try:
+            self._world.barrier(what)
+        except DivergenceError as error:
+            raise DivergenceError(f"{error} All ranks must call {what.partition('(')[0]}, with the same tag.") from None
+        yield
+
+    def _from_rank_0(self, ask: Callable[[], str]) -> str:
+        text = self._from_rank_0_or_none(ask)
+        assert text is not None
+        return text
+
+    def _from_rank_0_or_none(self, ask: Callable[[], str | None]) -> str | None:
+        """What `ask` returns on rank 0; if it raises there, all ranks raise that."""
+        words = _NONE
+        if self._world.mesh.rank == 0:
+            try:
+                text = ask()
+                words = _NONE if text is None else _TEXT + text
+            except CheckpointError as error:
+                words = _ERROR + str(error)
+        words = _share(self._world, words)
+        if words.startswith(_ERROR):
+            raise CheckpointError(words.removeprefix(_ERROR))
+        return None if words == _NONE else words.removeprefix(_TEXT)
+
+    def _agree(self, problem: CheckpointError | None) -> None:
+        """Raise on every rank if one of them has a problem."""
+        world = self._world
+        first = int(world.least(world.mesh.size if problem is None else world.mesh.rank, "CHECK"))
+        if first < world.mesh.size:
+            words = _share(world, str(problem) if problem is not None else "", first)
+            raise problem if problem is not None else CheckpointError(f"rank {first}: {words}")
+
+
+def _share(world: Collectives, text: str, source: int = 0) -> str:
+    """`source`'s text, on every rank."""
+    device = world.device.torch_device
+    mine = text.encode()
+    size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+    world.broadcast(size, source, Kind.SETUP, "TEXT")
+    letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if world.mesh.rank == source:
+        letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    world.broadcast(letters, source, Kind.SETUP, "TEXT")
+    return bytes(letters.cpu().numpy()).decode()
+
+
+def _settle(engine: Engine) -> None:
+    """Bring units and optimizer to rest."""
+    engine.fit_to_model()
+    engine._flow.finish()
+    engine._flow.end_loans()
+    if engine.optimizer is not None:
+        engine.optimizer.settle()
+    opened = [unit.name for unit in engine._flow.units if unit.opened]
+    if opened:
+        raise CheckpointError(f"unit '{opened[0]}' is open: leave GatheredParameters before saving or loading")
+
+
+def _put(contents: Contents, prefix: str) -> Callable[[Tensor], str]:
+    """Saves tensors among the contents, under numbered names."""
+    count = 0
+
+    def put(tensor: Tensor) -> str:
+        nonlocal count
+        name = f"other/{prefix}/{count}"
+        count += 1
+        contents.add(name, "other", tensor.detach().cpu().clone())
+        return name
+
+    return put
+
+
+def _get(source: Source) -> Callable[[str], Tensor]:
+    def get(name: str) -> Tensor:
+        if name not in source.tensors:
+            raise CheckpointError(f"{source.where}: tensor {name!r}: named by a value, but not there")
+        stored = source.tensors[name]
+        return source.read(name, 0, stored.numel).as_strided(stored.shape, stored.order)
+
+    return get
+
+
+# ------------------------------------------------------------------------------------------------ what is saved
+
+
+def _of_optimizer(optimizer: ShardedOptimizer | None, put: Callable[[Tensor], str]) -> Any:
+    if optimizer is None:
+        return None
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    kept = [_what_can_be_saved(group, f"optimizer.param_groups[{i}]", put) for i, group in enumerate(groups)]
+    return {"kind": type(optimizer.inner).__name__, "param_groups": kept}
+
+
+def _what_can_be_saved(state: dict[str, Any], where: str, put: Callable[[Tensor], str]) -> dict[str, Any]:
+    """Entries that cannot be saved (functions) are left out: the object that takes the state back has its own."""
+    kept = {}
+    for key, value in state.items():
+        try:
+            kept[key] = encode(value, f"{where}.{key}", put)
+        except CheckpointError as error:
+            warnings.warn(f"left out of the checkpoint: {error}", stacklevel=2)
+    return kept
+
+
+def _check_kind(optimizer: ShardedOptimizer | None, source: Source) -> None:
+    saved = source.values.get("optimizer")
+    kind = saved.get("kind") if isinstance(saved, dict) else None
+    if optimizer is None or kind is None:
+        return
+    mine = type(optimizer.inner).__name__
+    if kind != mine and {kind, mine} != {"Adam", "AdamW"}:
+        raise CheckpointError(
+            f"{source.where}: holds the state of {kind}, and this engine's optimizer is {mine}. "
+            "To load the model alone, pass load_optimizer_states=False."
+        )
+
+
+def _restore_groups(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
+    groups = saved.get("param_groups", [])
+    if len(groups) != len(optimizer.param_groups):
+        warnings.warn(
+            f"the checkpoint has {len(groups)} parameter group(s), the optimizer {len(optimizer.param_groups)}: "
+            "learning rates and other settings stay as they are",
+            stacklevel=2,
+        )
+        return
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def _random_state(engine: Engine) -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(engine.device)
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def _set_random_state(engine: Engine, state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if engine.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], engine.device)
+    if "numpy" in sys.modules and "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def _model_config(engine: Engine) -> Any:
+    """A Hugging Face model's own description, for exports."""
+    text = getattr(getattr(engine.module, "config", None), "to_json_string", None)
+    return json.loads(text()) if callable(text) else None
