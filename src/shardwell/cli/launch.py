@@ -154,8 +154,8 @@ def _why_nodes_did_not_meet(error: Exception, place: Place) -> str:
     if isinstance(error, RendezvousClosedError):
         return f"the job at {place.endpoint} has ended; see the other nodes for the reason"
     return (
-        f"{place.endpoint} cannot be reached, where the nodes meet: its node has ended, or is not --master-addr, or the "
-        "port is taken or blocked; see the output of that node"
+        f"{place.endpoint}, where the nodes meet, cannot be reached: its node has ended, or the port is taken or "
+        "blocked; see what is printed there"
     )
 
 

@@ -59,9 +59,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def _check(
-    script: str, module: bool, max_nodes: int, master_addr: str, ranks_here: int, min_ranks: int | None
-) -> None:
+def _check(script: str, module: bool, max_nodes: int, master_addr: str, ranks_here: int, min_ranks: int | None) -> None:
     if not module and not Path(script).is_file():
         raise ShardwellError(f"there is no script '{script}'. To run an installed module: shardwell run -m {script}")
     if max_nodes > 1 and not master_addr:

@@ -80,8 +80,8 @@ class ShardedLoader:
                 raise CheckpointError(f"data loader: {key}: expected a whole number, found {value!r}")
         if self._is_iterable and state["ranks"] != self._num_ranks:
             raise CheckpointError(
-                f"data loader: saved with {state['ranks']} rank(s), now there are {self._num_ranks}: an IterableDataset "
-                "goes on at the same number only; use a data set with indices, or that number of ranks"
+                f"data loader: saved with {state['ranks']} rank(s), now there are {self._num_ranks}: an "
+                "IterableDataset goes on at the same number only; use that, or a data set with indices"
             )
         if not self._is_iterable and state["samples"] != self._num_samples:
             raise CheckpointError(
