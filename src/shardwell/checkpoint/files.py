@@ -9,6 +9,7 @@ is never larger than the file. The checksums find damage, not forgery.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -172,7 +173,8 @@ def _fill(
                 raise CheckpointError(
                     f"{where}: expected {entry.numel} elements of {entry.dtype}, found {numel} of {part.dtype}"
                 )
-            value = _put(descriptor, _bytes_of(part, where), value, where)
+            flat = _on_host(part, where)
+            value = _put(descriptor, _bytes_of(flat), value, where)
         if numel != entry.numel:
             raise CheckpointError(f"{where}: expected {entry.numel} elements, found {numel}")
         checksums[entry.name] = f"{value:08x}"
@@ -193,11 +195,17 @@ def _put(descriptor: int, view: memoryview, value: int, where: str) -> int:
     return value
 
 
-def _bytes_of(tensor: Tensor, where: str) -> memoryview:
-    """The memory of a CPU tensor; of a copy, if its elements do not lie one after the other."""
+def _on_host(tensor: Tensor, where: str) -> Tensor:
+    """1D, a CPU tensor; a copy, if its elements do not lie one after the other."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise CheckpointError(f"{where}: expected a dense tensor on cpu, found {tensor.layout} on {tensor.device}")
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor, which must outlive this. Not through numpy: torch never resizes a storage it has seen."""
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 1)).cast("B")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------

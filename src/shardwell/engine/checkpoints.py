@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
 _ERROR, _TEXT, _NONE = "error ", "text ", "none"
+_ENCODED = ("optimizer", "scheduler", "extra", "client")  # values that may name tensors
 _EXTRA = "_extra_state"  # what torch appends to a module's name
 
 
@@ -63,6 +64,16 @@ class Checkpoints:
         with self._together(f"save_checkpoint({tag!r})"):
             self._saver.wait()
         _settle(engine)
+        contents = Contents(
+            engine.module, engine._flow.units, engine.optimizer, rank=engine.global_rank, exclude_frozen=exclude_frozen
+        )
+        values: dict[str, Any] = {}
+        problem: CheckpointError | None = None
+        try:
+            values = self._values(engine, contents, client_state, exclude_frozen)
+        except CheckpointError as error:
+            problem = error
+        self._agree(problem)
         folder = Folder(root)
 
         def begin() -> str:
@@ -70,17 +81,8 @@ class Checkpoints:
             return str(folder.begin(tag))
 
         temporary = Path(self._from_rank_0(begin))
-        contents = Contents(
-            engine.module, engine._flow.units, engine.optimizer, rank=engine.global_rank, exclude_frozen=exclude_frozen
-        )
         keep_last = engine.config.shardwell.keep_last
         job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last)
-        try:
-            values = self._values(engine, contents, client_state, exclude_frozen)
-        except CheckpointError as error:
-            self._agree(error)
-            raise
-        self._agree(None)
         (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
 
     def wait(self) -> None:
@@ -141,13 +143,12 @@ class Checkpoints:
         if source is None:
             return None, None
         try:
-            self._take(engine, source, strict=strict, with_optimizer=with_optimizer and not module_only)
-            if not module_only:
-                self._restore_values(engine, source, with_optimizer, with_scheduler)
-            client = decode(source.values.get("client", {}), "client_state", _get(source))
-            return source.where, client
+            values = self._take(engine, source, strict=strict, with_optimizer=with_optimizer and not module_only)
         finally:
             source.close()
+        if not module_only:
+            _restore_values(engine, values, with_optimizer, with_scheduler)
+        return source.where, values.get("client", {})
 
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Only the model's own tensors, from any source."""
@@ -197,7 +198,8 @@ class Checkpoints:
         assert source is not None
         return source
 
-    def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> None:
+    def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> dict[str, Any]:
+        """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing."""
         _settle(engine)
         engine.zero_grad()
         problem: CheckpointError | None = None
@@ -206,33 +208,13 @@ class Checkpoints:
             _check_kind(optimizer, source)
             loading = Loading(source, engine.module, engine._flow.units, optimizer, strict=strict)
             loading.fetch()
+            wanted = {**dict.fromkeys(_ENCODED), f"rng/{engine.global_rank}": None}
+            decoded = {key: decode(source.values[key], key, _get(source)) for key in wanted if key in source.values}
         except CheckpointError as error:
             problem = error
         self._agree(problem)
         loading.apply()
-
-    def _restore_values(self, engine: Engine, source: Source, with_optimizer: bool, with_scheduler: bool) -> None:
-        values, get = source.values, _get(source)
-        counters = values.get("counters", {})
-        engine.global_steps = int(counters.get("global_steps", 0))
-        engine.global_samples = int(counters.get("global_samples", 0))
-        steps = int(counters.get("micro_steps", 0)) // int(counters.get("accumulation_steps", 1) or 1)
-        engine.micro_steps = steps * engine.gradient_accumulation_steps()
-        if engine.optimizer is not None:
-            engine.optimizer.skipped_steps = int(counters.get("skipped_steps", 0))
-            if with_optimizer and values.get("optimizer"):
-                _restore_groups(engine.optimizer, decode(values["optimizer"], "optimizer", get))
-        if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
-            engine.lr_scheduler.load_state_dict(decode(values["scheduler"], "lr_scheduler", get))
-        if engine._scale.is_on and values.get("loss_scale"):
-            engine._scale.load_state_dict(values["loss_scale"])
-        if engine.training_dataloader is not None and values.get("loader"):
-            engine.training_dataloader.load_state_dict(values["loader"])
-        for key, state in decode(values.get("extra", {}), "extra", get).items():
-            engine.module.get_submodule(key.removesuffix(_EXTRA).rstrip(".")).set_extra_state(state)
-        state = values.get(f"rng/{engine.global_rank}")
-        if state is not None:
-            _set_random_state(engine, decode(state, "random state", get))
+        return {**source.values, **decoded}
 
     # ------------------------------------------------------------------------------------------------ the ranks
 
@@ -322,7 +304,30 @@ def _get(source: Source) -> Callable[[str], Tensor]:
     return get
 
 
-# ------------------------------------------------------------------------------------------------ what is saved
+# ------------------------------------------------------------------------------------------- what is not a tensor
+
+
+def _restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool, with_scheduler: bool) -> None:
+    counters = values.get("counters", {})
+    engine.global_steps = int(counters.get("global_steps", 0))
+    engine.global_samples = int(counters.get("global_samples", 0))
+    steps = int(counters.get("micro_steps", 0)) // int(counters.get("accumulation_steps", 1) or 1)
+    engine.micro_steps = steps * engine.gradient_accumulation_steps()
+    if engine.optimizer is not None:
+        engine.optimizer.skipped_steps = int(counters.get("skipped_steps", 0))
+        if with_optimizer and values.get("optimizer"):
+            _restore_groups(engine.optimizer, values["optimizer"])
+    if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
+        engine.lr_scheduler.load_state_dict(values["scheduler"])
+    if engine._scale.is_on and values.get("loss_scale"):
+        engine._scale.load_state_dict(values["loss_scale"])
+    if engine.training_dataloader is not None and values.get("loader"):
+        engine.training_dataloader.load_state_dict(values["loader"])
+    for key, state in values.get("extra", {}).items():
+        engine.module.get_submodule(key.removesuffix(_EXTRA).rstrip(".")).set_extra_state(state)
+    state = values.get(f"rng/{engine.global_rank}")
+    if state is not None:
+        _set_random_state(engine, state)
 
 
 def _of_optimizer(optimizer: ShardedOptimizer | None, put: Callable[[Tensor], str]) -> Any:
