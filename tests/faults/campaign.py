@@ -142,13 +142,10 @@ def run_with_kills(job: Job, settings: Settings) -> list[Kill]:
         before = job.log_size
         (job.folder / f"go-{number}").touch()
         moment = chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
-        if moment == "start":
-            time.sleep(chance.uniform(0.0, 4.0))
-        else:
+        if moment != "start":
             job.until(lambda before=before: job.log_size > before)  # type: ignore[misc]
-        if moment == "training":
-            time.sleep(chance.uniform(0.0, 1.0))
-        elif moment == "save":
+        time.sleep(chance.uniform(0.0, 4.0 if moment == "start" else 2.0))
+        if moment == "save":
             job.until(lambda: job.leftovers("partial"), pause=0.0005)
             time.sleep(chance.uniform(0.0, 0.01))
         rank = chance.randrange(settings.ranks)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -69,6 +71,8 @@ def shall_stop(steps: int) -> bool:
 
 
 def main() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
     torch.manual_seed(0)
     engine, _, loader, _ = shardwell.initialize(model=model(), config=CONFIG, training_data=Samples())
     while not (FOLDER / f"go-{os.environ['TORCHELASTIC_RESTART_COUNT']}").exists():

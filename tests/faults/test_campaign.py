@@ -10,7 +10,7 @@ from tests.faults.campaign import Report, Settings, campaign, misplaced_samples
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The short version: `python -m tests.faults.campaign` kills more often."""
-    return campaign(Path(tmp_path_factory.mktemp("campaign")), Settings(kills=4, seed=1))
+    return campaign(Path(tmp_path_factory.mktemp("campaign")), Settings(kills=4, seed=10))
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_nothing_is_lost_when_ranks_are_killed(report: Report) -> None:
 
 @pytest.mark.slow
 def test_the_kills_were_felt(report: Report) -> None:
-    assert len(report.kills) == 4
+    assert [kill.moment for kill in report.kills] == ["save", "training", "save", "start"]
     assert report.repeated > 0
     assert sum(kill.verified for kill in report.kills) > 0
 

@@ -118,9 +118,7 @@ class ShardedLoader:
                 DataLoader(rest, self._batch_size, collate_fn=self._collate, drop_last=True, generator=generator)
             )
         shares = self._shares(torch.randperm(self._num_samples, generator=generator))
-        return iter(
-            DataLoader(self._dataset, batch_sampler=shares, collate_fn=self._collate, generator=generator)  # type: ignore[arg-type]
-        )
+        return iter(DataLoader(self._dataset, batch_sampler=shares, collate_fn=self._collate, generator=generator))
 
     def _shares(self, order: torch.Tensor) -> Iterator[list[int]]:
         """The samples of each batch of this rank."""
@@ -141,4 +139,4 @@ class _Rest(IterableDataset[Any]):
         self._dataset, self._num_gone = dataset, num_gone
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._dataset), self._num_gone, None)  # type: ignore[call-overload]
+        return itertools.islice(iter(self._dataset), self._num_gone, None)
