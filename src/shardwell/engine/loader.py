@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -52,7 +53,7 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return self._num_samples // self._stride
+        return len(self._dataset) // self._stride  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
@@ -67,43 +68,59 @@ class ShardedLoader:
                 )
         self.epoch, self.position = self.epoch + 1, 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the next batch is, as JSON."""
-        state = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
-        return {**state, "ranks": self._num_ranks} if self._is_iterable else {**state, "samples": self._num_samples}
+    def state_dict(self) -> dict[str, int | None]:
+        """Where the next batch is, and what that depends on, as JSON."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "samples": self._num_samples,
+            "ranks": self._num_ranks,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next loop goes on where `state` was saved."""
-        for key in ("epoch", "position", "seed", "ranks" if self._is_iterable else "samples"):
+        """The next loop goes on where `state` was saved; with the next epoch, if the data set is another."""
+        self.check_state_dict(state)
+        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
+        if self.position and state["samples"] != self._num_samples:
+            was, now = ("a stream" if n is None else f"{n} samples" for n in (state["samples"], self._num_samples))
+            warnings.warn(
+                f"the data set was {was}, now it is {now}: its order is another, and the rest of epoch {self.epoch} "
+                "cannot be told; going on with the next epoch",
+                stacklevel=2,
+            )
+            self.epoch, self.position = self.epoch + 1, 0
+        self._goes_on = True
+        self._loop += 1
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if `load_state_dict` would."""
+        for key in ("epoch", "position", "seed", "samples", "ranks"):
             value = state.get(key)
+            if value is None and key == "samples":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and key != "seed"):
                 raise CheckpointError(f"data loader: {key}: expected a whole number, found {value!r}")
-        if self._is_iterable and state["ranks"] != self._num_ranks:
+        if self._is_iterable and state["position"] and state["ranks"] != self._num_ranks:
             raise CheckpointError(
                 f"data loader: saved with {state['ranks']} rank(s), now there are {self._num_ranks}: an "
                 "IterableDataset goes on at the same number only; use that, or a data set with indices"
             )
-        if not self._is_iterable and state["samples"] != self._num_samples:
-            raise CheckpointError(
-                f"data loader: the data set had {state['samples']} samples, now it has {self._num_samples}: its order "
-                "is another, and the position has no meaning; use the same data set"
-            )
-        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self._goes_on = True
-        self._loop += 1
 
     @property
-    def _num_samples(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+    def _num_samples(self) -> int | None:
+        """None: only the stream itself knows."""
+        return None if self._is_iterable else len(self._dataset)  # type: ignore[arg-type]
 
     def _begin(self) -> None:
         """Settles where a loop starts."""
-        if not self._is_iterable and not len(self):
+        num_samples = self._num_samples
+        if num_samples is not None and num_samples < self._stride:
             raise ShardwellError(
-                f"the data set has {self._num_samples} samples, fewer than the {self._stride} of one micro-batch "
+                f"the data set has {num_samples} samples, fewer than the {self._stride} of one micro-batch "
                 f"({self._num_ranks} rank(s) with {self._batch_size} each); use more data or smaller batches"
             )
-        has_ended = not self._is_iterable and self.position + self._stride > self._num_samples
+        has_ended = num_samples is not None and self.position + self._stride > num_samples
         if has_ended or (self.position and not self._goes_on):
             self.epoch, self.position = self.epoch + 1, 0
         self._goes_on = False
@@ -112,12 +129,13 @@ class ShardedLoader:
     def _batches(self) -> Iterator[Any]:
         """The batches of this epoch from the position on."""
         generator = torch.Generator().manual_seed(self._number())  # so that the user's random numbers stay as they are
-        if self._is_iterable:
-            rest: Dataset[Any] = _Rest(self._dataset, self.position)
+        num_samples = self._num_samples
+        if num_samples is None:
+            rest = _Rest(self._dataset, self.position)
             return iter(
                 DataLoader(rest, self._batch_size, collate_fn=self._collate, drop_last=True, generator=generator)
             )
-        shares = self._shares(torch.randperm(self._num_samples, generator=generator))
+        shares = self._shares(torch.randperm(num_samples, generator=generator))
         return iter(DataLoader(self._dataset, batch_sampler=shares, collate_fn=self._collate, generator=generator))
 
     def _shares(self, order: torch.Tensor) -> Iterator[list[int]]:
