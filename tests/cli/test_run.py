@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from shardwell.cli.launch import End, in_order
+from shardwell.cli.ends import End, can_be_cured, in_order
 from tests.cli.command import ROOT, arguments, environment, shardwell
 
 PROMPT = 20.0  # seconds for a run that takes three on an idle machine; a hang would take minutes
@@ -166,3 +166,19 @@ def test_a_rank_that_the_launcher_ended_is_blamed_last() -> None:
     ended = End(0, -15, "", "", when=9.0)
     cause = End(1, 3, "", "", when=10.0)
     assert in_order([ended, cause]) == [cause, ended]
+
+
+# ------------------------------------------------------------------------------------- what a restart cannot cure
+
+CONFIG_ERROR = End(0, 1, "ConfigError: bad", "", when=10.0, kinds=("ConfigError", "ShardwellError"))
+
+
+def test_a_configuration_is_as_wrong_after_a_restart() -> None:
+    ended = End(1, -15, "", "", when=10.0)
+    reports = End(2, 1, "PeerError: rank 0 failed first", "", when=10.0, kinds=("PeerError", "ShardwellError"))
+    assert not can_be_cured([CONFIG_ERROR, ended, reports])
+
+
+def test_a_rank_that_failed_otherwise_may_be_cured() -> None:
+    assert can_be_cured([End(1, -9, "", "", when=10.0), CONFIG_ERROR])
+    assert can_be_cured([End(1, 1, "PeerError: a peer stopped answering", "", when=10.0, kinds=("PeerError",))])

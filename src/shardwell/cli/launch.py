@@ -1,6 +1,6 @@
-"""Starting ranks through torch's elastic launcher, and telling which of them failed first.
+"""Starting ranks through torch's elastic agent, on one node or on several that meet at an address.
 
-Knows processes and their ends; nothing of engines, and prints nothing while ranks run.
+Knows processes; nothing of engines, and prints nothing while ranks run.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
+from shardwell.cli.ends import NEVER, RanksFailedError, Restarts, RunInterruptedError
 from shardwell.errors import ShardwellError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from shardwell.cli.agent import Agent
 
 _RANK = Path(__file__).with_name("rank.py")
-_GRACE = 5  # seconds that ranks get to end after Ctrl-C, before they are killed
-_HEAD_START = 2.0  # seconds; torch notes ends in whole seconds, and a silent death shows as errors in its peers
-_MOST_LINES = 20  # of a rank's stderr in an error
+_MEET = 600  # seconds within which all nodes have to come
+_ANSWER = timedelta(seconds=60)  # within which the node that the others met at has to answer
 
 
 @dataclass(frozen=True)
@@ -38,139 +38,125 @@ class Place:
     """How many ranks run here, and how they meet ranks on other nodes."""
 
     ranks_here: int
-    num_nodes: int = 1
-    node_rank: int = 0
+    min_nodes: int = 1
+    max_nodes: int = 1
     master_addr: str = ""
     master_port: int = 29500
-
-
-@dataclass(frozen=True)
-class End:
-    """How one rank failed."""
-
-    rank: int
-    exit_code: int  # negative: the signal that ended it
-    message: str  # the exception; empty if the rank left none
-    details: str  # its traceback, or the end of its stderr
-    when: float
+    join_time: int = 30  # seconds to wait for more nodes, once there are `min_nodes`
 
     @property
-    def was_ended(self) -> bool:
-        """By the launcher, after another rank failed."""
-        return self.exit_code == -signal.SIGTERM and not self.message
+    def is_alone(self) -> bool:
+        return self.max_nodes == 1
 
     @property
-    def cause(self) -> str:
-        if self.message:
-            return self.message
-        if self.exit_code == -signal.SIGILL:
-            return "ended by SIGILL: torch used an instruction that this CPU lacks; shardwell doctor may know which"
-        if self.exit_code < 0:
-            return f"ended by {_signal_name(-self.exit_code)}"
-        return f"ended with exit code {self.exit_code}"
+    def endpoint(self) -> str:
+        return "localhost:0" if self.is_alone else f"{self.master_addr}:{self.master_port}"
 
 
-class RanksFailedError(ShardwellError):
-    """One or more ranks failed; `ends` has the first of them first."""
-
-    def __init__(self, ends: Sequence[End]) -> None:
-        super().__init__(f"rank {ends[0].rank} failed first: {ends[0].cause}")
-        self.ends = tuple(ends)
-
-    @property
-    def exit_code(self) -> int:
-        """Of the first failing rank, as a shell would say it."""
-        code = self.ends[0].exit_code
-        return code if code > 0 else 128 - code
-
-    def show(self) -> None:
-        """Print the first failing rank's error on top, then what else went wrong, to stderr."""
-        console = Console(stderr=True)
-        console.print(Text.assemble(("error: ", "bold red"), (str(self), "red")), soft_wrap=True)
-        if self.ends[0].details:
-            console.print(Text(self.ends[0].details.rstrip(), "dim"), soft_wrap=True)
-        for end in self.ends[1:]:
-            if not end.was_ended:
-                line = f"then rank {end.rank}: {end.cause.splitlines()[0]}"
-                console.print(Text(line, "dim"), soft_wrap=True)
-
-
-class RunInterruptedError(ShardwellError):
-    """Ctrl-C, or another signal, ended the run; no rank is left."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {_signal_name(number)}; all ranks have ended")
-        self.exit_code = 128 + number
-
-
-def launch(command: Sequence[str], place: Place, *, quiet_ranks: bool = False) -> None:
+def launch(command: Sequence[str], place: Place, restarts: Restarts = NEVER, *, quiet_ranks: bool = False) -> None:
     """Run `command` (`script args...` or `-m module args...`) on every rank; returns when all have succeeded.
 
-    When a rank fails the others are ended and `RanksFailedError` is raised; on a signal, `RunInterruptedError`.
-    `quiet_ranks` keeps what ranks print off the terminal.
+    When a rank fails the others are ended. All are started again as `restarts` allows, then `RanksFailedError` is
+    raised; on a signal, `RunInterruptedError`. `quiet_ranks` keeps what ranks print off the terminal.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // place.ranks_here)))
     with tempfile.TemporaryDirectory(prefix="shardwell-") as logs, _no_leftovers(), _quiet_agent():
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import elastic_launch
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
-        config = _launch_config(place, logs, quiet_ranks)
+        from shardwell.cli.agent import Agent
+
+        keep = DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL if quiet_ranks else Std.NONE)
         try:
-            elastic_launch(config, sys.executable)(str(_RANK), *command)
-        except ChildFailedError as error:
-            raise RanksFailedError(in_order([_end(r, f, logs) for r, f in error.failures.items()])) from None
+            _run(Agent(_spec(command, place, restarts), keep, restarts))
+        except RendezvousError as error:
+            raise ShardwellError(_why_nodes_did_not_meet(error, place)) from None
         except SignalException as error:
             raise RunInterruptedError(error.sigval) from None
         except KeyboardInterrupt:
             raise RunInterruptedError(signal.SIGINT) from None
 
 
-def in_order(ends: Sequence[End]) -> list[End]:
-    """The rank to blame first: what the launcher ended, and errors that only tell of another rank, come last."""
+def _run(agent: Agent) -> None:
+    """Until all ranks have succeeded, or failed once too often."""
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-    def blame(end: End) -> tuple[bool, bool, float]:
-        reports_a_peer = end.message.startswith("PeerError")
-        return end.was_ended, reports_a_peer, end.when - (0.0 if end.message else _HEAD_START)
+    try:
+        result = agent.run()
+    except RendezvousClosedError:
+        if not agent.ends:
+            raise
+        raise RanksFailedError(agent.ends) from None  # another node has no restarts left
+    agent.get_worker_group().spec.rdzv_handler.shutdown()
+    if result is not None and result.is_failed():
+        raise RanksFailedError(agent.ends)
 
-    return sorted(ends, key=blame)
 
+def _spec(command: Sequence[str], place: Place, restarts: Restarts) -> WorkerSpec:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-def _launch_config(place: Place, logs: str, quiet_ranks: bool) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
-
-    alone = place.num_nodes == 1
-    return LaunchConfig(
-        min_nodes=place.num_nodes,
-        max_nodes=place.num_nodes,
-        nproc_per_node=place.ranks_here,
-        run_id=uuid.uuid4().hex if alone else "shardwell",
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint="localhost:0" if alone else f"{place.master_addr}:{place.master_port}",
-        rdzv_configs={} if alone else {"rank": place.node_rank},
-        local_addr="127.0.0.1" if alone else None,
-        max_restarts=0,
-        shutdown_timeout=_GRACE,
-        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL if quiet_ranks else Std.NONE),
+    address = _own_address(place)
+    return WorkerSpec(
+        role="ranks",
+        local_world_size=place.ranks_here,
+        entrypoint=sys.executable,
+        args=(str(_RANK), *command),
+        rdzv_handler=_meeting(place, address),
+        max_restarts=restarts.limit,
+        local_addr=address,
     )
 
 
-def _end(rank: int, failure: ProcessFailure, logs: str) -> End:
-    message: Any = failure.error_file_data.get("message") if Path(failure.error_file).is_file() else None
-    if isinstance(message, dict):
-        extra = message["extraInfo"]
-        when = float(extra.get("seconds", failure.timestamp))
-        return End(rank, failure.exitcode, message["message"], extra["py_callstack"], when)
-    words = _last_words(logs, failure.local_rank)
-    return End(rank, failure.exitcode, "", words, float(failure.timestamp))
+def _meeting(place: Place, address: str) -> RendezvousHandler:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=place.endpoint,
+        run_id=uuid.uuid4().hex if place.is_alone else "shardwell",
+        min_nodes=place.min_nodes,
+        max_nodes=place.max_nodes,
+        local_addr=address,
+        read_timeout=_MEET,
+        join_timeout=_MEET,
+        last_call_timeout=place.join_time,
+    )
+    backend, store = create_backend(parameters)
+    store.set_timeout(_ANSWER)
+    return create_handler(store, backend, parameters)
 
 
-def _last_words(logs: str, local_rank: int) -> str:
-    """The end of what a rank wrote to stderr, where that was kept."""
-    for path in Path(logs).glob(f"*/attempt_0/{local_rank}/stderr.log"):
-        return "\n".join(path.read_text(errors="replace").splitlines()[-_MOST_LINES:])
-    return ""
+def _own_address(place: Place) -> str:
+    """What other nodes call this one: the address from which it reaches the meeting point, if that is elsewhere."""
+    if place.is_alone:
+        return "127.0.0.1"
+    try:
+        found = socket.getaddrinfo(place.master_addr, place.master_port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # a datagram socket sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ShardwellError(
+            f"--master-addr {place.master_addr}: cannot be found ({error.strerror}); pass a host name or address that "
+            "every node can reach"
+        ) from None
+    return place.master_addr if own == "::1" or own.startswith("127.") else own
+
+
+def _why_nodes_did_not_meet(error: Exception, place: Place) -> str:
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {place.min_nodes} nodes came to {place.endpoint} within {_MEET} s; start this on each node"
+    if isinstance(error, RendezvousClosedError):
+        return f"the job at {place.endpoint} has ended; see the other nodes for the reason"
+    return (
+        f"{place.endpoint}, where the nodes meet, cannot be reached: its node has ended, or the port is taken or "
+        "blocked; see what is printed there"
+    )
 
 
 @contextlib.contextmanager
@@ -202,23 +188,3 @@ def _quiet_agent() -> Iterator[None]:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-@contextlib.contextmanager
-def ending_as_the_ranks_do() -> Iterator[None]:
-    """Around a launch: show why the ranks ended, and end the command with their exit code."""
-    try:
-        yield
-    except RanksFailedError as failure:
-        failure.show()
-        raise typer.Exit(failure.exit_code) from None
-    except RunInterruptedError as interrupted:
-        Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
-        raise typer.Exit(interrupted.exit_code) from None

@@ -68,8 +68,9 @@ def _write_down(error: BaseException, message: str, trace: str) -> bool:
     now = time.time()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "seconds": now, "kinds": kinds}
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open(f"{path}.partial", "w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        os.replace(f"{path}.partial", path)  # whole or not at all: the launcher may end this process at any moment
     except OSError:
         return False
     return True

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shardwell.cli.launch import Place, ending_as_the_ranks_do, launch
+from shardwell.cli.ends import Restarts, ending_as_the_ranks_do
+from shardwell.cli.launch import Place, launch
 from shardwell.errors import ShardwellError
 
 
@@ -20,25 +21,53 @@ def run(
         int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on this node.  [default: one per GPU, or one]")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
-    nnodes: Annotated[int, typer.Option(min=1, help="Nodes; run this command once on each.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Which of the nodes this is.")] = 0,
-    master_addr: Annotated[str, typer.Option(help="Host name of node 0, for more than one node.")] = "",
-    master_port: Annotated[int, typer.Option(min=1, max=65535, help="A free port on node 0.")] = 29500,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often all ranks may be started again after one failed.")
+    ] = 0,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Go on with fewer ranks, down to so many, if restarts keep failing early. One node."),
+    ] = None,
+    min_uptime: Annotated[
+        float, typer.Option(min=0, help="Seconds; two failures in a row before that mean one rank less.")
+    ] = 30.0,
+    nnodes: Annotated[
+        str, typer.Option(metavar="N or MIN:MAX", help="Nodes; run the same command once on each.")
+    ] = "1",
+    master_addr: Annotated[str, typer.Option(help="Host name of the node where the others meet.")] = "",
+    master_port: Annotated[int, typer.Option(min=1, max=65535, help="A free port on that node.")] = 29500,
+    join_time: Annotated[int, typer.Option(min=1, help="Seconds to wait for more nodes once there are MIN.")] = 30,
 ) -> None:
-    """Run SCRIPT on several ranks. When one fails, all end, and the first failing rank's error is printed."""
-    _check(script[0], module, nnodes, node_rank, master_addr)
-    place = Place(num_ranks or _one_per_gpu(), nnodes, node_rank, master_addr, master_port)
+    """Run SCRIPT on several ranks. When one fails, all end, and the first failing rank's error is printed.
+
+    With --max-restarts they are started again: a script that calls engine.load_checkpoint at its start goes on.
+    """
+    fewest, most = parse_nodes(nnodes)
+    ranks_here = num_ranks or _one_per_gpu()
+    _check(script[0], module, most, master_addr, ranks_here, min_ranks)
+    place = Place(ranks_here, fewest, most, master_addr, master_port, join_time)
     with ending_as_the_ranks_do():
-        launch(["-m", *script] if module else script, place)
+        launch(["-m", *script] if module else script, place, Restarts(max_restarts, min_ranks, min_uptime))
 
 
-def _check(script: str, module: bool, nnodes: int, node_rank: int, master_addr: str) -> None:
+def parse_nodes(text: str) -> tuple[int, int]:
+    """The least and the most nodes, of `2` or `1:4`."""
+    parts = text.split(":")
+    numbers = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    if len(numbers) != len(parts) or len(parts) > 2 or not 1 <= numbers[0] <= numbers[-1]:
+        raise ShardwellError(f"--nnodes {text}: expected a number of nodes such as 2, or the least and the most: 1:4")
+    return numbers[0], numbers[-1]
+
+
+def _check(script: str, module: bool, max_nodes: int, master_addr: str, ranks_here: int, min_ranks: int | None) -> None:
     if not module and not Path(script).is_file():
         raise ShardwellError(f"there is no script '{script}'. To run an installed module: shardwell run -m {script}")
-    if nnodes > 1 and not master_addr:
-        raise ShardwellError(f"{nnodes} nodes need to know where to meet: pass --master-addr, the host name of node 0")
-    if node_rank >= nnodes:
-        raise ShardwellError(f"--node-rank {node_rank} does not exist among {nnodes} node(s): they count from 0")
+    if max_nodes > 1 and not master_addr:
+        raise ShardwellError(f"{max_nodes} nodes need to know where to meet: pass --master-addr, the host name of one")
+    if min_ranks is not None and max_nodes > 1:
+        raise ShardwellError("--min-ranks is for one node; several nodes go on with fewer nodes: --nnodes MIN:MAX")
+    if min_ranks is not None and min_ranks > ranks_here:
+        raise ShardwellError(f"--min-ranks {min_ranks} is more than the {ranks_here} rank(s) of this node")
 
 
 def _one_per_gpu() -> int:

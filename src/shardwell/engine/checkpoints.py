@@ -144,6 +144,8 @@ class Checkpoints:
         if source is None:
             return None, None
         try:
+            if not module_only:
+                self._check_loader(engine, source)
             values = self._take(engine, source, strict=strict, with_optimizer=with_optimizer and not module_only)
         finally:
             source.close()
@@ -192,6 +194,15 @@ class Checkpoints:
         self._agree(problem)
         assert source is not None
         return source
+
+    def _check_loader(self, engine: Engine, source: Source) -> None:
+        problem: CheckpointError | None = None
+        if engine.training_dataloader is not None and source.values.get("loader"):
+            try:
+                engine.training_dataloader.check_state_dict(source.values["loader"])
+            except CheckpointError as error:
+                problem = error
+        self._agree(problem)
 
     def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> dict[str, Any]:
         """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing."""

@@ -1,0 +1,104 @@
+"""torch's elastic agent, which starts the ranks of this node again when one fails. Here it says so, knows which errors
+will come again, and can go on with fewer ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from shardwell.cli.ends import End, Restarts, can_be_cured, ends_of
+
+GRACE = 5  # seconds that ranks get to end after Ctrl-C, before they are killed
+_EARLY_FAILURES = 2  # in a row, until there is one rank less
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class Agent(LocalElasticAgent):
+    """Ends all ranks of this node when one fails and starts them again, as `restarts` allows."""
+
+    ends: list[End]  # of the last failure, the rank to blame first
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, restarts: Restarts) -> None:
+        super().__init__(spec, logs, shutdown_timeout=GRACE)
+        self.ends = []
+        self._spec, self._restarts = spec, restarts
+        self._logs = logs.root_log_dir
+        self._num_early = 0
+        self._began = 0.0
+        self._told_restarts = 0
+        self._num_ranks = 0  # of all nodes, when they were last started
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # torch would keep the store of the first start for all others: ranks would take what earlier ones left in it
+        # for answers, and a node that comes later would never learn where it is.
+        handler: Any = self._spec.rdzv_handler
+        handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        num_ranks = worker_group.workers[0].world_size
+        if self._num_ranks:
+            self._tell(num_ranks)
+        self._num_ranks, self._began = num_ranks, time.monotonic()
+        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=GRACE)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._judge(result.failures)
+        return result
+
+    def _judge(self, failures: Mapping[int, ProcessFailure]) -> None:
+        """Whether to start again, and with how many ranks."""
+        self.ends = ends_of(failures, self._logs)
+        if not can_be_cured(self.ends):
+            self._remaining_restarts = 0
+        is_early = time.monotonic() - self._began < self._restarts.min_uptime
+        self._num_early = self._num_early + 1 if is_early else 0
+        fewest = self._restarts.min_ranks
+        if self._num_early < _EARLY_FAILURES or fewest is None or self._spec.local_world_size <= fewest:
+            return
+        self._leave_out(self.ends[0].local_rank)
+        self._num_early = 0
+
+    def _leave_out(self, local_rank: int) -> None:
+        """One rank less; where each rank has a GPU of its own, the GPU of the rank that failed is not used again."""
+        gpus = visible_gpus(os.environ.get(_GPUS), torch.cuda.device_count())
+        if self._spec.local_world_size <= len(gpus):
+            del gpus[local_rank]
+            os.environ[_GPUS] = ",".join(gpus)
+        self._spec.local_world_size -= 1
+
+    def _tell(self, num_ranks: int) -> None:
+        now = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        if num_ranks != self._num_ranks:
+            now += f" instead of {self._num_ranks}"
+        restart = self._spec.max_restarts - self._remaining_restarts
+        if restart > self._told_restarts:
+            first = self.ends[0]
+            what = f"rank {first.rank} failed first: {first.first_line}; restart {restart} of {self._restarts.limit}"
+        else:
+            what = "nodes have come or gone; starting again"
+        self._told_restarts = restart
+        Console(stderr=True).print(Text(f"{what} with {now}", "yellow"), soft_wrap=True)
+
+
+def visible_gpus(setting: str | None, num_gpus: int) -> list[str]:
+    """The GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them."""
+    if setting is None:
+        return [str(index) for index in range(num_gpus)]
+    return [name.strip() for name in setting.split(",")][:num_gpus]

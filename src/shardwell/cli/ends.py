@@ -1,0 +1,160 @@
+"""How ranks end: which of them failed first, why, whether to start them again, and how that is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from shardwell.errors import ShardwellError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_HEAD_START = 2.0  # seconds; torch notes ends in whole seconds, and a silent death shows as errors in its peers
+_MOST_LINES = 20  # of a rank's stderr in an error
+_NOT_CURED = {"ConfigError", "SyntaxError", "ImportError"}  # by a restart: the same script would raise them again
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank failed."""
+
+    rank: int
+    exit_code: int  # negative: the signal that ended it
+    message: str  # the exception; empty if the rank left none
+    details: str  # its traceback, or the end of its stderr
+    when: float
+    kinds: tuple[str, ...] = ()  # the names of the exception's classes
+    local_rank: int = 0
+
+    @property
+    def was_ended(self) -> bool:
+        """By the launcher, after another rank failed."""
+        return self.exit_code == -signal.SIGTERM and not self.message
+
+    @property
+    def reports_a_peer(self) -> bool:
+        return self.message.startswith("PeerError")
+
+    @property
+    def cause(self) -> str:
+        if self.message:
+            return self.message
+        if self.exit_code == -signal.SIGILL:
+            return "ended by SIGILL: torch used an instruction that this CPU lacks; shardwell doctor may know which"
+        if self.exit_code < 0:
+            return f"ended by {_signal_name(-self.exit_code)}"
+        return f"ended with exit code {self.exit_code}"
+
+    @property
+    def first_line(self) -> str:
+        return next(iter(self.cause.splitlines()), "")
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How often the ranks may be started again, and with how few."""
+
+    limit: int = 0
+    min_ranks: int | None = None  # None: as many as before
+    min_uptime: float = 0.0  # seconds; an end before that is an early failure
+
+
+NEVER = Restarts()
+
+
+class RanksFailedError(ShardwellError):
+    """One or more ranks failed; `ends` has the first of them first."""
+
+    def __init__(self, ends: Sequence[End]) -> None:
+        super().__init__(f"rank {ends[0].rank} failed first: {ends[0].cause}")
+        self.ends = tuple(ends)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the first failing rank, as a shell would say it."""
+        code = self.ends[0].exit_code
+        return code if code > 0 else 128 - code
+
+    def show(self) -> None:
+        """Print the first failing rank's error on top, then what else went wrong, to stderr."""
+        console = Console(stderr=True)
+        console.print(Text.assemble(("error: ", "bold red"), (str(self), "red")), soft_wrap=True)
+        if self.ends[0].details:
+            console.print(Text(self.ends[0].details.rstrip(), "dim"), soft_wrap=True)
+        for end in self.ends[1:]:
+            if not end.was_ended:
+                console.print(Text(f"then rank {end.rank}: {end.first_line}", "dim"), soft_wrap=True)
+
+
+class RunInterruptedError(ShardwellError):
+    """Ctrl-C, or another signal, ended the run; no rank is left."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {_signal_name(number)}; all ranks have ended")
+        self.exit_code = 128 + number
+
+
+def in_order(ends: Sequence[End]) -> list[End]:
+    """The rank to blame first: what the launcher ended, and errors that only tell of another rank, come last."""
+
+    def blame(end: End) -> tuple[bool, bool, float]:
+        return end.was_ended, end.reports_a_peer, end.when - (0.0 if end.message else _HEAD_START)
+
+    return sorted(ends, key=blame)
+
+
+def can_be_cured(ends: Sequence[End]) -> bool:
+    """Whether a restart may help: not if every rank that failed by itself did so by an error that will come again."""
+    own = [end for end in ends if not end.was_ended and not end.reports_a_peer]
+    return not own or any(_NOT_CURED.isdisjoint(end.kinds) for end in own)
+
+
+def ends_of(failures: Mapping[int, ProcessFailure], logs: str) -> list[End]:
+    """What torch's agent knows of the ranks that failed, the one to blame first."""
+    return in_order([_end(rank, failure, logs) for rank, failure in failures.items()])
+
+
+def _end(rank: int, failure: ProcessFailure, logs: str) -> End:
+    message: Any = failure.error_file_data.get("message") if Path(failure.error_file).is_file() else None
+    code, local_rank = failure.exitcode, failure.local_rank
+    if isinstance(message, dict):
+        extra = message["extraInfo"]
+        when, kinds = float(extra.get("seconds", failure.timestamp)), tuple(extra.get("kinds", ()))
+        return End(rank, code, message["message"], extra["py_callstack"], when, kinds, local_rank)
+    words = _last_words(logs, local_rank)
+    return End(rank, code, "", words, float(failure.timestamp), local_rank=local_rank)
+
+
+def _last_words(logs: str, local_rank: int) -> str:
+    """The end of what a rank wrote to stderr when it was last started, where that was kept."""
+    found = sorted(Path(logs).glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime_ns)
+    return "\n".join(found[-1].read_text(errors="replace").splitlines()[-_MOST_LINES:]) if found else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@contextlib.contextmanager
+def ending_as_the_ranks_do() -> Iterator[None]:
+    """Around a launch: show why the ranks ended, and end the command with their exit code."""
+    try:
+        yield
+    except RanksFailedError as failure:
+        failure.show()
+        raise typer.Exit(failure.exit_code) from None
+    except RunInterruptedError as interrupted:
+        Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
+        raise typer.Exit(interrupted.exit_code) from None

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+
+from shardwell.cli.agent import visible_gpus
+from shardwell.cli.run_command import parse_nodes
+from shardwell.errors import ShardwellError
+from tests.cli.command import arguments, environment, shardwell
+
+STARTS = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with open(folder / "starts", "a") as file:
+    file.write(f"{start} {rank} {ranks}\\n")
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+def waits():
+    time.sleep(600)
+"""
+
+SUMS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor(rank + 1)
+dist.all_reduce(total)
+if start == 0:
+    killed() if rank == 1 else waits()
+print(f"sum {total.item()}")
+dist.destroy_process_group()
+"""
+
+TOGETHER = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+while True:
+    ended = torch.tensor(int((folder / "end").exists()))
+    dist.all_reduce(ended)
+    if not (folder / f"ranks-{ranks}").exists():
+        (folder / f"ranks-{ranks}").touch()
+    if ended:
+        break
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+def run_of(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "script.py").write_text(STARTS + script)
+    return shardwell("run", *options, tmp_path / "script.py", tmp_path)
+
+
+def starts(folder: Path) -> list[tuple[int, ...]]:
+    """(start, rank, number of ranks) of every rank that was started."""
+    return sorted(tuple(map(int, line.split())) for line in (folder / "starts").read_text().splitlines())
+
+
+def sizes(folder: Path) -> list[int]:
+    """How many ranks there were, at each start."""
+    return list({start: ranks for start, _, ranks in starts(folder)}.values())
+
+
+def test_all_ranks_start_again_when_one_is_killed(tmp_path: Path) -> None:
+    result = run_of(tmp_path, "if start == 0: killed() if rank == 1 else waits()", "-n", "2", "--max-restarts", "3")
+    assert starts(tmp_path) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert result.returncode == 0
+    assert result.stderr == "rank 1 failed first: ended by SIGKILL; restart 1 of 3 with 2 ranks\n"
+
+
+def test_a_process_group_forms_again(tmp_path: Path) -> None:
+    result = run_of(tmp_path, SUMS, "-n", "2", "--max-restarts", "1")
+    assert (result.returncode, result.stdout) == (0, "sum 3\nsum 3\n"), result.stderr
+
+
+def test_the_error_is_shown_when_restarts_are_used_up(tmp_path: Path) -> None:
+    script = "if rank == 1: raise ValueError(f'spoilt {start}')\nwaits()"
+    result = run_of(tmp_path, script, "-n", "2", "--max-restarts", "2")
+    assert [start for start, rank, _ in starts(tmp_path) if rank == 1] == [0, 1, 2]
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[:3] == [
+        "rank 1 failed first: ValueError: spoilt 0; restart 1 of 2 with 2 ranks",
+        "rank 1 failed first: ValueError: spoilt 1; restart 2 of 2 with 2 ranks",
+        "error: rank 1 failed first: ValueError: spoilt 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", ["from shardwell.errors import ConfigError; raise ConfigError('wrong key')", "import nowhere", "1 +"]
+)
+def test_what_a_restart_cannot_cure_ends_the_job_at_once(tmp_path: Path, error: str) -> None:
+    result = run_of(tmp_path, f"exec({error!r})", "-n", "2", "--max-restarts", "5")
+    assert {start for start, _, _ in starts(tmp_path)} == {0}
+    assert result.returncode == 1
+    assert "; restart " not in result.stderr
+    assert "failed first: " in result.stderr.splitlines()[0]
+
+
+def test_two_early_failures_in_a_row_mean_one_rank_less(tmp_path: Path) -> None:
+    script = "if ranks == 3: killed() if rank == 2 else waits()"
+    result = run_of(tmp_path, script, "-n", "3", "--max-restarts", "5", "--min-ranks", "1")
+    assert sizes(tmp_path) == [3, 3, 2]
+    assert result.returncode == 0
+    assert result.stderr.splitlines() == [
+        "rank 2 failed first: ended by SIGKILL; restart 1 of 5 with 3 ranks",
+        "rank 2 failed first: ended by SIGKILL; restart 2 of 5 with 2 ranks instead of 3",
+    ]
+
+
+def test_there_are_never_fewer_ranks_than_allowed(tmp_path: Path) -> None:
+    result = run_of(tmp_path, "sys.exit(7)", "-n", "3", "--max-restarts", "5", "--min-ranks", "2")
+    assert sizes(tmp_path) == [3, 3, 2, 2, 2, 2]
+    assert result.returncode == 7
+
+
+def test_failures_that_are_not_early_keep_the_ranks(tmp_path: Path) -> None:
+    options = ("-n", "2", "--max-restarts", "2", "--min-ranks", "1", "--min-uptime", "0")
+    run_of(tmp_path, "sys.exit(7)", *options)
+    assert sizes(tmp_path) == [2, 2, 2]
+
+
+def test_an_interrupt_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STARTS + "waits()")
+    launcher = launched(tmp_path, "-n", "2", "--max-restarts", "3")
+    try:
+        until(lambda: (tmp_path / "starts").exists() and len(starts(tmp_path)) == 2)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=60) == 130
+        assert len(starts(tmp_path)) == 2
+    finally:
+        launcher.kill()
+
+
+# ------------------------------------------------------------------------------------------------- several nodes
+
+
+def launched(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = arguments("run", *options, folder / "script.py", folder)
+    return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+
+
+def until(holds: Callable[[], bool], limit: float = 90) -> None:
+    deadline = time.monotonic() + limit
+    while not holds():
+        assert time.monotonic() < deadline, "nothing happened within the limit"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts launchers that meet on this machine: one rank each, one node or two."""
+    (tmp_path / "script.py").write_text(STARTS + TOGETHER)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ("-n", "1", "--nnodes", "1:2", "--max-restarts", "3", "--join-time", "8")
+    running = []
+
+    def start() -> subprocess.Popen[bytes]:
+        running.append(launched(tmp_path, *options, "--master-addr", "localhost", "--master-port", str(port)))
+        return running[-1]
+
+    yield start
+    for launcher in running:
+        launcher.kill()
+
+
+@pytest.mark.slow
+def test_survivors_go_on_without_a_lost_node_and_take_it_back(
+    tmp_path: Path, nodes: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    survivor = nodes()
+    until(lambda: any(c.laddr.port for c in psutil.Process(survivor.pid).net_connections() if c.status == "LISTEN"))
+    lost = nodes()
+    until((tmp_path / "ranks-2").exists)
+    ranks_of_the_lost = psutil.Process(lost.pid).children(recursive=True)
+    lost.kill()
+    lost.wait()
+    until((tmp_path / "ranks-1").exists)
+    assert not any(process.is_running() for process in ranks_of_the_lost)
+    (tmp_path / "ranks-2").unlink()
+    back = nodes()
+    until((tmp_path / "ranks-2").exists)
+    (tmp_path / "end").touch()
+    assert (survivor.wait(timeout=60), back.wait(timeout=60)) == (0, 0)
+    assert survivor.stderr is not None
+    first, second = survivor.stderr.read().decode().splitlines()
+    assert first.startswith("rank ")
+    assert first.endswith("; restart 1 of 3 with 1 rank instead of 2")
+    assert second == "nodes have come or gone; starting again with 2 ranks instead of 1"
+
+
+def test_a_number_of_nodes_or_a_range_is_understood() -> None:
+    assert (parse_nodes("2"), parse_nodes("1:4")) == ((2, 2), (1, 4))
+
+
+@pytest.mark.parametrize("text", ["", "0", "2:1", "1:2:3", "a", "1:", "-1"])
+def test_other_numbers_of_nodes_are_refused(text: str) -> None:
+    with pytest.raises(ShardwellError, match=r"expected a number of nodes such as 2, or the least and the most: 1:4"):
+        parse_nodes(text)
+
+
+def test_fewer_ranks_are_for_one_node(tmp_path: Path) -> None:
+    result = run_of(tmp_path, "", "-n", "2", "--nnodes", "2", "--master-addr", "localhost", "--min-ranks", "1")
+    assert (result.returncode, "--min-ranks is for one node" in result.stderr) == (2, True)
+
+
+def test_a_host_that_cannot_be_found_is_one_clear_line(tmp_path: Path) -> None:
+    result = run_of(tmp_path, "", "-n", "1", "--nnodes", "2", "--master-addr", "nowhere.invalid")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --master-addr nowhere.invalid: cannot be found")
+
+
+def test_gpus_are_named_as_the_user_named_them() -> None:
+    assert visible_gpus(None, 2) == ["0", "1"]
+    assert visible_gpus("3, 5,7", 3) == ["3", "5", "7"]
+    assert visible_gpus("", 0) == []

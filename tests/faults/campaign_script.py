@@ -1,0 +1,102 @@
+"""What the campaign trains: a small model with dropout, a schedule and accumulation, saved every few steps.
+
+    shardwell run -n 2 --max-restarts 9 tests/faults/campaign_script.py FOLDER STAGE PAUSE
+
+FOLDER/go-<restart>      the script waits for it before it loads anything
+FOLDER/stop-at           after how many steps to end; it goes on until there is one
+FOLDER/checkpoints       what it saves and goes on from
+FOLDER/samples-<rank>    one line for each micro-step: its number, the samples of its batch, and its loss
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import shardwell
+
+FOLDER, STAGE, PAUSE = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+SAMPLES, WIDTH = 101, 16  # no multiple of anything
+SAVE_EVERY = 3
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50}},
+    "shardwell": {"keep_last": 10},
+}
+
+
+class Samples(Dataset[tuple[int, Tensor]]):
+    def __init__(self) -> None:
+        self.rows = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.rows[index]
+
+
+def model() -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
+
+
+def batches(loader: shardwell.engine.loader.ShardedLoader) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield from loader
+
+
+def shall_stop(steps: int) -> bool:
+    """Rank 0 looks; all ranks do as it says."""
+    verdict = torch.zeros(())
+    if dist.get_rank() == 0 and (FOLDER / "stop-at").exists():
+        verdict.fill_(steps >= int((FOLDER / "stop-at").read_text() or sys.maxsize))
+    dist.broadcast(verdict, 0)
+    return bool(verdict)
+
+
+def main() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    engine, _, loader, _ = shardwell.initialize(model=model(), config=CONFIG, training_data=Samples())
+    while not (FOLDER / f"go-{os.environ['TORCHELASTIC_RESTART_COUNT']}").exists():
+        time.sleep(0.01)
+    engine.load_checkpoint(FOLDER / "checkpoints")
+    log = os.open(FOLDER / f"samples-{engine.global_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for samples, rows in batches(loader):
+        number = engine.micro_steps
+        loss = nn.functional.mse_loss(engine(rows), rows)
+        engine.backward(loss)
+        engine.step()
+        record = {"step": number, "samples": samples.tolist(), "loss": loss.item().hex()}
+        os.write(log, f"{json.dumps(record)}\n".encode())
+        os.fsync(log)
+        time.sleep(PAUSE)
+        steps = engine.global_steps
+        if engine.micro_steps == steps * engine.gradient_accumulation_steps():
+            if steps % SAVE_EVERY == 0:
+                engine.save_checkpoint(FOLDER / "checkpoints", asynchronous=steps % (2 * SAVE_EVERY) == 0)
+            if shall_stop(steps):
+                break
+    engine.save_checkpoint(FOLDER / "checkpoints")
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+main()
