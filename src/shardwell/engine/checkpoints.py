@@ -323,7 +323,7 @@ def _restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool
         if with_optimizer and values.get("optimizer"):
             _restore_groups(engine.optimizer, values["optimizer"])
     if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
-        engine.lr_scheduler.load_state_dict(values["scheduler"])
+        _restore_schedule(engine.lr_scheduler, values["scheduler"])
     if engine._scale.is_on and values.get("loss_scale"):
         engine._scale.load_state_dict(values["loss_scale"])
     if engine.training_dataloader is not None and values.get("loader"):
@@ -378,6 +378,15 @@ def _restore_groups(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
         return
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
+    if not set(saved) & set(schedule.state_dict()):
+        warnings.warn(
+            f"the checkpoint holds the state of another schedule than {type(schedule).__name__}", stacklevel=2
+        )
+        return
+    schedule.load_state_dict(saved)
 
 
 def _random_state(engine: Engine) -> dict[str, Any]:

@@ -87,4 +87,5 @@ class DynamicScale(LossScale):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._left, self._clean = int(state["left"]), int(state["clean"])
+        self._left = int(state.get("left", self.rules.hysteresis))
+        self._clean = int(state.get("clean", 0))

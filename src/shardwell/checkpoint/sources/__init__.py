@@ -10,6 +10,7 @@ from shardwell.checkpoint.manifest import NAME
 from shardwell.checkpoint.sources import dcp, safetensors
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
 from shardwell.checkpoint.sources.dcp import DcpSource
+from shardwell.checkpoint.sources.deepspeed import DeepSpeedSource, is_deepspeed
 from shardwell.checkpoint.sources.own import OwnSource
 from shardwell.checkpoint.sources.safetensors import SafetensorsSource
 from shardwell.errors import CheckpointError
@@ -19,10 +20,12 @@ __all__ = [
     "SCALAR",
     "STATE",
     "DcpSource",
+    "DeepSpeedSource",
     "OwnSource",
     "SafetensorsSource",
     "Source",
     "Stored",
+    "is_deepspeed",
     "is_foreign",
     "kind_of",
     "locate_own",
@@ -44,9 +47,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
     if own is not None:
         folder, chosen = own
         return OwnSource(folder.path(chosen), folder.open(chosen))
-    if _is_deepspeed(path):
-        from shardwell.checkpoint.sources.deepspeed import DeepSpeedSource
-
+    if is_deepspeed(path):
         return DeepSpeedSource(path, tag)
     if tag is not None:
         raise CheckpointError(
@@ -83,15 +84,9 @@ def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Fo
 def is_foreign(path: str | os.PathLike[str]) -> bool:
     """Whether a path holds a checkpoint that others have written."""
     path = Path(path)
-    return _is_deepspeed(path) or (path / dcp.METADATA).is_file() or safetensors.find(path) is not None
+    return is_deepspeed(path) or (path / dcp.METADATA).is_file() or safetensors.find(path) is not None
 
 
 def kind_of(source: Source) -> str:
     """Who wrote a checkpoint, in words."""
     return _KINDS.get(type(source).__name__, type(source).__name__)
-
-
-def _is_deepspeed(path: Path) -> bool:
-    from shardwell.checkpoint.sources.deepspeed import is_deepspeed
-
-    return is_deepspeed(path)

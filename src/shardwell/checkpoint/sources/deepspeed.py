@@ -5,8 +5,8 @@
     root/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt  stage 3: the same, with a rank's part of frozen parameters
     root/<tag>/zero_pp_rank_<r>_mp_rank_00_optim_states.pt  a rank's part of masters and state; may begin with bf16_
 
-Nothing from a file is run (`pickled.py`). Files are mapped, so that a stretch costs what it holds. Where elements lie
-is in `flat.py`. Names and sizes are checked when the source is made.
+Nothing from a file is run (`torch_files.py`). Files are mapped, so that a stretch costs what it holds. `flat.py` knows
+where elements lie. Names and sizes are checked when the source is made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwell.checkpoint.folder import LATEST
 from shardwell.checkpoint.manifest import MAX_NAME, plain_name
 from shardwell.checkpoint.sources.base import MODEL, Stored
 from shardwell.checkpoint.sources.flat import Part, Parts, Shapes, cut_each, cut_together
-from shardwell.checkpoint.sources.pickled import Stub, json_entries, load, number
+from shardwell.checkpoint.sources.torch_files import Stub, json_entries, load, number
 from shardwell.errors import CheckpointError
 from shardwell.layout import product
 
@@ -240,9 +240,9 @@ def _read_zero(files: _Files, main: _File, parts: Parts) -> dict[str, Any]:
     for index, shapes in enumerate(groups):
         numels = {name: product(shape) for name, shape in shapes.items()}
         spans, sizes = cut_each(numels, ranks) if stage == 3 else cut_together(numels, paddings[index], ranks)
-        parts.add_group(shapes, spans, [groups_held[index] for groups_held in held], sizes)
+        parts.add_group(shapes, spans, [of_rank[index] for of_rank in held], sizes)
     return {
-        "aliases": {other: name for other, name in shared.items() if f"{MODEL}{name}" in parts.tensors},
+        "aliases": json_entries({key: name for key, name in shared.items() if f"{MODEL}{name}" in parts.tensors}),
         "optimizer": _optimizer(main, content.get(state)),
         "frozen_excluded": stage > 1 and main.content.get("frozen_param_shapes", {}) is None,
         **_loss_scale(content.get("loss_scaler")),

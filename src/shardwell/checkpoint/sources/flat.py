@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwell.checkpoint.files import show
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
-from shardwell.checkpoint.sources.pickled import number
+from shardwell.checkpoint.sources.torch_files import number
 from shardwell.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
