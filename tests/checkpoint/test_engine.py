@@ -304,6 +304,43 @@ def masters(engine: shardwell.Engine) -> list[Tensor]:
     return [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
 
 
+def load_while_whole(root: str) -> list[bool]:
+    """A forward that fails leaves units whole; what is loaded must be in them too."""
+    engine = Leg(3, 0, 1, CASE, loads=False).engine()
+    engine.save_checkpoint(root)
+    expected = whole_parameters(engine.module)
+    other = Leg(3, 0, 1, CASE).engine()
+    handle = other.module.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        other.module(batches(1, 4)[0])
+    handle.remove()
+    assert any(unit.residency.name != "RELEASED" for unit in other._flow.units)
+    other.load_checkpoint(root)
+    found = whole_parameters(other.module)
+    return [bool(torch.equal(found[name], expected[name])) for name in expected]
+
+
+def test_units_that_are_whole_take_what_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    assert all(equal for answer in ranks.run(2, load_while_whole, str(tmp_path)) for equal in answer)
+
+
+def test_a_checkpoint_in_the_middle_of_a_boundary_disturbs_nothing(tmp_path: Path) -> None:
+    results = []
+    for saves in (False, True):
+        engine = alone(stage=1, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1)
+        for number in range(4):
+            loss = engine(batches(number + 1, 4)[number])
+            if saves:
+                engine.save_checkpoint(tmp_path, f"{number} before")
+            engine.backward(loss)
+            if saves:
+                engine.save_checkpoint(tmp_path, f"{number} after", asynchronous=True)
+            engine.step()
+        engine.finish_saving()
+        results.append(masters(engine))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------- frozen
 
 

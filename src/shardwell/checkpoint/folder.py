@@ -145,7 +145,7 @@ class Folder:
             path = self.path(tag)
             before = path, _identity(path)
             try:
-                manifest = _read_manifest(path)
+                manifest = read_manifest(path)
                 _check_files(path, manifest)
                 return manifest
             except CheckpointError:
@@ -164,11 +164,11 @@ class Folder:
 
     # --- tidying ------------------------------------------------------------------------------------------------
 
-    def clean(self, older_than: float = 0.0) -> list[str]:
+    def clean(self, older_than: float = 0.0, dry_run: bool = False) -> list[str]:
         """Ends what crashes left undone: old checkpoints get their names back, leftovers are removed.
 
         A checkpoint that somebody still writes is locked and stays. Where the file system knows no locks, one whose
-        last change is less than `older_than` seconds ago stays too. Returns the names of what was removed.
+        last change is less than `older_than` seconds ago stays too. Returns the names of what was removed, or would be.
         """
         removed = []
         for name, path in self._list():
@@ -177,14 +177,19 @@ class Folder:
                 continue
             tag, state = match["tag"], match["state"]
             if state == "aside" and self._find(tag) == path:
-                self._move_back(path, tag)
+                if not dry_run:
+                    self._move_back(path, tag)
             elif state != "partial" or (_age(path) >= older_than and not _is_locked(path)):
-                self._remove(path, tag)
+                if not dry_run:
+                    self._remove(path, tag)
                 removed.append(name)
         return removed
 
-    def prune(self, keep_last: int) -> list[str]:
-        """Removes all but the newest `keep_last` checkpoints and the one that `latest` names; returns their tags."""
+    def prune(self, keep_last: int, dry_run: bool = False) -> list[str]:
+        """Removes all but the newest `keep_last` checkpoints and the one that `latest` names.
+
+        Returns the tags of what was removed, or would be.
+        """
         if keep_last < 1:
             raise CheckpointError(f"keep_last: expected at least 1, found {keep_last}")
         try:
@@ -192,7 +197,7 @@ class Folder:
         except CheckpointError:
             named = None
         removed = [tag for tag in self.tags()[keep_last:] if tag != named]
-        for tag in removed:
+        for tag in [] if dry_run else removed:
             for path in self._asides(tag):  # first these: they are what is read once it has no name
                 self._remove(path, tag)
             if _stamp(self.root / tag) is not None:
@@ -415,7 +420,8 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
+    """What a checkpoint's directory says that it holds; whether the files are there is not looked at."""
     where = path / NAME
     file, size = open_plain(where)
     with file:

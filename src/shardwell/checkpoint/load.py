@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, nn
 
-from shardwell.checkpoint.contents import buffers_of
+from shardwell.checkpoint.contents import aliases_of, buffers_of
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, Source
 from shardwell.errors import CheckpointError
 from shardwell.layout import Slot, contiguous_stride
@@ -42,9 +42,9 @@ class Want:
 
 
 class Stock:
-    """A source, looked up by the names of a model's parameters."""
+    """A source, looked up by the names of a model's parameters; `shared` has their other names in the model."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, shared: Mapping[str, str]) -> None:
         self.source = source
         aliases: Mapping[str, str] = source.values.get("aliases", {})
         self._names: dict[str, str] = {}  # a name that a parameter had when it was saved -> the one it is stored under
@@ -53,6 +53,10 @@ class Stock:
             for other in [first, *(alias for alias, target in aliases.items() if target == first)] if aliases else []:
                 self._names.setdefault(other, name)
             self._names[name] = name
+        for other, name in shared.items():
+            if other in self._names:
+                self._names.setdefault(name, self._names[other])
+        self._shared = shared
         self._keys: defaultdict[str, list[str]] = defaultdict(list)
         for entry in source.tensors:
             if entry.startswith(STATE):
@@ -80,8 +84,8 @@ class Stock:
         return f"{STATE}{self._names.get(name, name)}/{key}"
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """What is stored of a model that has only `names`."""
-        used = {self._names.get(name) for name in names}
+        """What is stored that a model with `names` has no use for."""
+        used = {self._names.get(name) for name in (*names, *self._shared)}
         return sorted({name for name in self._names.values() if name not in used})
 
 
@@ -98,7 +102,7 @@ class Loading:
         strict: bool = True,
     ) -> None:
         self._source, self._units, self._optimizer = source, units, optimizer
-        self._stock = Stock(source)
+        self._stock = Stock(source, aliases_of(model, units))
         self._buffers = buffers_of(model)
         self._staged: dict[Want, Tensor] = {}
         self._check(strict)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import random
 import sys
@@ -23,7 +24,7 @@ from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.load import Loading
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.save import Saver
-from shardwell.checkpoint.sources import OwnSource, Source
+from shardwell.checkpoint.sources import OwnSource, Source, is_foreign, locate_own, open_source
 from shardwell.checkpoint.values import decode, encode
 from shardwell.comm import Collectives, Kind
 from shardwell.errors import CheckpointError, DivergenceError
@@ -164,20 +165,16 @@ class Checkpoints:
 
     def _open(self, root: str, tag: str | None) -> Source | None:
         """Rank 0 looks and reads the manifest; the others are told. None if there is no checkpoint yet."""
-        folder = Folder(root)
 
         def look() -> str | None:
-            folder.clean()
-            chosen = tag if tag is not None else folder.latest()
-            if chosen is None or not folder.is_committed(chosen):
-                from shardwell.checkpoint.sources import is_foreign
-
-                if is_foreign(root):
-                    return json.dumps({})
-                if tag is None:
-                    return None
-            assert chosen is not None
-            return json.dumps({"path": str(folder.path(chosen)), "manifest": folder.open(chosen).to_json()})
+            Folder(root).clean()
+            own = locate_own(root, tag) if os.path.exists(root) else None
+            if own is not None:
+                folder, chosen = own
+                return json.dumps({"path": str(folder.path(chosen)), "manifest": folder.open(chosen).to_json()})
+            if is_foreign(root):
+                return json.dumps({})
+            return None if tag is None else str(Folder(root).path(tag))  # which says what is there
 
         found = self._from_rank_0_or_none(look)
         if found is None:
@@ -188,8 +185,6 @@ class Checkpoints:
         return OwnSource(Path(told["path"]), Manifest.from_json(told["manifest"], told["path"]))
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:
-        from shardwell.checkpoint.sources import open_source
-
         source: Source | None = None
         problem: CheckpointError | None = None
         try:
@@ -212,7 +207,6 @@ class Checkpoints:
     def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> dict[str, Any]:
         """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing."""
         _settle(engine)
-        engine.zero_grad()
         problem: CheckpointError | None = None
         try:
             optimizer = engine.optimizer if with_optimizer else None
@@ -224,6 +218,8 @@ class Checkpoints:
         except CheckpointError as error:
             problem = error
         self._agree(problem)
+        engine._flow.end_loans()
+        engine.zero_grad()
         loading.apply()
         return {**source.values, **decoded}
 
@@ -280,10 +276,8 @@ def _share(world: Collectives, text: str, source: int = 0) -> str:
 
 
 def _settle(engine: Engine) -> None:
-    """Bring units and optimizer to rest."""
+    """The engine fits its model, and the last step has ended well."""
     engine.fit_to_model()
-    engine._flow.finish()
-    engine._flow.end_loans()
     if engine.optimizer is not None:
         engine.optimizer.settle()
     opened = [unit.name for unit in engine._flow.units if unit.opened]

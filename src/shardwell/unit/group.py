@@ -161,11 +161,13 @@ class Group:
             self._before = truth
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
-        """Let `fill` write this rank's part of the truth. Where parameters rest whole, all ranks are sent theirs."""
+        """Let `fill` write this rank's part of the truth. Where parameters are whole, all ranks are sent theirs."""
         self.open_master()
         fill(self.master)
         self.close_master()
         self.forget_second_copy()
+        if self.flat.present and self.shard is not None:
+            narrow(self.shard.tensor, self.flat.tensor[self.own[0] : self.own[1]])
         if self.flat.present and self.row.optimizer.over is not None:
             self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
 

@@ -1,15 +1,97 @@
 """Checkpoints that can be read: shardwell's own, and those of others."""
 
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shardwell.checkpoint.folder import Folder
+from shardwell.checkpoint.manifest import NAME
+from shardwell.checkpoint.sources import dcp, safetensors
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
+from shardwell.checkpoint.sources.dcp import DcpSource
 from shardwell.checkpoint.sources.own import OwnSource
+from shardwell.checkpoint.sources.safetensors import SafetensorsSource
+from shardwell.errors import CheckpointError
+
+__all__ = [
+    "MODEL",
+    "SCALAR",
+    "STATE",
+    "DcpSource",
+    "OwnSource",
+    "SafetensorsSource",
+    "Source",
+    "Stored",
+    "is_foreign",
+    "kind_of",
+    "locate_own",
+    "open_source",
+]
+
+_KINDS = {
+    "OwnSource": "shardwell",
+    "SafetensorsSource": "safetensors (Hugging Face)",
+    "DcpSource": "torch.distributed.checkpoint",
+    "DeepSpeedSource": "DeepSpeed",
+}
 
 
-def is_foreign(path: str) -> bool:
-    return False
+def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """Opens a checkpoint of any kind. A tag chooses one from a folder; without it the latest is meant."""
+    path = Path(path)
+    own = locate_own(path, tag)
+    if own is not None:
+        folder, chosen = own
+        return OwnSource(folder.path(chosen), folder.open(chosen))
+    if _is_deepspeed(path):
+        from shardwell.checkpoint.sources.deepspeed import DeepSpeedSource
+
+        return DeepSpeedSource(path, tag)
+    if tag is not None:
+        raise CheckpointError(
+            f"{path}: tag {tag!r}: no folder of checkpoints by shardwell or DeepSpeed, so without tags"
+        )
+    if (path / dcp.METADATA).is_file():
+        return DcpSource(path)
+    if safetensors.find(path) is not None:
+        return SafetensorsSource(path)
+    raise CheckpointError(
+        f"{path}: not a checkpoint that is known. Looked for {NAME} in it or in a directory below (shardwell), "
+        f"{safetensors.SINGLE} or {safetensors.INDEX} (Hugging Face), {dcp.METADATA} (torch.distributed.checkpoint), "
+        "and the files of DeepSpeed"
+    )
 
 
-def open_source(path: str, tag: str | None = None) -> Source:
-    raise NotImplementedError
+def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Folder, str] | None:
+    """The folder and the tag, if a path is a folder of shardwell's checkpoints or one of them."""
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    if (path / NAME).is_file():
+        if tag not in (None, path.resolve().name):
+            raise CheckpointError(f"{path}: is one checkpoint; the tag {tag!r} needs the folder that holds it")
+        return Folder(path.resolve().parent), path.resolve().name
+    folder = Folder(path)
+    if not path.is_dir() or not folder.tags():
+        return None
+    chosen = tag or folder.latest()
+    assert chosen is not None
+    return folder, chosen
 
 
-__all__ = ["MODEL", "SCALAR", "STATE", "OwnSource", "Source", "Stored"]
+def is_foreign(path: str | os.PathLike[str]) -> bool:
+    """Whether a path holds a checkpoint that others have written."""
+    path = Path(path)
+    return _is_deepspeed(path) or (path / dcp.METADATA).is_file() or safetensors.find(path) is not None
+
+
+def kind_of(source: Source) -> str:
+    """Who wrote a checkpoint, in words."""
+    return _KINDS.get(type(source).__name__, type(source).__name__)
+
+
+def _is_deepspeed(path: Path) -> bool:
+    from shardwell.checkpoint.sources.deepspeed import is_deepspeed
+
+    return is_deepspeed(path)

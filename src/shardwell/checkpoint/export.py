@@ -1,0 +1,186 @@
+"""From any source to a format of files. Tensors are read in parts, so that no more than a part is in memory.
+
+Of a tensor whose elements are stored in another order than the usual one all are: it is put in order in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwell.checkpoint.files import Entry, failing, stream
+from shardwell.checkpoint.folder import Folder
+from shardwell.checkpoint.manifest import Manifest, Piece, TensorRecord
+from shardwell.checkpoint.sources.base import MODEL, STATE, Source, Stored
+from shardwell.checkpoint.sources.reading import Progress, in_order, parts, weights
+from shardwell.checkpoint.sources.safetensors import CONFIG, INDEX, SINGLE
+from shardwell.errors import CheckpointError
+
+MAX_FILE = 5_000_000_000  # bytes
+
+
+def to_safetensors(
+    source: Source,
+    out_dir: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE,
+    progress: Progress | None = None,
+) -> Path:
+    """A directory that `from_pretrained` of Transformers reads: weights, index and, if it is known, config.json.
+
+    Floating tensors become `dtype`; others stay what they are. A tensor that has several names is written once.
+    """
+    names = weights(source)
+    _warn_if_part(source)
+    entries = {name: _entry(name.removeprefix(MODEL), source.tensors[name], dtype) for name in names}
+    batches = _batches([(name, entry.num_bytes) for name, entry in entries.items()], max_file_bytes)
+    with _new_directory(out_dir) as path:
+        weight_map = {}
+        for number, batch in enumerate(batches, start=1):
+            file = SINGLE if len(batches) == 1 else f"model-{number:05}-of-{len(batches):05}.safetensors"
+
+            def data(key: str) -> Iterator[Tensor]:
+                return (_cast(part, dtype, key) for part in in_order(source, MODEL + key, progress))
+
+            stream(path / file, [entries[name] for name in batch], data, {"format": "pt"})
+            weight_map.update({entries[name].name: file for name in batch})
+        if len(batches) > 1:
+            total = sum(entry.num_bytes for entry in entries.values())
+            _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        if "model_config" in source.values:
+            _write_json(path / CONFIG, _config(source.values["model_config"], dtype))
+    return Path(out_dir)
+
+
+def to_own(
+    source: Source,
+    root: str | os.PathLike[str],
+    tag: str,
+    max_file_bytes: int = MAX_FILE,
+    progress: Progress | None = None,
+) -> Path:
+    """A checkpoint of shardwell's own format, the latest of its folder: all tensors and values, as they are."""
+    folder = Folder(root)
+    if folder.is_committed(tag):
+        raise CheckpointError(f"{folder.root / tag}: exists; remove it, or use another tag")
+    sizes = [(name, stored.numel * stored.dtype.itemsize) for name, stored in source.tensors.items()]
+    batches = _batches(sizes, max_file_bytes)
+    path = folder.begin(tag)
+    try:
+        files, tensors = {}, {}
+        for number, batch in enumerate(batches):
+            file = f"{number:05}.safetensors"
+            entries = [Entry(name, source.tensors[name].dtype, source.tensors[name].shape) for name in batch]
+            files[file] = stream(path / file, entries, lambda name: parts(source, name, progress))
+            tensors.update({name: _record(name, source.tensors[name], file) for name in batch})
+        return folder.commit(path, tag, Manifest(tensors, files, dict(source.values)))
+    except BaseException:
+        with contextlib.suppress(CheckpointError):
+            folder.discard(path)
+        raise
+
+
+def to_dcp(source: Source, out_dir: str | os.PathLike[str], progress: Progress | None = None) -> Path:
+    """A directory that `torch.distributed.checkpoint.load` reads into {"model": ..., "optim": ...}."""
+    from shardwell.checkpoint import export_dcp  # which loads much of torch
+
+    with _new_directory(out_dir) as path:
+        export_dcp.write(source, path, progress)
+    return Path(out_dir)
+
+
+@contextlib.contextmanager
+def _new_directory(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
+    """A directory beside `out_dir` that becomes it, if all goes well; else nothing is left."""
+    target = Path(os.path.abspath(out_dir))
+    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+        raise CheckpointError(f"{out_dir}: exists; move it, or write to another place")
+    path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    with failing(f"{out_dir}: cannot be made"):
+        os.makedirs(path)
+    try:
+        yield path
+        with failing(f"{out_dir}: cannot be put in its place"):
+            _sync(path)
+            os.rename(path, target)
+            _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with failing(f"{path}: cannot be written"), path.open("x", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _batches(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Names in their order, cut where a file would grow beyond the limit."""
+    if limit < 1:
+        raise CheckpointError(f"the largest size of a file: expected at least 1 byte, found {limit}")
+    batches: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes:
+        if batches[-1] and filled + size > limit:
+            batches.append([])
+            filled = 0
+        batches[-1].append(name)
+        filled += size
+    return batches
+
+
+def _entry(name: str, stored: Stored, dtype: torch.dtype | None) -> Entry:
+    changes = dtype is not None and stored.dtype.is_floating_point
+    return Entry(name, dtype if dtype is not None and changes else stored.dtype, stored.shape)
+
+
+def _cast(part: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
+    if dtype is None or not part.is_floating_point() or part.dtype == dtype:
+        return part
+    cast = part.to(dtype)
+    infinite = cast.isinf()
+    if bool(infinite.any()) and bool((infinite & part.isfinite()).any()):
+        warnings.warn(f"tensor {name!r}: some values are too large for {dtype} and became infinite", stacklevel=2)
+    return cast
+
+
+def _config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """A model's configuration, with the dtype that the weights now have."""
+    if dtype is None:
+        return dict(config)
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    return {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
+
+
+def _record(name: str, stored: Stored, file: str) -> TensorRecord:
+    kind = f"state:{name.rpartition('/')[2]}" if name.startswith(STATE) else "parameter"
+    pieces = (Piece(file, name, 0, stored.numel),) if stored.numel else ()
+    return TensorRecord(stored.dtype, stored.shape, tuple(stored.order), kind, pieces)
+
+
+def _warn_if_part(source: Source) -> None:
+    if source.values.get("frozen_excluded"):
+        warnings.warn(
+            f"{source.where}: was saved without its frozen weights, so what is written lacks them", stacklevel=3
+        )

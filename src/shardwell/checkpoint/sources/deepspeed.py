@@ -1,0 +1,361 @@
+"""DeepSpeed's checkpoints as a source: ZeRO stages 1 to 3, and stage 0 in fp32. DeepSpeed itself is not needed.
+
+    root/latest                                             names a tag
+    root/<tag>/mp_rank_00_model_states.pt                   stages 0 to 2: the model, counters, what the user saved
+    root/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt  stage 3: the same, with a rank's part of frozen parameters
+    root/<tag>/zero_pp_rank_<r>_mp_rank_00_optim_states.pt  a rank's part of masters and state; may begin with bf16_
+
+Nothing from a file is run (`pickled.py`). Files are mapped, so that a stretch costs what it holds. Where elements lie
+is in `flat.py`. Names and sizes are checked when the source is made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from shardwell.checkpoint.files import failing, is_size, parse_shape, show
+from shardwell.checkpoint.folder import LATEST
+from shardwell.checkpoint.manifest import MAX_NAME, plain_name
+from shardwell.checkpoint.sources.base import MODEL, Stored
+from shardwell.checkpoint.sources.flat import Part, Parts, Shapes, cut_each, cut_together
+from shardwell.checkpoint.sources.pickled import Stub, json_entries, load, number
+from shardwell.errors import CheckpointError
+from shardwell.layout import product
+
+T = TypeVar("T")
+
+STUBS = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+OWN = {  # entries of the model states that are DeepSpeed's; all others are the user's
+    *COUNTERS,
+    *("module", "buffer_names", "optimizer", "param_shapes", "shared_params"),
+    *("frozen_param_shapes", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info"),
+    *("sparse_tensor_module_names", "csr_tensor_module_names", "ds_config", "ds_version"),
+}
+
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_REFUSED = {
+    re.compile(r"layer_\d+-model_.*"): "layers of pipeline parallelism",
+    re.compile(r"(?:layer_\d+_)?expert_.*|expp_rank_.*"): "experts that are split over ranks",
+    re.compile(r"zero"): "parameters in the universal format",
+}
+_SPLIT_MODEL = "tensor or pipeline parallelism splits this model; only data-parallel checkpoints can be read"
+
+
+def is_deepspeed(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a checkpoint of DeepSpeed, or a folder whose `latest` names one."""
+    try:
+        return any(_MODEL_FILE.fullmatch(name) for name in _list(_find(Path(path), None)))
+    except CheckpointError:
+        return False
+
+
+class DeepSpeedSource:
+    """A checkpoint that DeepSpeed wrote: a folder and a tag in it (without: the latest), or the tag's own directory.
+
+    A checkpoint with objects of unknown classes is refused. `ignore` names those that may be there and are left out.
+    """
+
+    tensors: Mapping[str, Stored]
+    values: Mapping[str, Any]
+
+    def __init__(self, root: str | os.PathLike[str], tag: str | None = None, *, ignore: Collection[str] = ()) -> None:
+        directory = _find(Path(root), tag)
+        self.where, self.bytes_read = str(directory), 0
+        self._parts = Parts()
+        try:
+            self.values = _read(_Files.find(directory, (*STUBS, *ignore)), self._parts)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{directory}: not as DeepSpeed writes it ({error!r})") from error
+        self.tensors = self._parts.tensors
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Source`. What is returned is a copy."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.where}: tensor {show(name)}: not in this checkpoint")
+        stored = self.tensors[name]
+        if not 0 <= start <= stop <= stored.numel:
+            raise CheckpointError(
+                f"{self.where}: tensor {show(name)}: has {stored.numel} elements, asked for {start} to {stop}"
+            )
+        self.bytes_read += (stop - start) * stored.dtype.itemsize
+        return self._parts.read(name, start, stop)
+
+    def close(self) -> None:
+        self._parts = Parts()
+        self.tensors = self._parts.tensors
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def _list(directory: Path) -> list[str]:
+    with failing(f"{directory}: cannot be read"):
+        return sorted(os.listdir(directory))
+
+
+def _find(root: Path, tag: str | None) -> Path:
+    """The directory of a tag; the root itself, if it is one and no tag is given."""
+    if tag is None:
+        if any(_MODEL_FILE.fullmatch(name) or _OPTIM_FILE.fullmatch(name) for name in _list(root)):
+            return root
+        latest = root / LATEST
+        if not latest.is_file():
+            raise CheckpointError(f"{latest}: missing; name the tag to read")
+        with failing(f"{latest}: cannot be read"), latest.open("rb") as file:
+            tag = file.read(2 * MAX_NAME).decode("utf-8", "replace").strip()
+    if not plain_name(tag):
+        raise CheckpointError(f"{root}: tag {show(tag)}: expected a plain name, without directories")
+    return root / tag
+
+
+class _File:
+    """What a file holds, and errors that say where in it something is missing."""
+
+    def __init__(self, path: Path, stubs: Collection[str]) -> None:
+        self.path = path
+        self.content: dict[str, Any] = load(path, stubs)
+
+    def take(self, kind: type[T], *keys: str) -> T:
+        """The entry under nested keys, which has to be there and of a kind."""
+        value: Any = self.content
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind):
+            found = "nothing" if value is None else show(value)
+            raise CheckpointError(f"{self.path}: {'.'.join(keys)}: expected {kind.__name__}, found {found}")
+        return value
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a checkpoint, by rank."""
+
+    directory: Path
+    model: dict[int, Path]
+    optim: dict[int, Path]
+    stubs: Collection[str]
+
+    @staticmethod
+    def find(directory: Path, stubs: Collection[str]) -> _Files:
+        found = _Files(directory, {}, {}, stubs)
+        for name in _list(directory):
+            for pattern, what in _REFUSED.items():
+                if pattern.fullmatch(name):
+                    raise CheckpointError(f"{directory / name}: {what}; such checkpoints cannot be read")
+            for pattern, files in ((_MODEL_FILE, found.model), (_OPTIM_FILE, found.optim)):
+                match = pattern.fullmatch(name)
+                if match is None:
+                    continue
+                rank = int(match["rank"] or 0)
+                if int(match["mp"]):
+                    raise CheckpointError(f"{directory / name}: {_SPLIT_MODEL}")
+                if rank in files:
+                    raise CheckpointError(f"{directory / name}: a second file of the same rank; remove the old one")
+                files[rank] = directory / name
+        if 0 not in found.model:
+            raise CheckpointError(f"{directory}: the model states of rank 0 are missing; is this from DeepSpeed?")
+        return found
+
+    def open(self, path: Path) -> _File:
+        return _File(path, self.stubs)
+
+    def of_all(self, files: dict[int, Path], kind: str, ranks: int) -> list[Path]:
+        """One file for each rank, in order; raises if one is missing, or if there are others."""
+        for rank in range(ranks):
+            if rank not in files:
+                raise CheckpointError(
+                    f"{self.directory}: the {kind} states of rank {rank} are missing; {ranks} ranks wrote them"
+                )
+        if len(files) > ranks:
+            raise CheckpointError(
+                f"{files[max(files)]}: {ranks} ranks wrote this checkpoint; remove the files of another one"
+            )
+        return [files[rank] for rank in range(ranks)]
+
+
+# --- what is in them --------------------------------------------------------------------------------------------
+
+
+def _read(files: _Files, parts: Parts) -> dict[str, Any]:
+    """Fills `parts`; the result is what is no tensor."""
+    main = files.open(files.model[0])
+    if main.take(int, "mp_world_size") != 1:
+        raise CheckpointError(f"{main.path}: mp_world_size is {main.content['mp_world_size']}: {_SPLIT_MODEL}")
+    if main.content.get("param_shapes") is None:
+        values = _read_plain(files, main, parts)
+    else:
+        values = _read_zero(files, main, parts)
+    return {**parts.values, **values, **_values(main.content)}
+
+
+def _read_plain(files: _Files, main: _File, parts: Parts) -> dict[str, Any]:
+    """Stage 0. The optimizer's state is read if the optimizer was made with names."""
+    saved: dict[str, Any] = main.content.get("optimizer") or {"state": {}, "param_groups": []}
+    if files.optim or "param_groups" not in saved:
+        raise CheckpointError(
+            f"{main.path}: the masters of stage 0 in 16 bits have no names, so they cannot be read; "
+            "load the checkpoint in DeepSpeed with stage 1 and save it again"
+        )
+    aliases = _same_storage(main.take(dict, "module"))
+    _read_module(main, aliases, parts)
+    for group in saved["param_groups"]:
+        for name, owner in zip(group.get("param_names", ()), group["params"], strict=False):
+            for key, value in saved["state"].get(owner, {}).items():
+                parts.add_state(name, key, value, main.path)
+    return {"aliases": aliases, "optimizer": _optimizer(main, saved)}
+
+
+def _read_zero(files: _Files, main: _File, parts: Parts) -> dict[str, Any]:
+    """Stages 1 to 3."""
+    ranks = main.take(int, "dp_world_size")
+    optim = [files.open(path) for path in files.of_all(files.optim, "optimizer", ranks)]
+    for file in optim:
+        _check_count(file, ranks)
+    groups = [_shapes(group, main.path) for group in main.take(list, "param_shapes")]
+    content, shared = optim[0].take(dict, "optimizer_state_dict"), main.content.get("shared_params") or {}
+    stage = _stage(content)
+    if stage == 3:
+        masters, state = "fp32_flat_groups", "optimizer_state_dict"
+        _read_frozen(files, main, ranks, parts)
+    else:
+        masters, state = "single_partition_of_fp32_groups", "base_optimizer_state"
+        _read_module(main, {*shared, *(name for shapes in groups for name in shapes)}, parts)
+    held = [_held(file, masters, state, len(groups)) for file in optim]
+    paddings = _paddings(optim[0], groups)
+    for index, shapes in enumerate(groups):
+        numels = {name: product(shape) for name, shape in shapes.items()}
+        spans, sizes = cut_each(numels, ranks) if stage == 3 else cut_together(numels, paddings[index], ranks)
+        parts.add_group(shapes, spans, [groups_held[index] for groups_held in held], sizes)
+    return {
+        "aliases": {other: name for other, name in shared.items() if f"{MODEL}{name}" in parts.tensors},
+        "optimizer": _optimizer(main, content.get(state)),
+        "frozen_excluded": stage > 1 and main.content.get("frozen_param_shapes", {}) is None,
+        **_loss_scale(content.get("loss_scaler")),
+    }
+
+
+def _read_module(main: _File, others: Collection[str], parts: Parts) -> None:
+    """Stages 0 to 2: tensors that the model states hold whole, but for those that are found elsewhere."""
+    for name, tensor in main.take(dict, "module").items():
+        if isinstance(tensor, Tensor) and name not in others:
+            parts.add_whole(f"{MODEL}{name}", tensor, main.path)
+
+
+def _read_frozen(files: _Files, main: _File, ranks: int, parts: Parts) -> None:
+    """Stage 3: what has no master. Buffers are whole on every rank, frozen parameters are split."""
+    paths = files.of_all(files.model, "model", ranks)
+    module = main.take(dict, "module")
+    for name in main.take(list, "buffer_names"):
+        if name in module:
+            parts.add_whole(f"{MODEL}{name}", module[name], main.path)
+    shapes = _shapes(main.content.get("frozen_param_shapes") or {}, main.path)
+    opened = [main, *(files.open(path) for path in paths[1:])] if shapes else []
+    for name, shape in shapes.items():
+        spans, sizes = cut_each({name: product(shape)}, ranks)
+        held = [Part(file.path, file.take(dict, "frozen_param_fragments").get(name), {}) for file in opened]
+        parts.add_group({name: shape}, spans, held, sizes)
+
+
+def _held(file: _File, masters: str, state: str, count: int) -> list[Part]:
+    """What a rank holds of each group."""
+    content = file.take(dict, "optimizer_state_dict")
+    flats, saved = file.take(list, "optimizer_state_dict", masters), content.get(state)
+    if isinstance(saved, dict):
+        owners = [(group.get("step"), owner) for group in saved["param_groups"] for owner in group["params"]]
+        states = [(step, saved["state"].get(owner, {})) for step, owner in owners]
+    else:  # of an elastic checkpoint, or left out
+        states = [(content.get("base_optimizer_state_step"), one) for one in saved or [{}] * count]
+    if len(flats) != count or len(states) != count:
+        raise CheckpointError(f"{file.path}: {len(flats)} groups of masters, {len(states)} of state; expected {count}")
+    return [
+        Part(file.path, flat, one if step is None else {"step": step, **one})
+        for flat, (step, one) in zip(flats, states, strict=True)
+    ]
+
+
+def _paddings(file: _File, groups: list[Shapes]) -> list[list[int]]:
+    """How many elements lie unused after each parameter of each group; stages 1 and 2 can align parameters."""
+    none = [[0] * len(shapes) for shapes in groups]
+    found: list[list[int]] = file.content["optimizer_state_dict"].get("param_alignment_paddings") or none
+    if list(map(len, found)) != list(map(len, none)) or not all(is_size(one) for group in found for one in group):
+        raise CheckpointError(f"{file.path}: param_alignment_paddings: expected one size for each parameter")
+    return found
+
+
+def _stage(content: Mapping[str, Any]) -> int:
+    """The stage of a rank's optimizer states. The one kind of optimizer that does not say is for stage 1."""
+    stage = content.get("zero_stage", 1)
+    return int(stage.arguments[0] if isinstance(stage, Stub) else stage)
+
+
+def _shapes(group: Mapping[str, Any], file: Path) -> Shapes:
+    return {name: parse_shape(list(shape), f"{file}: {MODEL}{name}") for name, shape in group.items()}
+
+
+def _check_count(file: _File, ranks: int) -> None:
+    """Raises unless every group is split over all ranks."""
+    count = file.take(dict, "optimizer_state_dict").get("partition_count")
+    if any(one != ranks for one in (count if isinstance(count, list) else [count])):
+        raise CheckpointError(
+            f"{file.path}: partition_count: expected {ranks}, the number of ranks, found {show(count)}; "
+            "checkpoints of MiCS and of experts cannot be read"
+        )
+
+
+def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
+    """Names of the same elements in a model: {other: name}."""
+    first: dict[tuple[Any, ...], str] = {}
+    tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor) and tensor.numel()}
+    places = {name: (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) for name, t in tensors.items()}
+    return {name: first[place] for name, place in places.items() if first.setdefault(place, name) != name}
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+def _values(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model states say besides tensors, as far as JSON can hold it."""
+    values: dict[str, Any] = {
+        "counters": {key: content[key] for key in COUNTERS if type(content.get(key)) is int},
+        "client": json_entries({key: value for key, value in content.items() if key not in OWN}),
+        "config": json_entries(content.get("ds_config") or {}),
+        "versions": json_entries({"deepspeed": content.get("ds_version")}),
+        "world_size": content.get("dp_world_size"),
+        "scheduler": content.get("lr_scheduler"),
+    }
+    return {key: value for key, value in json_entries(values).items() if value is not None}
+
+
+def _optimizer(main: _File, saved: Any) -> dict[str, Any]:
+    """The kind of the optimizer, if the configuration names it, and the hyperparameters of its groups."""
+    block = (main.content.get("ds_config") or {}).get("optimizer")
+    found = json_entries({"kind": block["type"]}) if isinstance(block, dict) and "type" in block else {}
+    if isinstance(saved, dict):
+        groups = [
+            {key: group[key] for key in group if key not in ("params", "param_names")}
+            for group in saved["param_groups"]
+        ]
+        found["param_groups"] = [json_entries(group) for group in groups]
+    return found
+
+
+def _loss_scale(scaler: Any) -> dict[str, Any]:
+    """The loss scale, if losses were scaled."""
+    state = scaler.state if isinstance(scaler, Stub) and isinstance(scaler.state, dict) else {}
+    value = number(state.get("cur_scale"))
+    return {"loss_scale": {"value": value}} if value is not None and (state.get("dynamic") or value != 1) else {}

@@ -1,0 +1,147 @@
+"""Files of `torch.save`, read without running anything that they ask for.
+
+A pickle names the classes and functions that its objects are made by. Dense tensors need a few of torch's own. Classes
+of other libraries are never imported: their objects come as a `Stub`, which holds what they held and can do nothing. A
+file that names anything else is refused before it is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickletools
+import threading
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwell.checkpoint.files import CODES, MAX_BITS
+from shardwell.checkpoint.manifest import MAX_DEPTH
+from shardwell.errors import CheckpointError
+
+STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+PLAIN = frozenset(
+    {
+        "collections.OrderedDict",
+        "torch.Size",
+        "torch.Tensor",
+        "torch._tensor._rebuild_from_type_v2",  # of tensors with attributes
+        "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_tensor_v2",
+        *(f"torch.{kind}Storage" for kind in STORAGES),
+        *map(str, CODES),
+    }
+)
+PROTOCOL = 2
+MAX_NODES = 1_000_000  # of a value that becomes JSON
+
+_allowing = threading.Lock()  # what torch.load allows is one set for all threads
+
+
+class Stub:
+    """What an object held whose class is not imported: the arguments it was made with, and its state."""
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Stub:
+        stub = super().__new__(cls)
+        stub.arguments, stub.state = arguments, None
+        return stub
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def load(path: Path, stubs: Iterable[str] = ()) -> Any:
+    """What was saved to a file, with CPU tensors that are mapped from it: bytes are read when they are used.
+
+    `stubs` are the full names of classes whose objects come as a `Stub`.
+    """
+    names = set(stubs)
+    unknown = sorted(_names_in(path) - PLAIN - names)
+    if unknown:
+        raise CheckpointError(
+            f"{path}: refers to {', '.join(unknown[:10])}; only tensors and plain values are read. "
+            "Name it in `ignore` to leave such objects out"
+        )
+    with _allowing, torch.serialization.safe_globals([(Stub, name) for name in names]):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a pickle that is wrong can fail in any way
+            reason = str(error).partition("\n")[0][:200]
+            raise CheckpointError(f"{path}: damaged, or no file of torch.save ({reason})") from error
+
+
+def _names_in(path: Path) -> set[str]:
+    """The full names of all classes and functions that a file refers to. Nothing is unpickled for that."""
+    names: set[str] = set()
+    try:
+        for opcode, argument, _ in pickletools.genops(_pickle_in(path)):
+            if opcode.name == "PROTO" and argument != PROTOCOL:
+                raise CheckpointError(f"{path}: a pickle of protocol {argument}; torch.save writes protocol {PROTOCOL}")
+            if opcode.name == "GLOBAL":  # what else could name a class is unknown to torch.load
+                names.add(str(argument).replace(" ", "."))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged ({error})") from error
+    return names
+
+
+def _pickle_in(path: Path) -> bytes:
+    """The one pickle in a file."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing, or not a regular file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            pickles = [record for record in records if record.filename.endswith("/data.pkl")]
+            if len(pickles) == 1 and all(record.compress_type == zipfile.ZIP_STORED for record in records):
+                return archive.read(pickles[0])
+    except Exception as error:  # an archive that is wrong can fail in any way
+        raise CheckpointError(f"{path}: truncated, damaged, or no file of torch.save ({error})") from error
+    raise CheckpointError(f"{path}: expected one pickle and no compression, as torch.save writes them")
+
+
+# --- values that are no tensors ---------------------------------------------------------------------------------
+
+
+def number(value: Any) -> bool | int | float | None:
+    """A finite number, which may be a tensor without dimensions; None for anything else."""
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = value.item()
+    if isinstance(value, int) and value.bit_length() <= MAX_BITS:
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def json_entries(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """The entries of a dictionary that JSON can hold, with lists for tuples. The others are left out."""
+    left = [MAX_NODES]  # a small pickle can hold one list in many places
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        with contextlib.suppress(_NotJsonError):
+            found |= _as_json({key: value}, MAX_DEPTH, left)
+    return found
+
+
+class _NotJsonError(Exception):
+    """JSON cannot hold a value."""
+
+
+def _as_json(value: Any, depth: int, left: list[int]) -> Any:
+    left[0] -= 1
+    if not depth or left[0] < 0:
+        raise _NotJsonError
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _as_json(item, depth - 1, left) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item, depth - 1, left) for item in value]
+    if value is None or isinstance(value, str):
+        return value
+    if number(value) is None:
+        raise _NotJsonError
+    return number(value)

@@ -1,0 +1,72 @@
+"""Pickles as data: what a file names is never imported, and nothing is called but what the caller lists."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from shardwell.errors import CheckpointError
+
+
+class Record:
+    """Stands for an instance of some class: it keeps the state that was pickled, and does nothing with it."""
+
+    state: Any = None
+
+    def get(self, name: str) -> Any:
+        """A field of the instance; None if it has none of this name."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+def nothing(*_: Any) -> None:
+    """Stands for what is not needed."""
+
+
+def load(
+    data: bytes,
+    known: Mapping[str, Callable[..., Any] | object],
+    where: str,
+    resolve: Callable[[Any], Any] | None = None,
+) -> Any:
+    """What a pickle holds. `known` has a stand-in for each class and function that may occur, by qualified name;
+    `resolve` gets what the pickle refers to outside of itself."""
+    try:
+        return _Unpickler(data, known, where, resolve).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # anything can follow from bytes that are no pickle
+        raise CheckpointError(f"{where}: damaged, or no pickle ({type(error).__name__}: {error})") from error
+
+
+class _Unpickler(pickle._Unpickler):
+    # The one in Python, whose tables grow with the data and not with the numbers in it.
+
+    def __init__(self, data: bytes, known: Mapping[str, Any], where: str, resolve: Callable[[Any], Any] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known, self._where, self._resolve = known, where, resolve
+
+    def find_class(self, module: str, name: str) -> Any:
+        qualified = f"{module}.{name}"
+        if qualified not in self._known:
+            raise CheckpointError(
+                f"{self._where}: names {qualified[:200]!r}, which is not among the classes that may be read; "
+                "nothing was executed"
+            )
+        return self._known[qualified]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._resolve is None:
+            raise CheckpointError(f"{self._where}: refers to something outside of itself")
+        return self._resolve(pid)
+
+    def load_build(self) -> None:
+        """Gives a record its state. Nothing else has one: the stand-ins of the table must not be changed."""
+        state = self.stack.pop()  # type: ignore[attr-defined]
+        record = self.stack[-1]  # type: ignore[attr-defined]
+        if not isinstance(record, Record):
+            raise CheckpointError(f"{self._where}: gives a state to what has none")
+        record.state = state
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}

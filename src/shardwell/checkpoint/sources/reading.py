@@ -1,0 +1,54 @@
+"""Reading tensors from a source: in parts, in order, or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from shardwell.checkpoint.sources.base import MODEL, Source, Stored
+from shardwell.errors import CheckpointError
+from shardwell.layout import contiguous_stride
+
+PART = 2**22  # elements that are read at once
+Progress = Callable[[int], object]  # is told how many bytes were read since it was told last
+
+
+def weights(source: Source) -> list[str]:
+    """The names of the model's tensors."""
+    names = [name for name in source.tensors if name.startswith(MODEL)]
+    if not names:
+        raise CheckpointError(f"{source.where}: holds no tensor of a model")
+    return names
+
+
+def parts(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:
+    """A tensor's elements as they are stored, at most `limit` at a time, without it `PART`."""
+    numel, limit = source.tensors[name].numel, limit or PART
+    for start in range(0, numel, limit):
+        part = source.read(name, start, min(start + limit, numel))
+        yield part
+        if progress is not None:
+            progress(part.nbytes)
+
+
+def in_order(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:
+    """A tensor's elements in the order of its dimensions. If they are stored in another order, all come at once."""
+    if is_contiguous(source.tensors[name]):
+        yield from parts(source, name, progress, limit)
+    else:
+        yield whole(source, name, progress).view(-1)
+
+
+def whole(source: Source, name: str, progress: Progress | None = None) -> Tensor:
+    """A tensor in its shape, contiguous."""
+    stored = source.tensors[name]
+    flat = source.read(name, 0, stored.numel)
+    if progress is not None:
+        progress(flat.nbytes)
+    return flat.as_strided(stored.shape, stored.order).contiguous()
+
+
+def is_contiguous(stored: Stored) -> bool:
+    steps = zip(stored.shape, stored.order, contiguous_stride(stored.shape), strict=True)
+    return stored.numel == 0 or all(size == 1 or step == wanted for size, step, wanted in steps)

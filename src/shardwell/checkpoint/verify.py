@@ -1,0 +1,51 @@
+"""Every byte of a checkpoint against its checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwell.checkpoint.files import FileRecord, Reader
+from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.sources.base import Source
+from shardwell.checkpoint.sources.reading import Progress, parts
+from shardwell.errors import CheckpointError
+
+
+def damages(path: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[str]:
+    """Reads all files of a committed checkpoint; yields what is wrong, with the names of the file and the tensor."""
+    owners = {(piece.file, piece.key): name for name, record in manifest.tensors.items() for piece in record.pieces}
+    for name, record in manifest.files.items():
+        yield from _damages_of(path / name, record, owners, progress)
+
+
+def _damages_of(
+    path: Path, record: FileRecord, owners: dict[tuple[str, str], str], progress: Progress | None
+) -> Iterator[str]:
+    try:
+        reader = Reader(path, record)
+    except CheckpointError as error:
+        lost = [owners[path.name, key] for key in record.checksums if (path.name, key) in owners]
+        yield f"{error}; tensors in it: {', '.join(lost) or 'none'}"
+        if progress is not None:
+            progress(record.size)
+        return
+    with reader:
+        for key, entry in reader.entries.items():
+            try:
+                reader.verify(key)
+            except CheckpointError as error:
+                owner = owners.get((path.name, key), key)
+                yield str(error) if owner == key else f"{error}; part of {owner}"
+            if progress is not None:
+                progress(entry.num_bytes)
+
+
+def unreadable(source: Source, progress: Progress | None = None) -> Iterator[str]:
+    """Reads all tensors of a checkpoint that has no checksums; yields what cannot be read."""
+    for name in source.tensors:
+        try:
+            for _ in parts(source, name, progress):
+                pass
+        except CheckpointError as error:
+            yield str(error)
