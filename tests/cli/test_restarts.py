@@ -154,6 +154,11 @@ def until(holds: Callable[[], bool], limit: float = 90) -> None:
         time.sleep(0.05)
 
 
+def listens(launcher: subprocess.Popen[bytes]) -> bool:
+    """Whether others can meet at this launcher."""
+    return any(link.status == "LISTEN" for link in psutil.Process(launcher.pid).net_connections())
+
+
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Starts launchers that meet on this machine: one rank each, one node or two."""
@@ -178,7 +183,7 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     tmp_path: Path, nodes: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     survivor = nodes()
-    until(lambda: any(c.laddr.port for c in psutil.Process(survivor.pid).net_connections() if c.status == "LISTEN"))
+    until(lambda: listens(survivor))
     lost = nodes()
     until((tmp_path / "ranks-2").exists)
     ranks_of_the_lost = psutil.Process(lost.pid).children(recursive=True)
@@ -195,7 +200,23 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     first, second = survivor.stderr.read().decode().splitlines()
     assert first.startswith("rank ")
     assert first.endswith("; restart 1 of 3 with 1 rank instead of 2")
-    assert second == "nodes have come or gone; starting again with 2 ranks instead of 1"
+    assert second == "another node has come, or starts again; starting again with 2 ranks instead of 1"
+
+
+@pytest.mark.slow
+def test_the_others_end_when_the_node_is_lost_where_they_meet(
+    tmp_path: Path, nodes: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    lost = nodes()
+    until(lambda: listens(lost))
+    other = nodes()
+    until((tmp_path / "ranks-2").exists)
+    lost.kill()
+    assert other.wait(timeout=60) == 2
+    assert other.stderr is not None
+    last = other.stderr.read().decode().splitlines()[-1]
+    assert last.startswith("error: localhost:")
+    assert ", where the nodes meet, cannot be reached: its node has ended" in last
 
 
 def test_a_number_of_nodes_or_a_range_is_understood() -> None:

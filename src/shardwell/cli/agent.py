@@ -92,7 +92,7 @@ class Agent(LocalElasticAgent):
             first = self.ends[0]
             what = f"rank {first.rank} failed first: {first.first_line}; restart {restart} of {self._restarts.limit}"
         else:
-            what = "nodes have come or gone; starting again"
+            what = "another node has come, or starts again; starting again"
         self._told_restarts = restart
         Console(stderr=True).print(Text(f"{what} with {now}", "yellow"), soft_wrap=True)
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _RANK = Path(__file__).with_name("rank.py")
 _MEET = 600  # seconds within which all nodes have to come
+_LINGER = 2.0  # seconds that a node stays after a failure: the others may meet here, and shall tell their own errors
 _ANSWER = timedelta(seconds=60)  # within which the node that the others met at has to answer
 
 
@@ -68,7 +70,7 @@ def launch(command: Sequence[str], place: Place, restarts: Restarts = NEVER, *, 
 
         keep = DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL if quiet_ranks else Std.NONE)
         try:
-            _run(Agent(_spec(command, place, restarts), keep, restarts))
+            _run(Agent(_spec(command, place, restarts), keep, restarts), place)
         except RendezvousError as error:
             raise ShardwellError(_why_nodes_did_not_meet(error, place)) from None
         except SignalException as error:
@@ -77,7 +79,7 @@ def launch(command: Sequence[str], place: Place, restarts: Restarts = NEVER, *, 
             raise RunInterruptedError(signal.SIGINT) from None
 
 
-def _run(agent: Agent) -> None:
+def _run(agent: Agent, place: Place) -> None:
     """Until all ranks have succeeded, or failed once too often."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
@@ -89,6 +91,7 @@ def _run(agent: Agent) -> None:
         raise RanksFailedError(agent.ends) from None  # another node has no restarts left
     agent.get_worker_group().spec.rdzv_handler.shutdown()
     if result is not None and result.is_failed():
+        time.sleep(0.0 if place.is_alone else _LINGER)
         raise RanksFailedError(agent.ends)
 
 
