@@ -52,7 +52,7 @@ class Kill:
 
     rank: int
     moment: str  # when it was meant to hit
-    left: list[str]  # states of directories of checkpoints: partial, aside, deleted
+    left: list[str]  # new leftovers of checkpoints: partial, aside, deleted
     latest: int  # the step of the checkpoint to go on from; 0: none
     verified: int  # committed checkpoints, all of them read and compared with their checksums
     problems: list[str]
@@ -139,7 +139,7 @@ def run_with_kills(job: Job, settings: Settings) -> list[Kill]:
     kills = []
     for number in range(settings.kills):
         life = job.next_life()
-        before = job.log_size
+        before, old = job.log_size, {path.name for path in job.leftovers()}
         (job.folder / f"go-{number}").touch()
         moment = chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
         if moment != "start":
@@ -151,14 +151,14 @@ def run_with_kills(job: Job, settings: Settings) -> list[Kill]:
         rank = chance.randrange(settings.ranks)
         life[rank].kill()
         job.bury(life)
-        kills.append(look_at(job, rank, moment))
+        kills.append(look_at(job, rank, moment, old))
     return kills
 
 
-def look_at(job: Job, rank: int, moment: str) -> Kill:
+def look_at(job: Job, rank: int, moment: str, old: set[str]) -> Kill:
     """What is in the folder of checkpoints now that nobody writes there."""
     tags, problems = verify(job.root)
-    left = sorted(path.suffix.removeprefix(".") for path in job.leftovers())
+    left = sorted(path.suffix.removeprefix(".") for path in job.leftovers() if path.name not in old)
     with contextlib.suppress(FileNotFoundError):
         latest = (job.root / "latest").read_text().strip()
         return Kill(rank, moment, left, step_of(latest), len(tags), problems)
