@@ -5,6 +5,7 @@ will come again, and can go on with fewer ranks.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,7 @@ class Agent(LocalElasticAgent):
     ends: list[End]  # of the last failure, the rank to blame first
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, restarts: Restarts) -> None:
-        super().__init__(spec, logs, shutdown_timeout=GRACE)
+        super().__init__(spec, logs)
         self.ends = []
         self._spec, self._restarts = spec, restarts
         self._logs = logs.root_log_dir
@@ -53,8 +54,10 @@ class Agent(LocalElasticAgent):
         self._num_ranks, self._began = num_ranks, time.monotonic()
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=GRACE)
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, GRACE)  # torch itself gives 30 s, and not all versions let one choose
+        super()._shutdown(death_sig)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
