@@ -5,8 +5,10 @@ The configuration refuses these keys; the trials lift the refusal on their own r
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ import shardwell
 from shardwell.comm import Kind
 from shardwell.config import unsupported
 from shardwell.memory import Tier
+from tests.checkpoint.legs import Leg, run_leg, uninterrupted
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.parity.loops import Case, all_sharded, distance, plainly
 from tests.ranks import Ranks
@@ -121,3 +124,25 @@ def shadow_after_nan() -> bool:
 
 def test_a_shadow_is_taken_back_when_the_gradients_are_not_finite(ranks: Ranks) -> None:
     assert ranks.run(2, shadow_after_nan) == [True, True]
+
+
+# ---------------------------------------------------------------------------------- checkpoints between the tiers
+
+
+def leg_on_trial(leg: Leg, root: str) -> dict[str, Any]:
+    for key in KEYS:
+        unsupported.ONLY.pop(key, None)
+    return run_leg(leg, root)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_go_from_the_device_to_the_host_and_back(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    case, bf16 = Case(dtype=torch.float32), {"bf16": {"enabled": True}}
+    host = {**bf16, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    first = Leg(stage, 0, 2, case, bf16, loads=False)
+    whole = ranks.run(2, leg_on_trial, uninterrupted(first, 6), str(tmp_path))[0]["ended"]
+    ranks.run(2, leg_on_trial, first, str(tmp_path))
+    ranks.run(2, leg_on_trial, Leg(stage, 2, 4, case, host), str(tmp_path))
+    found = ranks.run(2, leg_on_trial, Leg(stage, 4, 6, case, bf16), str(tmp_path))[0]["ended"]
+    for name, value in whole.items():
+        assert np.array_equal(found[name], value), name

@@ -58,7 +58,7 @@ def _encode_numpy(value: Any, where: str, put: Callable[[Tensor], str]) -> Any:
         return encode(value.item(), where, put)
     if value.dtype.kind not in _NUMBERS:
         raise CheckpointError(f"{where}: a numpy array of {value.dtype} cannot be saved; expected numbers")
-    name = put(torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))
+    name = put(torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()))
     return {"$array": [name, value.dtype.str, list(value.shape)]}
 
 

@@ -269,7 +269,7 @@ def _share(world: Collectives, text: str, source: int = 0) -> str:
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
     world.broadcast(size, source, Kind.SETUP, "TEXT")
     letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if world.mesh.rank == source:
+    if world.mesh.rank == source and mine:
         letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     world.broadcast(letters, source, Kind.SETUP, "TEXT")
     return bytes(letters.cpu().numpy()).decode()
