@@ -147,9 +147,7 @@ class Dcp:
 
         state = self._state()
         dcp.load(state, checkpoint_id=f"{folder}/{tag}")
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return None
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
