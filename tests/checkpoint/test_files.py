@@ -187,6 +187,19 @@ def test_checksums_do_not_depend_on_how_a_tensor_was_cut(tmp_path: Path) -> None
         reader.verify("w")
 
 
+def test_the_same_is_written_with_and_without_a_spare_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"large": random_tensor(torch.float32, (CHUNK,)), "small": random_tensor(torch.int16, (5,))}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    written = []
+    for ranks in (4, 5):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        record = write(tmp_path / str(ranks), tensors)
+        written.append((record, (tmp_path / str(ranks)).read_bytes()))
+        with Reader(tmp_path / str(ranks), record) as reader:
+            assert all(same(reader.read(name), tensor) for name, tensor in tensors.items())
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
