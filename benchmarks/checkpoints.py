@@ -271,7 +271,7 @@ CAPTION = (
     "save, load: seconds until the slowest rank returns. durable: until all bytes are on the disk. CPU-s: user + "
     "system of all ranks. growth: the peak of a rank's resident memory above what it was. read: bytes read by a rank. "
     "stall: what a save in the background holds up the training loop, the first time and the second. steps slowed: "
-    "what the three steps after it take longer than usual, together."
+    "what the two steps after it take longer than usual, together."
 )
 
 

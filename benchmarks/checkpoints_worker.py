@@ -44,7 +44,7 @@ from benchmarks.overheads_worker import without_folders
 from benchmarks.worker import batch_for
 
 WARM_UP_STEPS = 2
-STEPS_BESIDE = 3  # a save in the background
+STEPS_BESIDE = 2  # a save in the background
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT, LATER = "kept", "later"  # the tags that are loaded: saved at once, and in the background
 
