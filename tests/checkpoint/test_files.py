@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -198,6 +200,25 @@ def test_the_same_is_written_with_and_without_a_spare_core(tmp_path: Path, monke
         with Reader(tmp_path / str(ranks), record) as reader:
             assert all(same(reader.read(name), tensor) for name, tensor in tensors.items())
     assert written[0] == written[1]
+
+
+WRITE_AT_EXIT = """
+import sys, threading, torch
+from shardwell.checkpoint import write
+
+def work():
+    threading.main_thread().join()
+    write(sys.argv[1], {"w": torch.ones(2**20)})
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_thread_can_write_while_the_process_ends(tmp_path: Path) -> None:
+    environment = {**os.environ, "LOCAL_WORLD_SIZE": "0"}  # spare cores
+    subprocess.run([sys.executable, "-c", WRITE_AT_EXIT, str(tmp_path / "f")], env=environment, check=True)
+    with Reader(tmp_path / "f") as reader:
+        assert same(reader.read("w"), torch.ones(2**20))
 
 
 @pytest.mark.parametrize(

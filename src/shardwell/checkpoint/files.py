@@ -18,7 +18,6 @@ import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -164,24 +163,23 @@ def _fill(
     data: Callable[[str], Tensor | Iterable[Tensor]],
     path: Path,
 ) -> FileRecord:
-    with ThreadPoolExecutor(1) as helper:
-        output, checksums = _Output(descriptor, helper), {}
-        head = output.put(memoryview(header), 0, f"{path}: header")
-        for entry in entries:
-            where = f"{path}: tensor {show(entry.name)}"
-            given = data(entry.name)
-            value = numel = 0
-            for part in (given,) if isinstance(given, Tensor) else given:
-                numel += part.numel()
-                if part.dtype != entry.dtype or numel > entry.numel:
-                    raise CheckpointError(
-                        f"{where}: expected {entry.numel} elements of {entry.dtype}, found {numel} of {part.dtype}"
-                    )
-                flat = _on_host(part, where)
-                value = output.put(_bytes_of(flat), value, where)
-            if numel != entry.numel:
-                raise CheckpointError(f"{where}: expected {entry.numel} elements, found {numel}")
-            checksums[entry.name] = f"{value:08x}"
+    output, checksums = _Output(descriptor), {}
+    head = output.put(memoryview(header), 0, f"{path}: header")
+    for entry in entries:
+        where = f"{path}: tensor {show(entry.name)}"
+        given = data(entry.name)
+        value = numel = 0
+        for part in (given,) if isinstance(given, Tensor) else given:
+            numel += part.numel()
+            if part.dtype != entry.dtype or numel > entry.numel:
+                raise CheckpointError(
+                    f"{where}: expected {entry.numel} elements of {entry.dtype}, found {numel} of {part.dtype}"
+                )
+            flat = _on_host(part, where)
+            value = output.put(_bytes_of(flat), value, where)
+        if numel != entry.numel:
+            raise CheckpointError(f"{where}: expected {entry.numel} elements, found {numel}")
+        checksums[entry.name] = f"{value:08x}"
     with failing(f"{path}: cannot be written"):
         os.fsync(descriptor)
     return FileRecord(output.size, f"{head:08x}", checksums)
@@ -190,20 +188,20 @@ def _fill(
 class _Output:
     """A file that is written from its beginning to its end. The disk works while more is written."""
 
-    def __init__(self, descriptor: int, helper: ThreadPoolExecutor) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.size = 0
         self._descriptor = descriptor
         self._begun = 0  # bytes that the disk was told of
-        self._helper = helper if _has_spare_core() else None
+        self._is_helped = _has_spare_core()
 
     def put(self, view: memoryview, value: int, where: str) -> int:
         """Writes bytes; the checksum so far becomes the one that includes them."""
         chunks = [view[start : start + CHUNK] for start in range(0, len(view), CHUNK)]
-        if self._helper is not None and len(chunks) > 1:
-            checksum = self._helper.submit(zlib.crc32, view, value)
-            for chunk in chunks:
-                self._write(chunk, where)
-            return checksum.result()
+        if self._is_helped and len(chunks) > 2:
+            with _checksum_beside(view, value) as result:
+                for chunk in chunks:
+                    self._write(chunk, where)
+            return result[0]
         for chunk in chunks:
             value = zlib.crc32(chunk, value)
             self._write(chunk, where)
@@ -217,6 +215,18 @@ class _Output:
         if _begin_writing is not None and self.size - self._begun >= AHEAD:
             _begin_writing(self._descriptor, self._begun, self.size - self._begun, _SYNC_FILE_RANGE_WRITE)
             self._begun = self.size
+
+
+@contextlib.contextmanager
+def _checksum_beside(view: memoryview, value: int) -> Iterator[list[int]]:
+    """A thread that computes a checksum: it is in the list afterwards. No pool, which could not be used at exit."""
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(zlib.crc32(view, value)))
+    thread.start()
+    try:
+        yield result
+    finally:
+        thread.join()
 
 
 def _has_spare_core() -> bool:
