@@ -34,8 +34,9 @@ class DecoderConfig:
 
 TINY = DecoderConfig(vocab=256, width=64, blocks=2, heads=4, mlp=176, seq=32)
 SMALL = DecoderConfig(vocab=8192, width=512, blocks=8, heads=8, mlp=1376, seq=128)  # 33.7M
+MEDIUM = DecoderConfig(vocab=8192, width=512, blocks=12, heads=8, mlp=1376, seq=128)  # 46.3M
 LARGE = DecoderConfig(vocab=32000, width=2048, blocks=24, heads=16, mlp=5504, seq=2048)  # 1.345B
-PRESETS = {"tiny": TINY, "small": SMALL, "large": LARGE}
+PRESETS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "large": LARGE}
 
 
 def rotary_table(seq: int, head_width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.checkpoint import Folder
+from shardwell.checkpoint import load as loading
 from shardwell.checkpoint import save as saving
+from shardwell.checkpoint.sources import OwnSource
 from shardwell.errors import CheckpointError
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
@@ -386,6 +389,62 @@ def test_what_was_trained_and_is_frozen_now_and_the_other_way_round(tmp_path: Pa
     third.load_checkpoint(tmp_path, "frozen")  # the state of blocks.1 is not there: it starts anew
     step(third, 2)
     assert int(third.optimizer.global_norm().isfinite())
+
+
+def bytes_read(monkeypatch: pytest.MonkeyPatch, load: Callable[[], Any]) -> int:
+    """Of tensors, while an engine loads."""
+    counts: list[int] = []
+    close = OwnSource.close
+    monkeypatch.setattr(OwnSource, "close", lambda self: (counts.append(self.bytes_read), close(self))[1])
+    load()
+    monkeypatch.undo()
+    return counts[0]
+
+
+def check_same(one: shardwell.Engine, other: shardwell.Engine) -> None:
+    expected, found = everything(one), everything(other)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_with_too_little_memory_everything_is_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    engine = alone(stage)
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    other, scarce = alone(stage), alone(stage)
+    once = bytes_read(monkeypatch, lambda: other.load_checkpoint(tmp_path))
+    monkeypatch.setattr(loading, "_SHARE", 0.0)
+    twice = bytes_read(monkeypatch, lambda: scarce.load_checkpoint(tmp_path))
+    check_same(engine, other)
+    check_same(engine, scarce)
+    assert 1.5 * once < twice <= 2 * once
+
+
+def test_parameters_of_a_unit_that_differ_in_their_state_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    model.blocks[1].up.weight.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = zero(1)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    other = alone(1)
+    step(other)
+    numel = sum(p.numel() for p in model.parameters()) + 2 * sum(p.numel() for p in trained)
+    read = bytes_read(monkeypatch, lambda: other.load_checkpoint(tmp_path))
+    assert 4 * numel <= read <= 4 * numel + 10_000  # random states
+    found = everything(other)
+    assert "blocks.1.up.weight exp_avg" not in found  # it was frozen, and starts anew
+    for name, value in everything(engine).items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
 def test_tied_weights_load_into_untied_ones_and_back(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -186,6 +188,38 @@ def test_checksums_do_not_depend_on_how_a_tensor_was_cut(tmp_path: Path) -> None
     with Reader(tmp_path / "a", cut) as reader:
         assert same(reader.read("w"), tensor)
         reader.verify("w")
+
+
+def test_the_same_is_written_with_and_without_a_spare_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"large": random_tensor(torch.float32, (CHUNK,)), "small": random_tensor(torch.int16, (5,))}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    written = []
+    for ranks in (4, 5):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        record = write(tmp_path / str(ranks), tensors)
+        written.append((record, (tmp_path / str(ranks)).read_bytes()))
+        with Reader(tmp_path / str(ranks), record) as reader:
+            assert all(same(reader.read(name), tensor) for name, tensor in tensors.items())
+    assert written[0] == written[1]
+
+
+WRITE_AT_EXIT = """
+import sys, threading, torch
+from shardwell.checkpoint import write
+
+def work():
+    threading.main_thread().join()
+    write(sys.argv[1], {"w": torch.ones(2**20)})
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_thread_can_write_while_the_process_ends(tmp_path: Path) -> None:
+    environment = {**os.environ, "LOCAL_WORLD_SIZE": "0"}  # spare cores
+    subprocess.run([sys.executable, "-c", WRITE_AT_EXIT, str(tmp_path / "f")], env=environment, check=True)
+    with Reader(tmp_path / "f") as reader:
+        assert same(reader.read("w"), torch.ones(2**20))
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ import math
 import os
 import re
 import stat
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ LIMIT = 2**63  # sizes in bytes and elements stay below this
 MAX_DIMS = 64  # what torch can hold
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
 MAX_DIGITS, MAX_BITS = 1000, 3300  # of a whole number in JSON; that many bits have fewer digits
-CHUNK = 2**20  # bytes that are read or written at once, small enough to be in the cache for the checksum
+CHUNK = 2**19  # bytes that are read or written at once, small enough to be in the cache for the checksum
+AHEAD = 2**24  # bytes after which the disk is told to begin; else it would idle until all is written
 METADATA = "__metadata__"
 
 
@@ -161,8 +163,8 @@ def _fill(
     data: Callable[[str], Tensor | Iterable[Tensor]],
     path: Path,
 ) -> FileRecord:
-    head = _put(descriptor, memoryview(header), 0, f"{path}: header")
-    size, checksums = len(header), {}
+    output, checksums = _Output(descriptor), {}
+    head = output.put(memoryview(header), 0, f"{path}: header")
     for entry in entries:
         where = f"{path}: tensor {show(entry.name)}"
         given = data(entry.name)
@@ -174,25 +176,78 @@ def _fill(
                     f"{where}: expected {entry.numel} elements of {entry.dtype}, found {numel} of {part.dtype}"
                 )
             flat = _on_host(part, where)
-            value = _put(descriptor, _bytes_of(flat), value, where)
+            value = output.put(_bytes_of(flat), value, where)
         if numel != entry.numel:
             raise CheckpointError(f"{where}: expected {entry.numel} elements, found {numel}")
         checksums[entry.name] = f"{value:08x}"
-        size += entry.num_bytes
     with failing(f"{path}: cannot be written"):
         os.fsync(descriptor)
-    return FileRecord(size, f"{head:08x}", checksums)
+    return FileRecord(output.size, f"{head:08x}", checksums)
 
 
-def _put(descriptor: int, view: memoryview, value: int, where: str) -> int:
-    """Writes bytes; the checksum so far becomes the one that includes them."""
-    for start in range(0, len(view), CHUNK):
-        rest = view[start : start + CHUNK]
-        value = zlib.crc32(rest, value)
+class _Output:
+    """A file that is written from its beginning to its end. The disk works while more is written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.size = 0
+        self._descriptor = descriptor
+        self._begun = 0  # bytes that the disk was told of
+        self._is_helped = _has_spare_core()
+
+    def put(self, view: memoryview, value: int, where: str) -> int:
+        """Writes bytes; the checksum so far becomes the one that includes them."""
+        chunks = [view[start : start + CHUNK] for start in range(0, len(view), CHUNK)]
+        if self._is_helped and len(chunks) > 2:
+            with _checksum_beside(view, value) as result:
+                for chunk in chunks:
+                    self._write(chunk, where)
+            return result[0]
+        for chunk in chunks:
+            value = zlib.crc32(chunk, value)
+            self._write(chunk, where)
+        return value
+
+    def _write(self, rest: memoryview, where: str) -> None:
+        self.size += len(rest)
         with failing(f"{where}: cannot be written"):
             while rest:
-                rest = rest[os.write(descriptor, rest) :]
-    return value
+                rest = rest[os.write(self._descriptor, rest) :]
+        if _begin_writing is not None and self.size - self._begun >= AHEAD:
+            _begin_writing(self._descriptor, self._begun, self.size - self._begun, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self.size
+
+
+@contextlib.contextmanager
+def _checksum_beside(view: memoryview, value: int) -> Iterator[list[int]]:
+    """A thread that computes a checksum: it is in the list afterwards. No pool, which could not be used at exit."""
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(zlib.crc32(view, value)))
+    thread.start()
+    try:
+        yield result
+    finally:
+        thread.join()
+
+
+def _has_spare_core() -> bool:
+    """Each rank here has a second core. Without one, a checksum is cheapest while its bytes are in the cache."""
+    return len(os.sched_getaffinity(0)) >= 2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _find_begin_writing() -> Callable[[int, int, int, int], int] | None:
+    """Linux's sync_file_range, where there is one. It is a hint: what it returns does not matter."""
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return cast(Callable[[int, int, int, int], int], function)
+
+
+_begin_writing = _find_begin_writing()
 
 
 def _on_host(tensor: Tensor, where: str) -> Tensor:
@@ -211,15 +266,24 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
+def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:
+    """1D, unfilled."""
+    try:
+        return torch.empty(numel, dtype=dtype)
+    except (RuntimeError, MemoryError):
+        raise CheckpointError(f"{where}: not enough memory for {numel * dtype.itemsize} bytes") from None
+
+
 class Reader:
     """An open file of tensors, with a valid header. With a record, what is read whole is checked against it.
 
-    Reads copy into new tensors and touch no other bytes than those asked for. A symbolic link is not followed.
+    Reads touch no other bytes than those asked for. A symbolic link is not followed.
     """
 
     def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None) -> None:
         self.path = Path(path)
         self.bytes_read = 0  # of the data, since it was opened
+        self._lock = threading.Lock()
         self._record = record
         self._file, self.size = open_plain(self.path)
         try:
@@ -236,23 +300,31 @@ class Reader:
     def read(self, name: str, checksum: str | None = None) -> Tensor:
         """The tensor, whole; checked against `checksum`, or against the record if there is one."""
         entry = self._entry(name)
-        return self._take(entry, 0, entry.numel, checksum or self._recorded(name)).view(entry.shape)
+        flat = room(entry.numel, entry.dtype, self._where(name))
+        self._take(entry, 0, flat, checksum or self._recorded(name))
+        return flat.view(entry.shape)
 
     def read_range(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the flat tensor. Checked only if that is all of it and there is a record."""
         entry = self._entry(name)
-        if not 0 <= start <= stop <= entry.numel:
-            raise CheckpointError(
-                f"{self.path}: tensor {show(name)}: has {entry.numel} elements, asked for {start} to {stop}"
-            )
-        return self._take(entry, start, stop, self._recorded(name) if stop - start == entry.numel else None)
+        self._check_range(entry, start, stop)
+        return self.read_into(name, start, room(stop - start, entry.dtype, self._where(name)))
+
+    def read_into(self, name: str, start: int, flat: Tensor) -> Tensor:
+        """Fills a 1D tensor of the same dtype with elements from `start` on; see `read_range`."""
+        entry = self._entry(name)
+        self._check_range(entry, start, start + flat.numel())
+        if flat.dtype != entry.dtype or flat.device.type != "cpu" or not flat.is_contiguous():
+            raise CheckpointError(f"{self._where(name)}: expected room for {entry.dtype} on cpu, found {flat.dtype}")
+        self._take(entry, start, flat, self._recorded(name) if flat.numel() == entry.numel else None)
+        return flat
 
     def verify(self, name: str, checksum: str | None = None) -> None:
         """Reads a tensor's bytes, a chunk at a time, and raises if they are not those of the checksum."""
         entry = self._entry(name)
         expected = checksum or self._recorded(name)
         if expected is None:
-            raise CheckpointError(f"{self.path}: tensor {show(name)}: no checksum to verify it against")
+            raise CheckpointError(f"{self._where(name)}: no checksum to verify it against")
         buffer, value = memoryview(bytearray(min(CHUNK, entry.num_bytes))), 0
         for start in range(0, entry.num_bytes, CHUNK):
             part = buffer[: min(CHUNK, entry.num_bytes - start)]
@@ -295,30 +367,31 @@ class Reader:
 
     def _entry(self, name: str) -> Entry:
         if name not in self.entries:
-            raise CheckpointError(f"{self.path}: tensor {show(name)}: not in this file")
+            raise CheckpointError(f"{self._where(name)}: not in this file")
         return self.entries[name]
+
+    def _where(self, name: str) -> str:
+        return f"{self.path}: tensor {show(name)}"
+
+    def _check_range(self, entry: Entry, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= entry.numel:
+            raise CheckpointError(f"{self._where(entry.name)}: has {entry.numel} elements, asked for {start} to {stop}")
 
     def _recorded(self, name: str) -> str | None:
         return None if self._record is None else self._record.checksums[name]
 
-    def _take(self, entry: Entry, start: int, stop: int, checksum: str | None) -> Tensor:
-        where = f"{self.path}: tensor {show(entry.name)}"
-        width = entry.dtype.itemsize
-        try:
-            raw = torch.empty((stop - start) * width, dtype=torch.uint8)
-        except (RuntimeError, MemoryError):
-            raise CheckpointError(f"{where}: not enough memory for {(stop - start) * width} bytes") from None
-        view, value = raw.numpy().data, 0
+    def _take(self, entry: Entry, start: int, flat: Tensor, checksum: str | None) -> None:
+        """Fills a tensor from element `start` on, and checks it if there is a checksum."""
+        view, value = _bytes_of(flat), 0
         for first in range(0, len(view), CHUNK):
             part = view[first : first + CHUNK]
-            self._pull_data(entry, start * width + first, part)
+            self._pull_data(entry, start * entry.dtype.itemsize + first, part)
             if checksum is not None:
                 value = zlib.crc32(part, value)
         if checksum is not None:
             self._compare(entry.name, value, checksum)
-        if entry.dtype == torch.bool and raw.numel() and int(raw.max()) > 1:
-            raise CheckpointError(f"{where}: holds bytes that are neither true nor false")
-        return raw.view(entry.dtype)
+        if entry.dtype == torch.bool and flat.numel() and int(flat.view(torch.uint8).max()) > 1:
+            raise CheckpointError(f"{self._where(entry.name)}: holds bytes that are neither true nor false")
 
     def _pull(self, offset: int, view: memoryview, what: str) -> None:
         """Fills `view` with the bytes of the file from `offset` on."""
@@ -332,13 +405,12 @@ class Reader:
     def _pull_data(self, entry: Entry, start: int, view: memoryview) -> None:
         """Fills `view` with the bytes of a tensor from `start` on."""
         self._pull(self._offsets[entry.name] + start, view, f"tensor {show(entry.name)}")
-        self.bytes_read += len(view)
+        with self._lock:
+            self.bytes_read += len(view)
 
     def _compare(self, name: str, value: int, expected: str) -> None:
         if f"{value:08x}" != expected:
-            raise CheckpointError(
-                f"{self.path}: tensor {show(name)}: damaged: {ALGORITHM} is {value:08x}, recorded was {expected}"
-            )
+            raise CheckpointError(f"{self._where(name)}: damaged: {ALGORITHM} is {value:08x}, recorded was {expected}")
 
 
 def _parse_header(header: bytes, size: int, where: str) -> tuple[dict[str, Entry], dict[str, int], dict[str, str]]:

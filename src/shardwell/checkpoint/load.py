@@ -1,7 +1,8 @@
 """Loading: every rank reads the stretches that it holds, whoever wrote them and in whatever cut.
 
 First everything is read and checked; then the ranks agree that all of them could; only then is anything changed. What
-was read waits in host memory in between. Where there is too little of it, it is read twice.
+was read waits in host memory in between. Where there is too little of it, it is read twice. On the CPU, optimizer state
+is read to where it stays.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, nn
 
+<<<<<<< HEAD
 from shardwell.checkpoint.contents import aliases_of, buffers_of
+=======
+from shardwell.checkpoint.contents import buffers_of
+from shardwell.checkpoint.files import room
+>>>>>>> d8c030977422c335d8315321a0f1ee56112533c4
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, Source
+from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError
 from shardwell.layout import Slot, contiguous_stride
 from shardwell.optim import ShardedOptimizer
@@ -38,7 +45,7 @@ class Want:
     slot: Slot  # the parameter, as the model has it
     start: int  # in the parameter
     numel: int
-    at: int  # in the destination
+    at: int = field(compare=False)  # in the destination
 
 
 class Stock:
@@ -105,6 +112,7 @@ class Loading:
         self._stock = Stock(source, aliases_of(model, units))
         self._buffers = buffers_of(model)
         self._staged: dict[Want, Tensor] = {}
+        self._states: dict[tuple[Shard, str], Tensor] = {}  # what the stretches of a shard's state are staged in
         self._check(strict)
 
     def _check(self, strict: bool) -> None:
@@ -147,18 +155,36 @@ class Loading:
             for want in wants:
                 self._read(want)  # for the checksums; it is read again when it is needed
             return
+        places = list(self._places())  # here, because malloc gives each thread fresh pages, and this one used ones
         with ThreadPoolExecutor(_THREADS) as pool:
-            self._staged = dict(zip(wants, pool.map(self._read, wants), strict=True))
+            list(pool.map(self._read_into, *zip(*places, strict=True)))
+        self._staged = dict(places)
+
+    def _places(self) -> Iterator[tuple[Want, Tensor]]:
+        """All wants, and where each is to be read to."""
+        for want in self._wants_of_model():
+            yield want, room(want.numel, self._source.tensors[want.name].dtype, self._source.where)
+        for shard, key in self._wanted_states():
+            state = room(shard.tensor.numel(), shard.tensor.dtype, self._source.where)
+            self._states[shard, key] = state
+            for want in self._wants_of_state(shard, key):
+                yield want, state[want.at : want.at + want.numel]
 
     def _wants(self) -> Iterator[Want]:
+        yield from self._wants_of_model()
+        for shard, key in self._wanted_states():
+            yield from self._wants_of_state(shard, key)
+
+    def _wants_of_model(self) -> Iterator[Want]:
         for group in self._groups:
             yield from self._wants_of_masters(group)
         for name, buffer in self._buffers.items():
             yield from self._want_of_buffer(name, buffer)
-        if self._optimizer is not None:
-            for shard in self._optimizer.shards:
-                for key in self._all_keys(shard):
-                    yield from self._wants_of_state(shard, key)
+
+    def _wanted_states(self) -> Iterator[tuple[Shard, str]]:
+        for shard in self._optimizer.shards if self._optimizer is not None else ():
+            for key in sorted({key for piece in shard.pieces for key in self._stock.keys(piece.slot.name)}):
+                yield shard, key
 
     def _wants_of_masters(self, group: Group) -> Iterator[Want]:
         for run, _ in group.runs:
@@ -180,9 +206,6 @@ class Loading:
                 name = self._stock.state(piece.slot.name, key)
                 yield Want(name, piece.slot, piece.in_parameter, piece.numel, piece.in_shard - shard.start)
 
-    def _all_keys(self, shard: Shard) -> list[str]:
-        return sorted({key for piece in shard.pieces for key in self._stock.keys(piece.slot.name)})
-
     def _read(self, want: Want) -> Tensor:
         """1D, the stretch in the parameter's own memory order."""
         stored = self._source.tensors[want.name]
@@ -192,6 +215,12 @@ class Loading:
         flat = torch.empty(stored.numel, dtype=stored.dtype)
         flat.as_strided(want.slot.shape, want.slot.stride).copy_(whole)
         return flat[want.start : want.start + want.numel]
+
+    def _read_into(self, want: Want, flat: Tensor) -> None:
+        if _same_order(want.slot, self._source.tensors[want.name].order):
+            into(self._source, want.name, want.start, flat)
+        else:
+            flat.copy_(self._read(want))
 
     def _take(self, want: Want) -> Tensor:
         staged = self._staged.pop(want, None)
@@ -235,12 +264,21 @@ class Loading:
         before = optimizer.state.get(shard.tensor, {})
         state: dict[str, Any] = {}
         for key in keys:
-            kept = before.get(key)
-            state[key] = kept if isinstance(kept, Tensor) else torch.zeros_like(shard.tensor)
-            self._fill(list(self._wants_of_state(shard, key)))(state[key])
+            state[key] = self._state(shard, key, before.get(key))
         for key, value in scalars.items():
             state[key] = optimizer.scalar(shard.tensor, before.get(key), value)
         optimizer.state[shard.tensor] = state
+
+    def _state(self, shard: Shard, key: str, before: Any) -> Tensor:
+        """All of an entry of a shard's state; where it was read to, if it may stay there."""
+        staged = self._states.pop((shard, key), None)
+        state = before if isinstance(before, Tensor) else shard.tensor
+        if staged is not None and staged.device == state.device and staged.dtype == state.dtype:
+            return staged
+        if state is shard.tensor:
+            state = torch.empty_like(shard.tensor)
+        self._fill(list(self._wants_of_state(shard, key)))(state)
+        return state
 
 
 def _same_order(slot: Slot, stride: tuple[int, ...]) -> bool:

@@ -31,6 +31,8 @@ from shardwell.memory import Account, Device, State, Tier
 
 _OK = "ok"
 _PATIENCE = 600.0  # seconds without a sign of life from a rank that writes
+_PAUSE = 0.02  # between two looks at the store, of the time waited so far
+_SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
 _LINGER = 5.0  # seconds that rank 0 waits for the others to hear its verdict
 
 
@@ -174,14 +176,17 @@ class Saver:
         """What a rank has to say, or rank 0's verdict."""
         key = self._key(job, who)
         beats = [self._key(job, f"{rank}/beat") for rank in range(self._num_ranks)]
-        last, seen, pause = time.monotonic(), "", 1e-3
+        begin = last = asked = now = time.monotonic()
+        seen = ""
         while not self._store.check([key]):
-            time.sleep(pause)
-            pause = min(pause * 2, 0.05)
-            if time.monotonic() - last > _PATIENCE:
+            time.sleep(min(max(_PAUSE * (now - begin), _SHORTEST), _LONGEST))
+            now = time.monotonic()
+            if now - last > _PATIENCE:
                 raise CheckpointError(f"{job.tag}: no word from rank {who} for {_PATIENCE:g} s while it was saving")
-            if pause == 0.05 and (signs := self._signs(beats)) != seen:
-                last, seen = time.monotonic(), signs
+            if now - asked > 1.0:
+                asked, signs = now, self._signs(beats)
+                if signs != seen:
+                    last, seen = now, signs
         return str(self._store.get(key).decode())
 
     def _signs(self, beats: list[str]) -> str:
@@ -201,7 +206,7 @@ class Saver:
         heard = [self._key(job, f"{rank}/heard") for rank in range(1, self._num_ranks)]
         deadline = time.monotonic() + _LINGER
         while heard and not self._store.check(heard) and time.monotonic() < deadline:
-            time.sleep(0.005)
+            time.sleep(_SHORTEST)
 
 
 class Snapshot:

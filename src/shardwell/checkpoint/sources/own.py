@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardwell.checkpoint.files import Reader
-from shardwell.checkpoint.manifest import Manifest, plan
+from shardwell.checkpoint.files import Reader, room
+from shardwell.checkpoint.manifest import Extent, Manifest, plan
 from shardwell.checkpoint.sources.base import Stored
 from shardwell.errors import CheckpointError
 
@@ -35,14 +34,25 @@ class OwnSource:
         return sum(reader.bytes_read for reader in self._readers.values())
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        extents = self._plan(name, start, stop)
+        return self._fill(extents, room(stop - start, self.tensors[name].dtype, f"{self.where}: tensor {name!r}"))
+
+    def read_into(self, name: str, start: int, flat: Tensor) -> None:
+        """As `read`, into a tensor of the stored dtype."""
+        self._fill(self._plan(name, start, start + flat.numel()), flat)
+
+    def _plan(self, name: str, start: int, stop: int) -> list[Extent]:
         if name not in self._manifest.tensors:
             raise CheckpointError(f"{self.where}: tensor {name!r}: not in this checkpoint")
-        record = self._manifest.tensors[name]
-        extents = plan(record, start, stop)
-        parts = [self._reader(one.file).read_range(one.key, one.first, one.last) for one in extents]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=record.dtype)
+        return plan(self._manifest.tensors[name], start, stop)
+
+    def _fill(self, extents: list[Extent], flat: Tensor) -> Tensor:
+        at = 0
+        for one in extents:
+            numel = one.last - one.first
+            self._reader(one.file).read_into(one.key, one.first, flat[at : at + numel])
+            at += numel
+        return flat
 
     def _reader(self, file: str) -> Reader:
         with self._lock:

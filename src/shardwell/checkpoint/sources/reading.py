@@ -1,8 +1,9 @@
-"""Reading tensors from a source: in parts, in order, or whole."""
+"""Reading tensors from a source: into place, in parts, in order, or whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,6 +21,21 @@ def weights(source: Source) -> list[str]:
     if not names:
         raise CheckpointError(f"{source.where}: holds no tensor of a model")
     return names
+
+
+@runtime_checkable
+class Direct(Protocol):
+    """A source that can do without a tensor in between."""
+
+    def read_into(self, name: str, start: int, flat: Tensor) -> None: ...
+
+
+def into(source: Source, name: str, start: int, flat: Tensor) -> None:
+    """Fills a 1D tensor on the CPU with the elements from `start` on."""
+    if isinstance(source, Direct) and flat.dtype == source.tensors[name].dtype:
+        source.read_into(name, start, flat)
+    else:
+        flat.copy_(source.read(name, start, start + flat.numel()))
 
 
 def parts(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:
