@@ -109,11 +109,11 @@ class Device:
         """Tensors have shapes but no values: nothing can be read back."""
         return self.torch_device.type == "meta"
 
-    def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
-        """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned."""
+    def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = True) -> Tensor:
+        """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned unless only the host uses it."""
         if tier is Tier.DEVICE or self.is_virtual:
             return torch.empty(numel, dtype=dtype, device=self.torch_device)
-        return torch.empty(numel, dtype=dtype, pin_memory=self.is_cuda)
+        return torch.empty(numel, dtype=dtype, pin_memory=self.is_cuda and pinned)
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Host memory that the device can copy to and from, of exactly that size (torch would round it up)."""

@@ -57,7 +57,7 @@ def _adam(decoupled: bool) -> RuleOf:
         return native.Adam(
             float(options["lr"]),
             int(state["step"]),
-            tuple(map(float, options["betas"])),
+            _pair(options["betas"]),
             options["eps"],
             options["weight_decay"],
             apart,
@@ -101,7 +101,12 @@ def _adagrad_birth(master: Tensor, options: Options) -> dict[str, Any]:
 
 
 def _lion(options: Options, state: dict[str, Any]) -> native.Rule:
-    return native.Lion(float(options["lr"]), tuple(map(float, options["betas"])), options["weight_decay"])
+    return native.Lion(float(options["lr"]), _pair(options["betas"]), options["weight_decay"])
+
+
+def _pair(betas: Any) -> tuple[float, float]:
+    first, second = betas
+    return float(first), float(second)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
