@@ -344,7 +344,7 @@ def test_a_refusal_names_the_file(tmp_path: Path) -> None:
 
 
 def test_all_problems_come_in_one_error_sorted_by_path() -> None:
-    zero = {"stage": 9, "stagee": 1, "offload_optimizer": {"device": "cpu"}}
+    zero = {"stage": 9, "stagee": 1, "offload_optimizer": {"device": "nvme"}}
     new = {"scheduler": {"type": "Cosine"}, "fp16": {"hysteresis": 0}, "activation_checkpointing": {"profile": True}}
     text = refusal(
         {**new, "zero_optimization": zero, "wall_clock_breakdown": True, "amp": {}, "gradient_clipping": "much"}
@@ -386,7 +386,7 @@ def test_an_old_spelling_names_the_new_one(old: str, new: str) -> None:
 NOT_YET = """
 wall_clock_breakdown true  torch_autocast.lower_precision_safe_modules ["torch.nn.Linear"]
 torch_autocast.lower_precision_safe_modules []  activation_checkpointing.profile true
-zero_optimization.offload_optimizer.device "cpu"  zero_optimization.offload_optimizer.device "nvme"
+zero_optimization.offload_optimizer.device "nvme"
 zero_optimization.zero_hpz_partition_size 8  zero_optimization.zero_quantized_weights true
 zero_optimization.zero_quantized_nontrainable_weights true  zero_optimization.zero_quantized_gradients true
 """

@@ -274,8 +274,10 @@ class ShardwellConfig(Block):
     shard_at_world_one: Flag = Field(
         default=False, description="With one rank, keep stage 3's gather and release instead of resting whole."
     )
-    commit: Literal["after_norm", "at_once", "shadow"] = Field(
-        default="after_norm", description="When an update becomes the truth; only after_norm is built."
+    commit: Literal["auto", "after_norm", "at_once", "shadow"] = Field(
+        default="auto",
+        description="When an update on the host becomes the truth; auto = at once if nothing is clipped or scaled, "
+        "else after the norm.",
     )
     keep_last: PositiveCount | None = Field(
         default=None, description="Checkpoints to keep in a folder: older ones are removed after a save; null = all."
@@ -367,7 +369,8 @@ def block_of(field: FieldInfo) -> type[Block] | None:
 
 def admits_auto(field: FieldInfo) -> bool:
     """Whether "auto" is a value of the field itself."""
-    return any("auto" in get_args(candidate) for candidate in get_args(field.annotation))
+    candidates = (field.annotation, *get_args(field.annotation))
+    return any("auto" in get_args(candidate) for candidate in candidates)
 
 
 def leaves(block: Block, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -45,9 +45,10 @@ ONLY: dict[str, Only] = {
     "zero_optimization.stage3_module_granularity_threshold": Only(
         (0,), _not_yet("units by granularity", "use 0 or remove it, and name units in leaf_module")
     ),
-    "zero_optimization.offload_optimizer.device": Only(("none",), _not_yet("optimizer offload", 'use "none"')),
+    "zero_optimization.offload_optimizer.device": Only(
+        ("none", "cpu"), _not_yet("optimizer state on disk", 'use "cpu" or "none"')
+    ),
     "zero_optimization.offload_param.device": Only(("none",), _not_yet("parameter offload", 'use "none"')),
-    "shardwell.commit": Only(("after_norm",), _not_yet("updates ahead of the norm", 'use "after_norm" or remove it')),
     "zero_optimization.zero_hpz_partition_size": Only((1,), _not_yet("a secondary partition", "use 1 or remove it")),
     "zero_optimization.zero_quantized_weights": Only((False,), _not_yet("quantized weight gathers", _OFF)),
     "zero_optimization.zero_quantized_nontrainable_weights": Only(

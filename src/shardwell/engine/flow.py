@@ -132,8 +132,8 @@ class Flow:
             self._gather(expected)
 
     def _worth_prefetching(self, unit: Unit, order: Order) -> bool:
-        if unit.residency is not Residency.RELEASED:
-            return False
+        if unit.residency is not Residency.RELEASED or unit.awaits_update:
+            return False  # waiting for an update here would hold up what can run already
         if order is self._backward and isinstance(unit.module, nn.Embedding):
             return False  # nothing in its backward waits for its values: early is only more memory
         return unit.numel <= self.limits.prefetch and self._live() + unit.numel <= self.limits.live
@@ -321,7 +321,7 @@ class Flow:
         self._finish_reduces(list(self._reducing))
         self._kept_back = False
 
-    def after_update(self, unit: Unit) -> None:
+    def after_update(self, unit: Unit, arrival: Callable[[], None] | None = None) -> None:
         self.note(Action.STEP, unit)
-        if unit.publish():
+        if unit.publish(arrival):
             self.note(Action.PUBLISH, unit)

@@ -28,7 +28,7 @@ class Buffer:
         dtype: torch.dtype,
     ) -> None:
         self._books = account, entry
-        self.tensor = device.empty(numel, dtype, entry[2])
+        self.tensor = device.empty(numel, dtype, entry[2], pinned=False)
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
         account.add(*entry, self.nbytes)

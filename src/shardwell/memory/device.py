@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,10 @@ class Mark:
     def wait(self) -> None:
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
+
+    @property
+    def has_passed(self) -> bool:
+        return self.event is None or self.event.query()
 
     def synchronize(self) -> None:
         """Block the host until the mark has passed."""
@@ -53,6 +59,16 @@ class Lane:
         with torch.cuda.stream(self.stream):
             yield
 
+    @contextlib.contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        """Put work on this lane, behind a mark on another one. Any thread may do so."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            mark.wait()
+            yield
+
     def mark(self) -> Mark:
         if self.stream is None:
             return Mark()
@@ -68,6 +84,7 @@ class Device:
     gathers: Lane
     reduces: Lane
     copies: Lane  # to the host and back
+    uploads: Lane  # of updated parameters
 
     def __init__(self, device: torch.device | str, *, keep_pages: bool = True) -> None:
         where = torch.device(device)
@@ -77,8 +94,9 @@ class Device:
             self.gathers = Lane(torch.cuda.Stream(self.torch_device))
             self.reduces = Lane(torch.cuda.Stream(self.torch_device))
             self.copies = Lane(torch.cuda.Stream(self.torch_device))
+            self.uploads = Lane(torch.cuda.Stream(self.torch_device))
         else:
-            self.gathers = self.reduces = self.copies = Lane()
+            self.gathers = self.reduces = self.copies = self.uploads = Lane()
             if keep_pages and self.torch_device.type == "cpu":
                 keep_freed_pages()
 
@@ -91,11 +109,20 @@ class Device:
         """Tensors have shapes but no values: nothing can be read back."""
         return self.torch_device.type == "meta"
 
-    def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
-        """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned."""
+    def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = True) -> Tensor:
+        """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned unless only the host uses it."""
         if tier is Tier.DEVICE or self.is_virtual:
             return torch.empty(numel, dtype=dtype, device=self.torch_device)
-        return torch.empty(numel, dtype=dtype, pin_memory=self.is_cuda)
+        return torch.empty(numel, dtype=dtype, pin_memory=self.is_cuda and pinned)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Host memory that the device can copy to and from, of exactly that size (torch would round it up)."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if self.is_cuda and num_bytes:
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+            weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
+        return memory
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((), value, dtype=dtype, device=self.torch_device)
@@ -142,6 +169,11 @@ class Device:
         mine = min(limit, free + torch.cuda.memory_reserved(self.torch_device))
         return max(0.0, mine - torch.cuda.max_memory_reserved(self.torch_device))
 
+    def num_update_threads(self) -> int:
+        """For updates on the host: all of this process' share of the cores but two, which launch and load."""
+        share = num_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return max(1, share - 2) if self.is_cuda else torch.get_num_threads()
+
     def trim(self) -> None:
         """Return freed memory to the system."""
         if self.is_cuda:
@@ -171,6 +203,11 @@ def default_device() -> torch.device:
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_gpus() -> int:

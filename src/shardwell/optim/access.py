@@ -46,6 +46,7 @@ class Access:
 
     def local_master(self) -> Tensor | None:
         """1D, this rank's part; None if it holds none."""
+        self._unit.wait()
         self._group.open_master()
         part = self._part(self._group.master)
         part = None if part is None else part.clone()
@@ -125,6 +126,7 @@ class Access:
 
     def local_state(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state by name: 1D views, and scalars as they are."""
+        self._unit.wait()
         shard = self._shard()
         if shard is None or self._piece is None:
             return {}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.shards import Shard, Shards
+from shardwell.optim.shards import Shard
 from shardwell.unit import Unit
 from shardwell.unit.table import Commit
 
@@ -39,10 +39,10 @@ class Ahead:
     def __init__(
         self,
         states: dict[Tensor, Any],
-        shards: Shards,
+        shards_of: Callable[[Unit], list[Shard]],
         update: Callable[[Unit, Tensor | None], None],
     ) -> None:
-        self._states, self._shards, self._update = states, shards, update
+        self._states, self._shards_of, self._update = states, shards_of, update
         self._units: dict[int, tuple[Unit, Shadow | None]] = {}
 
     def update(self, unit: Unit) -> None:
@@ -58,7 +58,7 @@ class Ahead:
                 )
             shadow.restore(self._states)
         else:
-            shadow = Shadow(self._shards.of(unit), self._states) if commit is Commit.SHADOW else None
+            shadow = Shadow(self._shards_of(unit), self._states) if commit is Commit.SHADOW else None
         self._units[unit.index] = unit, shadow
         self._update(unit, None)
 

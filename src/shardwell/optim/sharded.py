@@ -20,10 +20,13 @@ from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
+from shardwell.optim.host import Factor, HostUpdates, rests_on_host
+from shardwell.optim.kernels import kernel_for
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards
 from shardwell.optim.whole import OverShards
-from shardwell.unit import Context, Unit, guard
+from shardwell.unit import Context, Group, Unit, guard
+from shardwell.unit.table import Commit
 
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
 
@@ -44,7 +47,7 @@ class ShardedOptimizer(Optimizer):
         raise_on_nonfinite: bool,
         before_step: Callable[[], None],
         look_again: Callable[[], None],
-        after_update: Callable[[Unit], None],
+        after_update: Callable[[Unit, Callable[[], None] | None], None],
     ) -> None:
         super().__init__([torch.zeros(0)], {})
         self._recipe = recipe
@@ -62,12 +65,14 @@ class ShardedOptimizer(Optimizer):
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
+        self._raw_norm: Tensor | None = None  # with the loss scale in it
         self._unseen: set[str] = set()  # parameters without a gradient on any rank
         self._all_seen: Tensor | None = None
         self._verdict: Later | None = None
         self._num_states = -1
-        self._ahead = Ahead(self.state, self.shards, lambda unit, factor: self._update([unit], factor))
-        self._on_device = all(g.row.optimizer.tier is Tier.DEVICE for unit in self._units for g in unit.trainable)
+        self._host = self._host_updates()
+        self._ahead = Ahead(self.state, self._stepped_here, lambda unit, factor: self._update([unit], factor))
+        self._host_norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: norms of gradients that went down
         self.overflow = False
         self.skipped_steps = 0
 
@@ -78,6 +83,21 @@ class ShardedOptimizer(Optimizer):
             if shard.label >= 0:
                 by_label[shard.label].append(shard.tensor)
         return self._recipe.make(by_label)
+
+    def _host_updates(self) -> HostUpdates | None:
+        """Who steps beside the training loop, if there is something on the host that can be stepped so."""
+        groups = [group for unit in self._units for group in unit.trainable if rests_on_host(group)]
+        kernel = kernel_for(self.inner, self._context.device.num_update_threads())
+        if not groups or kernel is None or any(group.precision.master is not torch.float32 for group in groups):
+            return None
+        return HostUpdates(self._context, self.state, kernel)
+
+    def _is_stepped_here(self, group: Group) -> bool:
+        """By the torch optimizer inside, in line."""
+        return self._host is None or not rests_on_host(group)
+
+    def _stepped_here(self, unit: Unit) -> list[Shard]:
+        return [shard for shard in self.shards.of(unit) if self._is_stepped_here(shard.group)]
 
     @property
     def optimizer(self) -> Optimizer:
@@ -120,20 +140,22 @@ class ShardedOptimizer(Optimizer):
                 group.gradients.settle()
         try:
             self._hear_verdict()
-            norm = self._global_norm()
+            norm = self._raw_norm = self._global_norm()
             self._norm = norm / self.scale.value
             try:
                 may_step = self._may_step(norm)
             except NonFiniteError:
                 self._ahead.take_back()
+                self._step_on_host(False)
                 raise
             clip = self._clip_factor(self._norm)
             done = self._ahead.commit(may_step, clip)
+            self._step_on_host(may_step)
             if may_step:
                 for chunk in self._chunks():
                     self._update([unit for unit in chunk if unit.index not in done], clip)
                     for unit in chunk:
-                        self._after_update(unit)
+                        self._after_update(unit, self._host.arrival(unit) if self._host is not None else None)
         finally:
             self.zero_grad()
         if self.scale.is_on:
@@ -196,11 +218,71 @@ class ShardedOptimizer(Optimizer):
 
     def gradients_complete(self, unit: Unit) -> None:
         """A unit's gradients of this boundary are reduced: rows that do not wait for the norm are updated now."""
+        if self._host is not None:
+            self._bring_down(unit)
         if all(all(group.gradients.seen) for group in unit.trainable):
             self._ahead.update(unit)
+            self._start_ahead(unit)
+
+    # ------------------------------------------------------------------------------------------------- the host
+
+    def _bring_down(self, unit: Unit) -> None:
+        """Norms first: on the device they are cheap, and there they are the same bits as without offload."""
+        assert self._host is not None
+        shards = [s for s in self.shards.of(unit) if rests_on_host(s.group) and s.gradient is not None]
+        self._host_norms[unit.index] = [self._norm_of(shard) for shard in shards]
+        self._host.bring_down(unit)
+
+    def _start_ahead(self, unit: Unit) -> None:
+        """Queue a unit's update before the norm is known, if its row allows."""
+        groups = [group for group in unit.trainable if rests_on_host(group)]
+        if self._host is None or not groups or groups[0].row.commit is Commit.AFTER_NORM:
+            return
+        if self._host.is_ahead(unit):
+            raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
+        own = self._sum_of_squares([norm for norm, _ in self._host_norms[unit.index]])
+        shadows = groups[0].row.commit is Commit.SHADOW
+        self._host.start(
+            unit,
+            self.shards.of(unit),
+            self._options(),
+            self._factor(own.sqrt(), clips=False),
+            1.0 / self.scale.value if shadows else None,
+        )
+
+    def _step_on_host(self, may_step: bool) -> None:
+        """Queue the updates of this boundary, or what becomes of those that were done ahead of the norm."""
+        if self._host is None or self._raw_norm is None:
+            return
+        factor = self._factor(self._raw_norm, clips=True) if may_step else _never
+        for unit in self._units:
+            if self._host.is_ahead(unit):
+                self._host.settle(unit, factor)
+                if not may_step:
+                    self._after_update(unit, self._host.arrival(unit))
+            elif may_step and any(rests_on_host(group) for group in unit.trainable):
+                self._host.start(unit, list(self._to_step(unit)), self._options(), factor)
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of this step, by parameter group."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    def _factor(self, norm: Tensor, *, clips: bool) -> Factor:
+        """What gradients are multiplied by, once somebody waits for it; None if the norm is not finite."""
+        later, scale, clip = self._context.device.read_later(norm), self.scale.value, self._clip
+
+        def factor() -> float | None:
+            known = float(later.get())
+            if not math.isfinite(known):
+                return None
+            clipped = min(clip / (known / scale + 1e-6), 1.0) if clips and clip > 0 else 1.0
+            return clipped / scale
+
+        return factor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary."""
+        self._host_norms.clear()
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.clear()
@@ -215,12 +297,9 @@ class ShardedOptimizer(Optimizer):
         """The norm over all ranks. The same sum tells which parameters got a gradient on no rank."""
         split: list[Tensor] = []
         whole: list[Tensor] = []
-        for shard in self.shards:
-            gradient = shard.gradient
-            if gradient is not None:
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(gradient, dtype=wide)
-                (whole if shard.group.row.gradients.over is None else split).append(norm)
+        for unit in self._units:
+            for norm, is_whole in self._norms_of(unit):
+                (whole if is_whole else split).append(norm)
         seen = self.shards.seen()
         total = torch.cat([self._sum_of_squares(split).view(1), self._flags(seen)])
         self._context.world.sum_scalar(total, "NORM")
@@ -229,6 +308,20 @@ class ShardedOptimizer(Optimizer):
             anywhere = total[1:].tolist()
             self._unseen = {name for name, number in self.shards.numbers.items() if not anywhere[number]}
         return (total[0] + self._sum_of_squares(whole)).sqrt()
+
+    def _norms_of(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
+        """The norms of a unit's gradients on this rank, and whether every rank has the same."""
+        gone = self._host_norms.get(unit.index, [])
+        yield from gone
+        for shard in self.shards.of(unit):
+            if shard.gradient is not None and not (gone and rests_on_host(shard.group)):
+                yield self._norm_of(shard)
+
+    def _norm_of(self, shard: Shard) -> tuple[Tensor, bool]:
+        gradient = shard.gradient
+        assert gradient is not None
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return torch.linalg.vector_norm(gradient, dtype=wide), shard.group.row.gradients.over is None
 
     def _flags(self, seen: list[bool]) -> Tensor:
         """1D, a number for each parameter: did it get a gradient here?"""
@@ -260,7 +353,8 @@ class ShardedOptimizer(Optimizer):
         if device.is_virtual:
             return True
         self._verdict = device.read_later(norm)
-        can_veto = device.is_cuda and self._on_device and self.inner.defaults.get("fused")
+        is_all_on_host = all(not self._is_stepped_here(g) for unit in self._units for g in unit.trainable)
+        can_veto = device.is_cuda and (is_all_on_host or self.inner.defaults.get("fused"))
         if can_veto and not self.scale.is_on:
             self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True
@@ -307,12 +401,17 @@ class ShardedOptimizer(Optimizer):
             yield chunk
 
     def _update(self, units: list[Unit], clip: Tensor | None) -> None:
-        groups = [group for unit in units for group in unit.trainable if group.gradients.result is not None]
+        groups = [
+            group
+            for unit in units
+            for group in unit.trainable
+            if group.gradients.result is not None and self._is_stepped_here(group)
+        ]
         if not groups:
             return
         for group in groups:
             group.open_master()
-        shards = [shard for unit in units for shard in self._to_step(unit)]
+        shards = [s for unit in units for s in self._to_step(unit) if self._is_stepped_here(s.group)]
         every = [group["params"] for group in self.param_groups]
         factor = clip if self.scale.value == 1.0 else (1.0 if clip is None else clip) / self.scale.value
         for label, param_group in enumerate(self.param_groups):
@@ -370,9 +469,15 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""
+        for unit in self._units:
+            unit.wait()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of the same rank, world and stage gave."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+def _never() -> float | None:
+    return None

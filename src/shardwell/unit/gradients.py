@@ -47,6 +47,7 @@ class Gradients:
         self._comm, self._scratch = comm, scratch
         self.state = GradState.NONE
         self.result = None
+        self._is_lodged = False  # the result lives in memory of somebody else
         self._flat: Tensor | None = None  # 1D, padded
         self._filled = [False] * len(layout.slots)  # in the flat buffer
         self.seen = [False] * len(layout.slots)  # since the last `clear`
@@ -154,7 +155,7 @@ class Gradients:
         if self.result is None:
             dtype = self._precision.accumulate if accumulates else self._result_dtype(flat)
             self.result = self._take_result(self._layout.shard_numel, dtype)
-        elif self.result.dtype.itemsize <= 2:
+        elif self.result.dtype.itemsize <= 2 or self._is_lodged:
             self._widen()
         move = self._comm.reduce(flat, self.result, self._scale, not fresh, f"REDUCE {self._name}")
         return move.then(self._give_flat)
@@ -181,6 +182,13 @@ class Gradients:
             pending.wait()
             self.move(GradState.REDUCED)
 
+    def move_to(self, memory: Tensor) -> Tensor:
+        """`result` lives in `memory` (1D, already a copy of it) from now on; returns where it lived before."""
+        assert self.result is not None
+        before, self.result = self.result, memory
+        self._is_lodged = True
+        return before
+
     def settle(self) -> None:
         """Wait until `result` may be read."""
         self.finish()
@@ -192,12 +200,15 @@ class Gradients:
         """Forget everything, also a reduce that nobody will read."""
         self.settle()
         self.seen = [False] * len(self.seen)
-        if self.result is not None:
-            self._scratch.give(self.result)
-            self.result = None
+        self._drop_result()
         self._give_flat()
         if self.state is not GradState.NONE:
             self.move(GradState.NONE)
+
+    def _drop_result(self) -> None:
+        if self.result is not None and not self._is_lodged:
+            self._scratch.give(self.result)
+        self.result, self._is_lodged = None, False
 
     def _adopt_flat(self) -> None:
         """The flat buffer is the result; with an earlier result, it is added to that."""
@@ -217,10 +228,10 @@ class Gradients:
     def _widen(self) -> None:
         """More is to be added: go on in full precision."""
         assert self.result is not None
-        if self.result.dtype != self._precision.accumulate:
+        if self.result.dtype != self._precision.accumulate or self._is_lodged:
             wide = self._take_result(self.result.numel(), self._precision.accumulate)
             wide.copy_(self.result)
-            self._scratch.give(self.result)
+            self._drop_result()
             self.result = wide
 
     def _take_result(self, numel: int, dtype: torch.dtype) -> Tensor:

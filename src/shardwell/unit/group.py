@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwell.comm import Axis, Collectives, Kind, Pending
 from shardwell.layout import Run, Slot, Spec, dense_stride, lay_out
-from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
+from shardwell.memory import Account, Buffer, Device, Mark, Scratch, State, Tier
 from shardwell.rounding import join, narrow, split
 from shardwell.unit import guard
 from shardwell.unit.gradients import Gradients
@@ -73,6 +73,8 @@ class Group:
         self._apart: Buffer | None = None  # masters that rest apart from the parameters
         self._joined: Buffer | None = None
         self._second: Tensor | None = None  # this rank's slice of the second copy
+        self._mail: Tensor | None = None  # pinned: gradients on the host, then parameters on their way back
+        self._outbox: Tensor | None = None  # pinned: parameters on their way back, where gradients must stay
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
@@ -256,6 +258,62 @@ class Group:
     def publish(self) -> Pending:
         """Send this rank's updated slice to everyone."""
         return self.context.world.gather(self.flat.tensor, f"PUBLISH {self.name}", Kind.PUBLISH)
+
+    # --------------------------------------------------------------------------------------- between the tiers
+
+    def bring_gradients_down(self) -> tuple[Mark, Tensor | None]:
+        """Start moving this rank's averaged gradients to the host.
+
+        Returns a mark that they are there, and the device memory that has to live until then.
+        """
+        result = self.gradients.result
+        if result is None or not result.is_cuda:
+            return Mark(), None
+        device = self.context.device
+        memory = self._mail_for(result.numel() * result.element_size()).view(result.dtype)
+        with device.copies.after_current():
+            memory.copy_(result, non_blocking=True)
+        return device.copies.mark(), self.gradients.move_to(memory)
+
+    def mailbox(self, start: int, numel: int, *, apart: bool) -> Tensor:
+        """1D, where updated parameters are written on the host, in the compute dtype.
+
+        On the CPU that is where they rest. Otherwise it is the memory that their gradients came in, unless those are
+        still needed (`apart`) or of another size.
+        """
+        if not self.context.device.is_cuda:
+            return self._resting[start : start + numel]
+        size = (self.own[1] - self.own[0]) * self.precision.compute.itemsize
+        if apart or (self._mail is not None and self._mail.numel() != size):
+            if self._outbox is None:
+                self._outbox = self._pinned(size)
+            memory = self._outbox
+        else:
+            memory = self._mail_for(size)
+        return memory.view(self.precision.compute)[start : start + numel]
+
+    def send_up(self, values: Tensor, start: int, after: Mark) -> Mark:
+        """Start copying updated parameters to where they rest, once the device is done with the old ones."""
+        device = self.context.device
+        if not device.is_cuda:
+            return Mark()
+        with device.uploads.after(after), torch.no_grad():
+            self._resting[start : start + values.numel()].copy_(values, non_blocking=True)
+        return device.uploads.mark()
+
+    @property
+    def _resting(self) -> Tensor:
+        """1D, this rank's part of the parameters as they rest on the device, in the compute dtype."""
+        return self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
+
+    def _mail_for(self, num_bytes: int) -> Tensor:
+        if self._mail is None or self._mail.numel() != num_bytes:
+            self._mail = self._pinned(num_bytes)
+        return self._mail
+
+    def _pinned(self, num_bytes: int) -> Tensor:
+        self.context.account.add(State.STAGING, self.unit, Tier.HOST, num_bytes)
+        return self.context.device.pinned(num_bytes)
 
     # ---------------------------------------------------------------------------------------------- the optimizer
 

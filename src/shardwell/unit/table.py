@@ -102,7 +102,8 @@ def row_for(
     """
     wish = wish or Wish()
     row = STAGES[stage]
-    row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
+    if wish.optimizer_tier is not Tier.DEVICE and not persistent:  # small parameters are not worth the way
+        row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
     if row.released and wish.second_copy_in_node:
         row = replace(row, second_copy=Resting(Axis.NODE))
     alone = num_ranks == 1 and not shard_at_world_one

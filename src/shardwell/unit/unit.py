@@ -54,6 +54,7 @@ class Unit:
         self.has_news = False  # gradients came in this backward
         self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
         self._pending: list[Pending] = []
+        self._arrival: Callable[[], None] | None = None  # waits for an update that is still on its way
         for group in groups:
             for parameter in group.parameters:
                 guard.keep(parameter, self)
@@ -76,18 +77,29 @@ class Unit:
         """Start making it whole; true if that moved anything."""
         if self.residency is not Residency.RELEASED:
             return False
+        self._arrive()
         self._move(Residency.GATHERING)
         self._pending = [group.gather() for group in self.releasable]
         return True
 
     def wait(self) -> None:
-        """Finish a gather or a publish."""
+        """Finish a gather, a publish, or an update that is on its way."""
+        self._arrive()
         if self.residency is Residency.GATHERING:
             for pending in self._pending:
                 pending.wait()
             self._pending = []
             self._move(Residency.WHOLE)
             guard.bring_back(self._parameters(self.groups))
+
+    @property
+    def awaits_update(self) -> bool:
+        return self._arrival is not None
+
+    def _arrive(self) -> None:
+        if self._arrival is not None:
+            arrival, self._arrival = self._arrival, None
+            arrival()
 
     def release(self) -> bool:
         """Free what may be freed, unless somebody holds it; true if that freed anything."""
@@ -111,21 +123,26 @@ class Unit:
             group.release()
         return True
 
-    def publish(self) -> bool:
-        """Start sending the updated slices of groups that rest whole; readers wait for it."""
+    def publish(self, arrival: Callable[[], None] | None = None) -> bool:
+        """Start sending the updated slices of groups that rest whole; readers wait for it.
+
+        With `arrival` the update itself is still on its way: who needs the unit waits for that first.
+        """
         groups = [group for group in self.groups if group.row.publishes and group.trainable]
         for group in self.groups:
             group.forget_second_copy()
-        if not groups or groups[0].context.world.mesh.size == 1:
-            return False
-        if self.residency is Residency.WHOLE:
-            self._move(Residency.GATHERING)
-            guard.send_away(self._parameters(groups))
-            self._pending = [group.publish() for group in groups]
-        else:  # a persistent group of a released unit: it must be whole before anyone looks
-            for group in groups:
+        if groups and groups[0].context.world.mesh.size == 1:
+            groups = []
+        if self.releasable:
+            self._arrival = arrival
+            for group in groups:  # persistent groups of a released unit: they must be whole before anyone looks
                 group.publish().wait()
-        return True
+        elif groups or arrival is not None:
+            self.wait()
+            self._move(Residency.GATHERING)
+            guard.send_away(self._parameters(self.trainable))
+            self._pending = [Pending(_after(arrival, groups))] if arrival else [group.publish() for group in groups]
+        return bool(groups)
 
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
         """Called by the guard: somebody wants the values of a parameter that is away."""
@@ -183,3 +200,14 @@ class Unit:
     @staticmethod
     def _parameters(groups: list[Group]) -> Iterable[nn.Parameter]:
         return (parameter for group in groups for parameter in group.parameters)
+
+
+def _after(arrival: Callable[[], None], groups: list[Group]) -> Callable[[], None]:
+    """Wait for an update, then for the others to be sent it."""
+
+    def finish() -> None:
+        arrival()
+        for pending in [group.publish() for group in groups]:
+            pending.wait()
+
+    return finish

@@ -1,0 +1,101 @@
+// The entry points: which instruction set, and which thread does which part.
+
+#include <cstddef>
+#include <vector>
+
+#include "kernels.h"
+
+namespace shardwell {
+namespace {
+
+// Parts of a stretch that threads take one after the other. A multiple of BLOCK; sums over parts do not depend on the
+// number of threads.
+constexpr int64_t PART = 1 << 16;
+
+const Kernels& kernels_for(int32_t isa) {
+#if defined(SHARDWELL_X86)
+    if (isa == static_cast<int32_t>(Isa::avx512)) return avx512_kernels;
+    if (isa == static_cast<int32_t>(Isa::avx2)) return avx2_kernels;
+#endif
+    (void)isa;
+    return scalar_kernels;
+}
+
+// Calls work(part, begin, end) for all parts of [0, numel).
+template <class Work>
+void in_parts(int64_t numel, int32_t threads, const Work& work) {
+    const int64_t parts = (numel + PART - 1) / PART;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && parts > 1)
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t begin = part * PART;
+        work(part, begin, numel - begin < PART ? numel : begin + PART);
+    }
+}
+
+template <class Rule>
+void step(void (*kernel)(const Stretch&, const Rule&, int64_t, int64_t), const Stretch& stretch, const Rule& rule,
+          int32_t threads) {
+    in_parts(stretch.numel, threads, [&](int64_t, int64_t begin, int64_t end) { kernel(stretch, rule, begin, end); });
+}
+
+}  // namespace
+}  // namespace shardwell
+
+using namespace shardwell;
+
+int32_t shardwell_abi_version() { return ABI_VERSION; }
+
+int32_t shardwell_isa() {
+#if defined(SHARDWELL_X86)
+    const bool avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("pclmul");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx2 && avx512) return static_cast<int32_t>(Isa::avx512);
+    if (avx2) return static_cast<int32_t>(Isa::avx2);
+#endif
+    return static_cast<int32_t>(Isa::scalar);
+}
+
+void shardwell_adam(const Stretch* stretch, const Adam* rule, int32_t isa, int32_t threads) {
+    step(kernels_for(isa).adam, *stretch, *rule, threads);
+}
+
+void shardwell_sgd(const Stretch* stretch, const Sgd* rule, int32_t isa, int32_t threads) {
+    step(kernels_for(isa).sgd, *stretch, *rule, threads);
+}
+
+void shardwell_adagrad(const Stretch* stretch, const Adagrad* rule, int32_t isa, int32_t threads) {
+    step(kernels_for(isa).adagrad, *stretch, *rule, threads);
+}
+
+void shardwell_lion(const Stretch* stretch, const Lion* rule, int32_t isa, int32_t threads) {
+    step(kernels_for(isa).lion, *stretch, *rule, threads);
+}
+
+double shardwell_sum_of_squares(const void* data, int32_t number, int64_t numel, int32_t isa, int32_t threads) {
+    std::vector<double> sums(static_cast<size_t>((numel + PART - 1) / PART));
+    in_parts(numel, threads, [&](int64_t part, int64_t begin, int64_t end) {
+        sums[static_cast<size_t>(part)] =
+            kernels_for(isa).sum_of_squares(data, static_cast<Number>(number), begin, end);
+    });
+    double sum = 0.0;
+    for (const double part : sums) sum += part;
+    return sum;
+}
+
+void shardwell_to_bf16(const float* source, uint16_t* out, int64_t numel, int32_t isa, int32_t threads) {
+    in_parts(numel, threads, [&](int64_t, int64_t begin, int64_t end) {
+        kernels_for(isa).to_bf16(source + begin, out + begin, end - begin);
+    });
+}
+
+uint32_t shardwell_crc32(uint32_t value, const void* data, int64_t num_bytes, int32_t isa) {
+    return kernels_for(isa).crc32(value, static_cast<const uint8_t*>(data), num_bytes);
+}
+
+void shardwell_stream(float* out, const float* first, const float* second, int64_t numel, int32_t isa,
+                      int32_t threads) {
+    in_parts(numel, threads,
+             [&](int64_t, int64_t begin, int64_t end) { kernels_for(isa).stream(out, first, second, begin, end); });
+}

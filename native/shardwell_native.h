@@ -1,0 +1,91 @@
+// The C interface of the library. src/shardwell/native/library.py mirrors it field by field; whoever changes a
+// structure or a signature raises ABI_VERSION here and there.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__GNUC__)
+#define SHARDWELL_EXPORT __attribute__((visibility("default")))
+#else
+#define SHARDWELL_EXPORT
+#endif
+
+namespace shardwell {
+
+constexpr int32_t ABI_VERSION = 1;
+constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments
+
+enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };
+enum class Number : int32_t { none = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
+
+// What one call reads and writes, element by element. A pointer that a call does not need is null.
+struct Stretch {
+    int64_t numel;
+    const void* gradient;
+    float* master;   // or null: then the master is high and low, as src/shardwell/rounding.py splits it
+    uint16_t* high;  // bf16
+    int16_t* low;
+    float* state[2];        // Adam: first and second moment; SGD: momentum; Adagrad: sum; Lion: momentum
+    uint8_t* codes[2];      // Adam with 8-bit moments, in place of state: one code an element,
+    uint8_t* exponents[2];  // one exponent a block
+    uint16_t* out;          // the updated parameter in 16 bits, somewhere else
+    Number gradient_type;
+    Number out_type;
+    float factor;   // the gradient is multiplied by it first
+    uint32_t seed;  // of the rounding of 8-bit moments
+};
+
+// The coefficients of a step. The host computes them in double and rounds them once.
+struct Adam {
+    float weight1;  // 1 - beta1
+    float beta2;
+    float weight2;    // 1 - beta2
+    float step_size;  // -lr / (1 - beta1^t)
+    float root;       // sqrt(1 - beta2^t)
+    float eps;
+    float decay;    // the master is multiplied by it: 1 - lr * weight_decay (AdamW)
+    float coupled;  // times the master is added to the gradient: weight_decay (Adam); 0 is off
+};
+
+struct Sgd {
+    float rate;      // -lr
+    float momentum;  // 0 is off, and there is no state
+    float weight;    // 1 - dampening
+    float coupled;
+    int32_t nesterov;
+    int32_t first;  // the momentum becomes the gradient
+};
+
+struct Adagrad {
+    float rate;  // -lr / (1 + (t - 1) * lr_decay)
+    float eps;
+    float coupled;
+};
+
+struct Lion {
+    float weight1;
+    float weight2;
+    float rate;  // -lr
+    float decay;
+};
+
+}  // namespace shardwell
+
+extern "C" {
+SHARDWELL_EXPORT int32_t shardwell_abi_version();
+// The best instruction set that this machine has.
+SHARDWELL_EXPORT int32_t shardwell_isa();
+SHARDWELL_EXPORT void shardwell_adam(const shardwell::Stretch*, const shardwell::Adam*, int32_t isa, int32_t threads);
+SHARDWELL_EXPORT void shardwell_sgd(const shardwell::Stretch*, const shardwell::Sgd*, int32_t isa, int32_t threads);
+SHARDWELL_EXPORT void shardwell_adagrad(const shardwell::Stretch*, const shardwell::Adagrad*, int32_t isa,
+                                        int32_t threads);
+SHARDWELL_EXPORT void shardwell_lion(const shardwell::Stretch*, const shardwell::Lion*, int32_t isa, int32_t threads);
+SHARDWELL_EXPORT double shardwell_sum_of_squares(const void* data, int32_t number, int64_t numel, int32_t isa,
+                                                 int32_t threads);
+SHARDWELL_EXPORT void shardwell_to_bf16(const float* source, uint16_t* out, int64_t numel, int32_t isa,
+                                        int32_t threads);
+SHARDWELL_EXPORT uint32_t shardwell_crc32(uint32_t value, const void* data, int64_t num_bytes, int32_t isa);
+// What memory can do: out = first, out = first + 3 * second, or out *= 3 where out and first are the same.
+SHARDWELL_EXPORT void shardwell_stream(float* out, const float* first, const float* second, int64_t numel, int32_t isa,
+                                       int32_t threads);
+}

@@ -1,0 +1,272 @@
+"""Optimizer state on the host: the numbers of state on the device, whenever updates commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwell
+from shardwell.errors import ConfigError, NonFiniteError, ShardwellError
+from shardwell.memory import State
+from shardwell.optim.lion import Lion
+from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from tests.checkpoint.legs import Leg, everything, run_leg
+from tests.models import Gpt, batches, share, whole_parameters, zero
+from tests.parity.loops import Case, all_sharded, distance, plainly
+from tests.ranks import Ranks
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+
+
+def host_case(commit: str, precision: str = "bf16", **kwargs: Any) -> Case:
+    config = {
+        "zero_optimization": HOST,
+        "shardwell": {"shard_at_world_one": True, "commit": commit},
+        **PRECISIONS[precision],
+    }
+    return Case(dtype=torch.float32, config=config, **{"steps": 8, **kwargs})
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "Lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),  # no kernel: torch's own steps it, in line
+}
+
+
+def steps_apart(name: str, precision: str, stage: int, clip: float) -> dict[str, float]:
+    """Each step on device and host from the same state and gradients: how many ulps the masters are apart."""
+    engines = []
+    for tier in ({}, HOST):
+        torch.manual_seed(0)
+        model = Gpt()
+        config = zero(stage, gradient_clipping=clip, zero_optimization=tier, **PRECISIONS[precision])
+        optimizer = OPTIMIZERS[name](model.parameters())
+        engines.append(shardwell.initialize(model=model, optimizer=optimizer, config=config).engine)
+    device, host = engines
+    worst = {}
+    for number, batch in enumerate(batches(3, 8)):
+        rows = share(batch, dist.get_rank(), dist.get_world_size())
+        before = {key: safe_get_full_fp32_param(p) for key, p in device.module.named_parameters()}
+        for engine in engines:
+            engine.backward(engine(rows))
+            engine.step()
+        apart = 0.0
+        for (key, here), (_, there) in zip(
+            device.module.named_parameters(), host.module.named_parameters(), strict=True
+        ):
+            one, other = safe_get_full_fp32_param(here), safe_get_full_fp32_param(there)
+            # Moments cancel: what rounds in them is of the size of the largest update, not of the element's own.
+            size = torch.maximum(before[key].abs(), one.abs()).clamp(min=float((one - before[key]).abs().max()))
+            ulp = torch.nextafter(size, torch.tensor(torch.inf)) - size
+            apart = max(apart, float(((one - other).abs() / ulp).max()))
+            shardwell.utils.safe_set_full_fp32_param(there, one)  # so that the next step starts alike
+            for state in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum"):
+                value = safe_get_full_optimizer_state(here, state)
+                if value is not None:
+                    mine = safe_get_full_optimizer_state(there, state)
+                    torch.testing.assert_close(
+                        mine, value, rtol=1e-6, atol=float(value.abs().max()) * 1e-6, msg=f"{key} {state}"
+                    )
+                    shardwell.utils.safe_set_full_optimizer_state(there, value, state)
+        worst[f"step {number}"] = apart
+    return worst
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_step_on_the_host_is_within_ulps_of_a_step_on_the_device(ranks: Ranks, name: str) -> None:
+    for apart in ranks.run(2, steps_apart, name, "fp32", 3, 0.0):
+        assert max(apart.values()) <= 4.0, apart  # moments round too
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_half_precision_clipped_or_not_is_within_ulps(ranks: Ranks, precision: str, stage: int, clip: float) -> None:
+    for apart in ranks.run(2, steps_apart, "AdamW", precision, stage, clip):
+        assert max(apart.values()) <= 4.0, apart  # moments round too
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_in_fp32_follows_plain_pytorch(ranks: Ranks, stage: int, num_ranks: int) -> None:
+    case = host_case("auto", "fp32", optimizer="SGD", options={"lr": 1e-2, "momentum": 0.9}, groups=False, steps=12)
+    difference, name = distance(ranks.run(num_ranks, all_sharded, [case], stage)[0][0], plainly(case)[0])
+    assert difference < 1e-5, f"{name} differs by {difference}"
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e-4, 1.2], ids=["never", "always", "hard", "sometimes"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: float) -> None:
+    policies = ["after_norm", "shadow"] + (["at_once"] if clip == 0.0 else [])
+    cases = [host_case(policy, clip=clip, accumulation=2, groups=True, steps=5) for policy in policies]
+    first, *others = ranks.run(2, all_sharded, cases, stage)[0]
+    for other in others:
+        for name in first:
+            assert (first[name] == other[name]).all(), name
+
+
+# ------------------------------------------------------------------------------------------------------- not finite
+
+
+def after_nan(commit: str, nonfinite: str) -> tuple[bool, str]:
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(
+        2, zero_optimization=HOST, shardwell={"commit": commit, "nonfinite": nonfinite}, bf16={"enabled": True}
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    rows = share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())
+    engine.backward(engine(rows))
+    engine.step()
+    before, message = everything(engine), ""
+    engine.backward(engine(rows) * float("nan"))
+    try:
+        engine.step()
+    except NonFiniteError as error:
+        message = str(error)
+    after = everything(engine)
+    same = all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in before)
+    engine.backward(engine(rows))
+    engine.step()
+    finite = all(bool(torch.isfinite(value).all()) for value in whole_parameters(model).values())
+    return same and finite and engine.skipped_steps == 1, message
+
+
+@pytest.mark.parametrize("commit", ["after_norm", "shadow", "at_once"])
+@pytest.mark.parametrize("nonfinite", ["skip", "error"])
+def test_gradients_that_are_not_finite_change_nothing(ranks: Ranks, commit: str, nonfinite: str) -> None:
+    for same, message in ranks.run(2, after_nan, commit, nonfinite):
+        assert same
+        assert ("not finite" in message) == (nonfinite == "error")
+
+
+# ----------------------------------------------------------------------------------------------- around the update
+
+
+def looked_at(stage: int) -> list[bool]:
+    """Whoever looks after a step sees its result, however he looks."""
+    engines = []
+    for commit in ("after_norm", "at_once"):
+        torch.manual_seed(0)
+        model = Gpt()
+        config = zero(stage, zero_optimization=HOST, shardwell={"commit": commit}, bf16={"enabled": True})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engines.append(shardwell.initialize(model=model, optimizer=optimizer, config=config).engine)
+    rows = share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())
+    looks: list[Any] = [
+        lambda e: whole_parameters(e.module)["blocks.1.up.weight"],
+        lambda e: e.state_dict()["blocks.1.up.weight"],
+        lambda e: safe_get_full_fp32_param(e.module.blocks[1].up.weight),
+        lambda e: safe_get_full_optimizer_state(e.module.blocks[1].up.weight, "exp_avg"),
+        lambda e: e.eval()(rows).detach(),
+    ]
+    found = []
+    for look in looks:
+        values = []
+        for engine in engines:
+            engine.train()
+            loss = engine(rows)
+            engine.backward(loss)
+            gradient = safe_get_full_grad(engine.module.blocks[1].up.weight)
+            assert gradient is not None
+            engine.step()
+            values.append(look(engine))
+        found.append(bool(torch.equal(values[0], values[1])))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whoever_looks_sees_the_update(ranks: Ranks, stage: int) -> None:
+    assert all(ranks.run(2, looked_at, stage)[0])
+
+
+def test_part_of_the_state_stays_on_the_device(ranks: Ranks) -> None:
+    for held in ranks.run(2, bytes_by_tier, 0.5):
+        host, device = held["host"] / 12, held["device"] / 8  # masters at stage 3 count as parameters on the device
+        assert 0.25 < host / (host + device) <= 0.5
+    for held in ranks.run(2, bytes_by_tier, 1.0):
+        assert held["device"] == 0
+        assert held["host"] == pytest.approx(12 * held["own"], rel=0.01)
+
+
+def bytes_by_tier(ratio: float) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = Gpt(blocks=6)
+    block = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    config = zero(3, zero_optimization=block, bf16={"enabled": True})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    for batch in batches(2, 4):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    whole_parameters(model)
+    held = {"host": 0.0, "device": 0.0}
+    for (state, _, tier), size in engine.memory().now.items():
+        if state is State.OPTIMIZER:
+            held[tier.value] += size
+    groups = [group for unit in engine._flow.units for group in unit.groups]
+    return {**held, "own": float(sum(group.own[1] - group.own[0] for group in groups))}
+
+
+def test_state_that_will_not_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = type("Memory", (), {"available": 100_000})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    model = Gpt()
+    numel = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        ShardwellError, match=rf"needs .* 16 bytes for each of {numel:,} parameters.* Free are 97.7 KiB"
+    ):
+        shardwell.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=zero(1, zero_optimization=HOST, bf16={"enabled": True}),
+            device="cpu",
+        )
+
+
+@pytest.mark.parametrize("config", [{"gradient_clipping": 1.0}, {"fp16": {"enabled": True}}], ids=["clip", "fp16"])
+def test_updates_at_once_contradict_what_needs_the_norm(config: dict[str, Any]) -> None:
+    model = Gpt()
+    block = zero(1, zero_optimization=HOST, shardwell={"commit": "at_once"}, **config)
+    with pytest.raises(ConfigError, match='"at_once" contradicts'):
+        shardwell.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=block, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_go_from_the_device_to_the_host_and_back(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    case, device = Case(dtype=torch.float32), PRECISIONS["bf16"]
+    host = {**device, "zero_optimization": HOST}
+    saved = ranks.run(2, run_leg, Leg(stage, 0, 2, case, device, loads=False), str(tmp_path))[0]["ended"]
+    middle = ranks.run(3, run_leg, Leg(3, 2, 4, case, host, options={"asynchronous": True}), str(tmp_path))[0]
+    check_equal(middle["loaded"], saved)
+    last = ranks.run(2, run_leg, Leg(stage, 4, 4, case, device, saves=False), str(tmp_path))[0]
+    check_equal(last["loaded"], middle["ended"])
+
+
+def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name
