@@ -18,12 +18,8 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, nn
 
-<<<<<<< HEAD
 from shardwell.checkpoint.contents import aliases_of, buffers_of
-=======
-from shardwell.checkpoint.contents import buffers_of
 from shardwell.checkpoint.files import room
->>>>>>> d8c030977422c335d8315321a0f1ee56112533c4
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, Source
 from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError
