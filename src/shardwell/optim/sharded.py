@@ -371,11 +371,17 @@ class ShardedOptimizer(Optimizer):
         self.skipped_steps += 1
         if self._raise_on_nonfinite and not self.scale.is_on:
             raise NonFiniteError(
-                f"the gradients are not finite (their global norm is {norm}){where()}; the step was not applied and "
-                "parameters and optimizer state are as before. Check the loss and the learning rate, or set "
-                '"shardwell": {"nonfinite": "skip"} to leave such steps out.'
+                f"the gradients are not finite (their global norm is {norm}){where()}; {self._what_was_done}. "
+                'Check the loss and the learning rate, or set "shardwell": {"nonfinite": "skip"} to leave such steps out.'
             )
         return False
+
+    @property
+    def _what_was_done(self) -> str:
+        commits = {group.row.commit for unit in self._units for group in unit.trainable}
+        if Commit.AT_ONCE in commits:
+            return "units whose own gradients are finite were updated at once, the others are as before"
+        return "the step was not applied and parameters and optimizer state are as before"
 
     def _first_nonfinite(self) -> str:
         for unit in self._units:

@@ -1,0 +1,70 @@
+"""On CUDA: optimizer state in host memory, updated there while the device goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwell.utils import safe_get_full_fp32_param
+from tests.checkpoint.legs import Leg, run_leg
+from tests.gpu.test_gpu import nccl_engine, on_the_gpu
+from tests.offload.test_offload import HOST, PRECISIONS, host_case
+from tests.parity.loops import Case
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1.2], ids=["never clipped", "always", "sometimes"])
+def test_commit_policies_give_the_same_bits_on_the_gpu(ranks: Ranks, stage: int, clip: float, num_ranks: int) -> None:
+    policies = ["after_norm", "shadow"] + (["at_once"] if clip == 0.0 else [])
+    cases = [host_case(policy, clip=clip, groups=True, steps=5) for policy in policies]
+    first, *others = ranks.run(num_ranks, on_the_gpu, cases, stage)[0]
+    for other in others:
+        for name in first:
+            assert (first[name] == other[name]).all(), name
+
+
+def first_step(stage: int, offload: bool, precision: str, clip: float) -> dict[str, Any]:
+    block = HOST if offload else {}
+    engine, data = nccl_engine(stage, zero_optimization=block, gradient_clipping=clip, **PRECISIONS[precision])
+    for batch in data[:1]:
+        engine.backward(engine(batch))
+        engine.step()
+    return {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_a_step_is_within_ulps_of_a_step_on_the_device(ranks: Ranks, stage: int, precision: str, clip: float) -> None:
+    here, there = (ranks.run(1, first_step, stage, offload, precision, clip)[0] for offload in (False, True))
+    for name, one in here.items():
+        other, size = there[name], np.maximum(np.abs(one), np.float32(1e-2))  # lr: no update is larger
+        assert (np.abs(one - other) <= 4 * np.spacing(size)).all(), name
+
+
+def host_leg(leg: Leg, root: str) -> dict[str, Any]:
+    os.environ["SHARDWELL_DEVICE"] = "cuda:0"
+    try:
+        return run_leg(leg, root)
+    finally:
+        os.environ["SHARDWELL_DEVICE"] = "cpu"
+
+
+def test_checkpoints_between_the_tiers_on_the_gpu(ranks: Ranks, tmp_path: Path) -> None:
+    case, host = Case(dtype=torch.float32), {**PRECISIONS["bf16"], "zero_optimization": HOST}
+    saved = ranks.run(2, host_leg, Leg(3, 0, 2, case, PRECISIONS["bf16"], loads=False), str(tmp_path))[0]["ended"]
+    middle = ranks.run(1, host_leg, Leg(2, 2, 4, case, host, options={"asynchronous": True}), str(tmp_path))[0]
+    last = ranks.run(2, run_leg, Leg(1, 4, 4, case, saves=False), str(tmp_path))[0]
+    for found, expected in ((middle["loaded"], saved), (last["loaded"], middle["ended"])):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert np.array_equal(found[name], value), name
