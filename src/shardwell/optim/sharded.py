@@ -372,7 +372,8 @@ class ShardedOptimizer(Optimizer):
         if self._raise_on_nonfinite and not self.scale.is_on:
             raise NonFiniteError(
                 f"the gradients are not finite (their global norm is {norm}){where()}; {self._what_was_done}. "
-                'Check the loss and the learning rate, or set "shardwell": {"nonfinite": "skip"} to leave such steps out.'
+                "Check the loss and the learning rate, or set "
+                '"shardwell": {"nonfinite": "skip"} to leave such steps out.'
             )
         return False
 
