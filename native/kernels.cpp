@@ -179,17 +179,21 @@ void lion(const Stretch& s, const Lion& c, int64_t begin, int64_t end) { step(s,
 // Sixteen sums, whatever the instruction set, so that all give the same bits. The square of an fp32 number is exact in
 // double, and none is too large for it: an infinite sum means an infinite element.
 double sum_of_squares(const void* data, Number number, int64_t begin, int64_t end) {
-    constexpr int LANES = 16;
+    constexpr int64_t LANES = 16;
     double sums[LANES] = {};
     alignas(LINE) float tile[BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         const int64_t n = end - at < BLOCK ? end - at : BLOCK;
-        widen(data, number, at, n, 1.0f, tile);
-        for (int64_t i = n; i % LANES != 0; ++i) tile[i] = 0.0f;
+        const float* values = static_cast<const float*>(data) + at;
+        if (number != Number::fp32 || n < BLOCK) {
+            widen(data, number, at, n, 1.0f, tile);
+            for (int64_t i = n; i % LANES != 0; ++i) tile[i] = 0.0f;
+            values = tile;
+        }
         for (int64_t i = 0; i < n; i += LANES) {
 #pragma omp simd
-            for (int lane = 0; lane < LANES; ++lane) {
-                const double value = tile[i + lane];
+            for (int64_t lane = 0; lane < LANES; ++lane) {
+                const double value = values[i + lane];
                 sums[lane] += value * value;
             }
         }

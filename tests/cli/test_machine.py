@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from shardwell import native
 from shardwell.cli.doctor_command import check
 from shardwell.version import __version__
 from tests.cli.command import shardwell
@@ -30,9 +32,14 @@ def test_doctor_calls_an_old_torch_broken() -> None:
         "devices": {"gpus": []},
         "backends": {"gloo": "works", "nccl": "missing"},
         "bf16_on_cpu": True,
+        "kernels": {"native": True},
     }
     worst = check(sections)[0]
     assert (worst.level, worst.remedy) == ("broken", "pip install 'torch>=2.11'")
+
+
+def test_doctor_tells_which_kernels_run(machine: subprocess.CompletedProcess[str]) -> None:
+    assert json.loads(machine.stdout)["kernels"] == asdict(native.describe())
 
 
 @pytest.mark.parametrize("argument", ["version", "--version"])

@@ -41,7 +41,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Check this machine. Exit code 0 unless something that training needs is broken."""
-    sections = {"versions": versions(), "devices": devices(), "backends": backends(), "bf16_on_cpu": bf16_on_cpu()}
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        "backends": backends(),
+        "bf16_on_cpu": bf16_on_cpu(),
+        "kernels": kernels(),
+    }
     findings = check(sections)
     broken = any(finding.level == "broken" for finding in findings)
     if as_json:
@@ -124,6 +130,13 @@ def bf16_on_cpu() -> bool:
     return subprocess.run([sys.executable, "-c", product], capture_output=True).returncode == 0
 
 
+def kernels() -> dict[str, Any]:
+    """Whether the optimizer kernels for host memory are compiled, and for which instruction set."""
+    from shardwell import native
+
+    return asdict(native.describe())
+
+
 def check(sections: dict[str, Any]) -> list[Finding]:
     """Hold what was found against what training needs."""
     findings = [*_check_torch(sections["versions"]), *_check_backends(sections), *_check_memory()]
@@ -156,6 +169,9 @@ def _check_backends(sections: dict[str, Any]) -> list[Finding]:
     if not sections["bf16_on_cpu"]:
         remedy = f"for bf16 on CPU ranks: export {_WITHOUT_AMX}"
         findings.append(Finding("warning", "bfloat16 on this CPU crashes torch", remedy))
+    if not sections["kernels"]["native"]:
+        found = f"no compiled optimizer kernels: {sections['kernels']['reason']}"
+        findings.append(Finding("note", found, "steps in host memory are the same, and slower"))
     return findings
 
 
@@ -198,6 +214,8 @@ def _show(sections: dict[str, Any], findings: list[Finding]) -> None:
         table.add_row(f"gpu {index}", escape(f"{gpu['name']}, {human(gpu['memory'])}"))
     for name, state in sections["backends"].items():
         table.add_row(name, "[green]works[/green]" if state == "works" else escape(state))
+    kernels = sections["kernels"]
+    table.add_row("kernels", f"compiled, {kernels['isa']}" if kernels["native"] else "torch operations")
     console.print(table)
     for finding in findings:
         console.print(f"{_MARKS[finding.level]}: {escape(finding.found)}. {escape(finding.remedy)}", soft_wrap=True)
