@@ -4,11 +4,11 @@
 // from the block's. So steps are an eighth of a power of two, wherever in its range a number lies:
 //
 //     first moment     sign, 4 bits, 3 bits    2^E down to 2^(E-15), linear from there to 0
-//     second moment          5 bits, 3 bits    2^E down to 2^(E-31), and never below that unless all are 0
+//     second moment          5 bits, 3 bits    2^E down to 2^(E-31), and never below that (but 0 where E is that low)
 //
 // Numbers are rounded up or down at random, in proportion: what changes by less than a step still changes on average.
-// The chance is a hash of seed and place, so a run can be repeated. The greatest code of a block that holds a NaN is
-// that. Included by kernels.cpp only.
+// The chance is a hash of seed and place, so a run can be repeated. In a block that holds a NaN, the greatest code
+// stands for it. Included by kernels.cpp only.
 #pragma once
 
 #include "numbers.h"
