@@ -16,7 +16,6 @@ import os
 import re
 import stat
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from shardwell.errors import CheckpointError
 from shardwell.layout import product
+from shardwell.native import crc32
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -44,7 +44,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
-# Measured on one core of a Xeon with AVX-512: crc32 1.7 GB/s, sha256 1.2 GB/s, blake2b 0.7 GB/s.
+# Measured on one core of a Xeon with AVX-512: zlib's crc32 1.7 to 2.5 GB/s, sha256 1.2 GB/s, blake2b 0.7 GB/s; the
+# compiled crc32 4.3 GB/s.
 ALGORITHM = "crc32"
 CHECKSUM = re.compile("[0-9a-f]{8}")
 
@@ -203,7 +204,7 @@ class _Output:
                     self._write(chunk, where)
             return result[0]
         for chunk in chunks:
-            value = zlib.crc32(chunk, value)
+            value = crc32(chunk, value)
             self._write(chunk, where)
         return value
 
@@ -221,7 +222,7 @@ class _Output:
 def _checksum_beside(view: memoryview, value: int) -> Iterator[list[int]]:
     """A thread that computes a checksum: it is in the list afterwards. No pool, which could not be used at exit."""
     result: list[int] = []
-    thread = threading.Thread(target=lambda: result.append(zlib.crc32(view, value)))
+    thread = threading.Thread(target=lambda: result.append(crc32(view, value)))
     thread.start()
     try:
         yield result
@@ -329,7 +330,7 @@ class Reader:
         for start in range(0, entry.num_bytes, CHUNK):
             part = buffer[: min(CHUNK, entry.num_bytes - start)]
             self._pull_data(entry, start, part)
-            value = zlib.crc32(part, value)
+            value = crc32(part, value)
         self._compare(name, value, expected)
 
     def close(self) -> None:
@@ -362,7 +363,7 @@ class Reader:
             )
         if record.size != self.size:
             raise CheckpointError(f"{self.path}: {self.size} bytes, {record.size} were written; it was cut or changed")
-        if record.header != f"{zlib.crc32(header):08x}":
+        if record.header != f"{crc32(header):08x}":
             raise CheckpointError(f"{self.path}: the header is damaged: it does not match its checksum")
 
     def _entry(self, name: str) -> Entry:
@@ -387,7 +388,7 @@ class Reader:
             part = view[first : first + CHUNK]
             self._pull_data(entry, start * entry.dtype.itemsize + first, part)
             if checksum is not None:
-                value = zlib.crc32(part, value)
+                value = crc32(part, value)
         if checksum is not None:
             self._compare(entry.name, value, checksum)
         if entry.dtype == torch.bool and flat.numel() and int(flat.view(torch.uint8).max()) > 1:
