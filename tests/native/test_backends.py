@@ -69,6 +69,13 @@ def test_crc32_is_zlibs(backend: native.Backend) -> None:
             assert backend.crc32(memoryview(bytearray(part)), 0xDEADBEEF) == zlib.crc32(part, 0xDEADBEEF)
 
 
+@EACH
+def test_a_parameter_may_be_stepped(backend: native.Backend) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    backend.update(native.Sgd(0.5), Stretch(torch.ones(3), parameter), 1)
+    assert parameter.tolist() == [0.5, 0.5, 0.5]
+
+
 def test_the_environment_chooses() -> None:
     assert str(native.choose("0", "")[1]) == "torch operations (SHARDWELL_NATIVE=0)"
     for isa in isas():

@@ -38,6 +38,7 @@ class Reference:
 
     isa = "torch"
 
+    @torch.no_grad()
     def update(self, rule: Rule, stretch: Stretch, threads: int) -> None:
         for span in _chunks(stretch.numel):
             _update(rule, stretch, span)
