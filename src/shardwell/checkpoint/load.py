@@ -24,6 +24,7 @@ from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, Source
 from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError
 from shardwell.layout import Slot, contiguous_stride
+from shardwell.memory.device import fault_in
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.shards import Shard
 from shardwell.unit import Group, Unit
@@ -161,7 +162,7 @@ class Loading:
         for want in self._wants_of_model():
             yield want, room(want.numel, self._source.tensors[want.name].dtype, self._source.where)
         for shard, key in self._wanted_states():
-            state = room(shard.tensor.numel(), shard.tensor.dtype, self._source.where)
+            state = fault_in(room(shard.tensor.numel(), shard.tensor.dtype, self._source.where))
             self._states[shard, key] = state
             for want in self._wants_of_state(shard, key):
                 yield want, state[want.at : want.at + want.numel]

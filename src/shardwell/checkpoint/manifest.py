@@ -109,6 +109,10 @@ class Manifest:
     def to_json(self, where: str = NAME, *, part: bool = False) -> str:
         """ASCII text that `from_json` accepts; raises if there could be none."""
         self.check(where, part=part)
+        return self.text(where)
+
+    def text(self, where: str = NAME) -> str:
+        """As `to_json`, of what was checked already."""
         text = _canonical(_content(self))
         text = f'{text[:-1]},"checksum":"{_checksum(text)}"}}'
         if len(text) > MAX_BYTES:

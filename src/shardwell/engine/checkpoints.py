@@ -166,12 +166,16 @@ class Checkpoints:
     def _open(self, root: str, tag: str | None) -> Source | None:
         """Rank 0 looks and reads the manifest; the others are told. None if there is no checkpoint yet."""
 
+        mine: list[OwnSource] = []
+
         def look() -> str | None:
             Folder(root).clean()
             own = locate_own(root, tag) if os.path.exists(root) else None
             if own is not None:
                 folder, chosen = own
-                return json.dumps({"path": str(folder.path(chosen)), "manifest": folder.open(chosen).to_json()})
+                path, manifest = folder.path(chosen), folder.open(chosen)
+                mine.append(OwnSource(path, manifest))
+                return json.dumps({"path": str(path), "manifest": manifest.text()})
             if is_foreign(root):
                 return json.dumps({})
             return None if tag is None else str(Folder(root).path(tag))  # which says what is there
@@ -182,7 +186,7 @@ class Checkpoints:
         told = json.loads(found)
         if not told:
             return self._open_foreign(root, tag)
-        return OwnSource(Path(told["path"]), Manifest.from_json(told["manifest"], told["path"]))
+        return mine[0] if mine else OwnSource(Path(told["path"]), Manifest.from_json(told["manifest"], told["path"]))
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:
         source: Source | None = None
