@@ -58,6 +58,7 @@ class Slice:
         self.gradient = self.wide.bfloat16()
         self.out = torch.zeros(numel, dtype=torch.bfloat16)
         self.moments = native.Moments8.zeros(numel)
+        self.new = native.NewState(torch.zeros(numel), (torch.zeros(numel), torch.zeros(numel)))
         self.steps = 0
         self.master.grad = self.wide
 
@@ -65,10 +66,11 @@ class Slice:
         return {"step": step, "exp_avg": self.first, "exp_avg_sq": self.second}
 
     def stretches(self) -> dict[str, native.Stretch]:
-        """The whole job, the same with 8-bit moments, and a step with an fp32 gradient that writes no 16-bit copy."""
+        """The whole job, out of place, with 8-bit moments; and a step with an fp32 gradient and no 16-bit copy."""
         master, state = self.master.detach(), (self.first, self.second)
         return {
             OURS: native.Stretch(self.gradient, master, state, out=self.out),
+            f"{OURS}, out of place": native.Stretch(self.gradient, master, state, out=self.out, new=self.new),
             f"{OURS}, 8-bit moments": native.Stretch(self.gradient, master, self.moments, out=self.out),
             f"{OURS}, step alone": native.Stretch(self.wide, master, state),
         }

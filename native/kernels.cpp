@@ -1,8 +1,9 @@
 // The kernels, written once as plain loops and compiled for each instruction set (SHARDWELL_ISA names it).
 //
 // A stretch is walked in tiles that stay in the first-level cache: widen the gradient, update master and state, narrow
-// the result. Memory is read and written once. Every fp32 operation is rounded on its own (no fused multiply-add), so
-// all instruction sets give the same bits, and so does src/shardwell/native/reference.py.
+// the result. Memory is read and written once; what does not stay in place is written past the caches. Every fp32
+// operation is rounded on its own (no fused multiply-add), so all instruction sets give the same bits, and so does
+// src/shardwell/native/reference.py.
 
 #include "kernels.h"
 
@@ -20,9 +21,16 @@ constexpr int64_t TILE = 128;  // measured: 256 and 64 are 7 % and 4 % slower
 struct Tile {
     alignas(LINE) float gradient[BLOCK];
     alignas(LINE) float master[BLOCK];
-    alignas(LINE) float first[BLOCK];
-    alignas(LINE) float second[BLOCK];
+    alignas(LINE) float state[2][BLOCK];
     alignas(LINE) uint16_t out[BLOCK];
+    alignas(LINE) int16_t low[BLOCK];
+    alignas(LINE) uint8_t codes[2][BLOCK];
+};
+
+// A part of an array: where it is read, and where its new values are left. That may be the same.
+struct Part {
+    const float* from;
+    float* to;
 };
 
 // --- the rules: one loop each over a tile ---
@@ -38,17 +46,18 @@ inline float sign(float value) { return static_cast<float>(value > 0.0f) - stati
 struct AdamTile {
     const Adam& c;
 
-    void operator()(float* __restrict p, const float* __restrict gradient, float* __restrict m, float* __restrict v,
-                    int64_t n) const {
+    void operator()(Part p, const float* gradient, Part m, Part v, int64_t n) const {
         const Adam a = c;
         const bool decays = a.coupled != 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            const float g = decays ? gradient[i] + a.coupled * p[i] : gradient[i];
-            m[i] = lerp(m[i], g, a.weight1);
-            v[i] = a.beta2 * v[i] + a.weight2 * g * g;
-            const float denominator = std::sqrt(v[i]) / a.root + a.eps;
-            p[i] = a.decay * p[i] + a.step_size * m[i] / denominator;
+            const float g = decays ? gradient[i] + a.coupled * p.from[i] : gradient[i];
+            const float first = lerp(m.from[i], g, a.weight1);
+            const float second = a.beta2 * v.from[i] + a.weight2 * g * g;
+            const float denominator = std::sqrt(second) / a.root + a.eps;
+            p.to[i] = a.decay * p.from[i] + a.step_size * first / denominator;
+            m.to[i] = first;
+            v.to[i] = second;
         }
     }
 };
@@ -57,18 +66,18 @@ template <bool with_momentum>
 struct SgdTile {
     const Sgd& c;
 
-    void operator()(float* __restrict p, const float* __restrict gradient, float* __restrict momentum, float*,
-                    int64_t n) const {
+    void operator()(Part p, const float* gradient, Part momentum, Part, int64_t n) const {
         const Sgd a = c;
         const bool decays = a.coupled != 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            float g = decays ? gradient[i] + a.coupled * p[i] : gradient[i];
+            float g = decays ? gradient[i] + a.coupled * p.from[i] : gradient[i];
             if (with_momentum) {
-                momentum[i] = a.first ? g : a.momentum * momentum[i] + a.weight * g;
-                g = a.nesterov ? g + a.momentum * momentum[i] : momentum[i];
+                const float moved = a.first ? g : a.momentum * momentum.from[i] + a.weight * g;
+                g = a.nesterov ? g + a.momentum * moved : moved;
+                momentum.to[i] = moved;
             }
-            p[i] = p[i] + a.rate * g;
+            p.to[i] = p.from[i] + a.rate * g;
         }
     }
 };
@@ -76,15 +85,15 @@ struct SgdTile {
 struct AdagradTile {
     const Adagrad& c;
 
-    void operator()(float* __restrict p, const float* __restrict gradient, float* __restrict sum, float*,
-                    int64_t n) const {
+    void operator()(Part p, const float* gradient, Part sum, Part, int64_t n) const {
         const Adagrad a = c;
         const bool decays = a.coupled != 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            const float g = decays ? gradient[i] + a.coupled * p[i] : gradient[i];
-            sum[i] = sum[i] + g * g;
-            p[i] = p[i] + a.rate * g / (std::sqrt(sum[i]) + a.eps);
+            const float g = decays ? gradient[i] + a.coupled * p.from[i] : gradient[i];
+            const float total = sum.from[i] + g * g;
+            p.to[i] = p.from[i] + a.rate * g / (std::sqrt(total) + a.eps);
+            sum.to[i] = total;
         }
     }
 };
@@ -92,19 +101,25 @@ struct AdagradTile {
 struct LionTile {
     const Lion& c;
 
-    void operator()(float* __restrict p, const float* __restrict g, float* __restrict momentum, float*,
-                    int64_t n) const {
+    void operator()(Part p, const float* g, Part momentum, Part, int64_t n) const {
         const Lion a = c;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            const float direction = sign(lerp(momentum[i], g[i], a.weight1));
-            p[i] = a.decay * p[i] + a.rate * direction;
-            momentum[i] = lerp(momentum[i], g[i], a.weight2);
+            const float old = momentum.from[i];
+            const float direction = sign(lerp(old, g[i], a.weight1));
+            p.to[i] = a.decay * p.from[i] + a.rate * direction;
+            momentum.to[i] = lerp(old, g[i], a.weight2);
         }
     }
 };
 
 // --- walking a stretch ---
+
+template <class Element>
+inline void put(Element* to, const Element* room, int64_t n) {
+    copy_past_cache(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const uint8_t*>(room),
+                    n * static_cast<int64_t>(sizeof(Element)));
+}
 
 inline void write_out(const Stretch& s, int64_t at, int64_t n, const float* master, uint16_t* room) {
     if (s.out_type == Number::bf16) {
@@ -112,31 +127,62 @@ inline void write_out(const Stretch& s, int64_t at, int64_t n, const float* mast
     } else {
         narrow_fp16(master, room, n);
     }
-    copy_past_cache(reinterpret_cast<uint8_t*>(s.out + at), reinterpret_cast<const uint8_t*>(room), n * 2);
+    put(s.out + at, room, n);
+}
+
+// Elements [at, ...) of an array. What does not stay in place is left in `room` first, to be put past the caches.
+inline Part part_of(const float* from, float* to, int64_t at, float* room) {
+    if (!from) return {nullptr, nullptr};
+    return {from + at, from == to ? to + at : room};
+}
+
+inline Part read_master(const Stretch& s, int64_t at, int64_t n, Tile& tile) {
+    if (s.old.master) return part_of(s.old.master, s.now.master, at, tile.master);
+    join(s.old.high + at, s.old.low + at, tile.master, n);
+    return {tile.master, tile.master};
+}
+
+inline void write_master(const Stretch& s, int64_t at, int64_t n, Tile& tile) {
+    if (s.now.master) {
+        if (s.now.master != s.old.master) put(s.now.master + at, tile.master, n);
+    } else if (s.now.high == s.old.high) {
+        split(tile.master, s.now.high + at, s.now.low + at, n);
+    } else {
+        split(tile.master, tile.out, tile.low, n);
+        put(s.now.high + at, tile.out, n);
+        put(s.now.low + at, tile.low, n);
+    }
 }
 
 // One tile: `first` and `second` are its state, wherever that is.
 template <class Rule>
-inline void step_tile(const Stretch& s, const Rule& rule, int64_t at, int64_t n, float* first, float* second,
-                      Tile& tile) {
+inline void step_tile(const Stretch& s, const Rule& rule, int64_t at, int64_t n, Part first, Part second, Tile& tile) {
     widen(s.gradient, s.gradient_type, at, n, s.factor, tile.gradient);
-    float* master = s.master ? s.master + at : tile.master;
-    if (!s.master) join(s.high + at, s.low + at, master, n);
+    const Part master = read_master(s, at, n, tile);
     rule(master, tile.gradient, first, second, n);
-    if (!s.master) split(master, s.high + at, s.low + at, n);
-    if (s.out) write_out(s, at, n, master, tile.out);
+    write_master(s, at, n, tile);
+    if (s.out) write_out(s, at, n, master.to, tile.out);
+}
+
+// How many elements there are up to the next cache line of what is put past the caches.
+inline int64_t elements_to_next_line(const Stretch& s, int64_t at) {
+    if (s.out) return to_next_line(s.out + at) / 2;
+    return s.now.master ? to_next_line(s.now.master + at) / 4 : to_next_line(s.now.high + at) / 2;
 }
 
 template <class Rule>
 void step(const Stretch& s, const Rule& rule, int64_t begin, int64_t end) {
     Tile tile;
-    // The first tile ends where a cache line of `out` begins, so that all others write whole lines.
-    int64_t n = s.out ? to_next_line(s.out + begin) / 2 : 0;
+    // The first tile ends where a cache line begins, so that all others write whole lines.
+    int64_t n = elements_to_next_line(s, begin);
     for (int64_t at = begin; at < end; at += n, n = TILE) {
         if (n == 0 || n > end - at) n = end - at < TILE ? end - at : TILE;
-        float* first = s.state[0] ? s.state[0] + at : nullptr;
-        float* second = s.state[1] ? s.state[1] + at : nullptr;
+        const Part first = part_of(s.old.state[0], s.now.state[0], at, tile.state[0]);
+        const Part second = part_of(s.old.state[1], s.now.state[1], at, tile.state[1]);
         step_tile(s, rule, at, n, first, second, tile);
+        for (int i = 0; i < 2; ++i) {
+            if (s.now.state[i] != s.old.state[i]) put(s.now.state[i] + at, tile.state[i], n);
+        }
     }
     finish_stores();
 }
@@ -145,19 +191,21 @@ void step(const Stretch& s, const Rule& rule, int64_t begin, int64_t end) {
 void step_adam8(const Stretch& s, const Adam& adam, int64_t begin, int64_t end) {
     Tile tile;
     const uint32_t key = hash(s.seed);
+    const Part first = {tile.state[0], tile.state[0]}, second = {tile.state[1], tile.state[1]};
     for (int64_t at = begin; at < end; at += BLOCK) {
         const int64_t n = end - at < BLOCK ? end - at : BLOCK, block = at / BLOCK;
-        decode1(s.codes[0] + at, s.exponents[0][block], tile.first, n);
-        decode2(s.codes[1] + at, s.exponents[1][block], tile.second, n);
-        step_tile(s, AdamTile{adam}, at, n, tile.first, tile.second, tile);
-        encode(tile.first, tile.second, s.codes[0] + at, s.codes[1] + at, s.exponents[0][block], s.exponents[1][block],
+        decode1(s.old.codes[0] + at, s.old.exponents[0][block], tile.state[0], n);
+        decode2(s.old.codes[1] + at, s.old.exponents[1][block], tile.state[1], n);
+        step_tile(s, AdamTile{adam}, at, n, first, second, tile);
+        encode(first.to, second.to, tile.codes[0], tile.codes[1], s.now.exponents[0][block], s.now.exponents[1][block],
                n, static_cast<uint32_t>(at), key);
+        for (int i = 0; i < 2; ++i) put(s.now.codes[i] + at, tile.codes[i], n);
     }
     finish_stores();
 }
 
 void adam(const Stretch& s, const Adam& c, int64_t begin, int64_t end) {
-    if (s.codes[0]) {
+    if (s.old.codes[0]) {
         step_adam8(s, c, begin, end);
     } else {
         step(s, AdamTile{c}, begin, end);
@@ -165,7 +213,7 @@ void adam(const Stretch& s, const Adam& c, int64_t begin, int64_t end) {
 }
 
 void sgd(const Stretch& s, const Sgd& c, int64_t begin, int64_t end) {
-    if (s.state[0]) {
+    if (s.old.state[0]) {
         step(s, SgdTile<true>{c}, begin, end);
     } else {
         step(s, SgdTile<false>{c}, begin, end);

@@ -12,23 +12,29 @@
 
 namespace shardwell {
 
-constexpr int32_t ABI_VERSION = 1;
+constexpr int32_t ABI_VERSION = 2;
 constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments
 
 enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };
 enum class Number : int32_t { none = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
 
-// What one call reads and writes, element by element. A pointer that a call does not need is null.
-struct Stretch {
-    int64_t numel;
-    const void* gradient;
+// A master and its state. A pointer that a call does not need is null.
+struct Slot {
     float* master;   // or null: then the master is high and low, as src/shardwell/rounding.py splits it
     uint16_t* high;  // bf16
     int16_t* low;
     float* state[2];        // Adam: first and second moment; SGD: momentum; Adagrad: sum; Lion: momentum
     uint8_t* codes[2];      // Adam with 8-bit moments, in place of state: one code an element,
     uint8_t* exponents[2];  // one exponent a block
-    uint16_t* out;          // the updated parameter in 16 bits, somewhere else
+};
+
+// What one call reads and writes, element by element.
+struct Stretch {
+    int64_t numel;
+    const void* gradient;
+    Slot old;
+    Slot now;       // `old` again, or other memory: then `old` is only read
+    uint16_t* out;  // the updated parameter in 16 bits, somewhere else, or null
     Number gradient_type;
     Number out_type;
     float factor;   // the gradient is multiplied by it first

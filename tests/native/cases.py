@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwell import native
-from shardwell.native import Halves, Moments8, Stretch
+from shardwell.native import Halves, Moments8, NewState, Stretch
 from shardwell.native.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.native.reference import Reference
 
@@ -109,6 +109,14 @@ def copied(given: Stretch) -> Stretch:
         else tuple(map(_copied, state)),
         out=None if given.out is None else _copied(given.out),
     )
+
+
+def out_of_place(given: Stretch) -> tuple[Stretch, Stretch]:
+    """The same with other memory for its results, which holds sevens so far; and what is there, as a stretch."""
+    there = copied(given)
+    for tensor in written(there).values():
+        tensor.fill_(7)
+    return replace(given, out=there.out, new=NewState(there.master, there.state)), there
 
 
 def _pair(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from shardwell import native, rounding
 from shardwell.errors import ShardwellError
-from shardwell.native import Adam, Halves, Moments8, Stretch, library
+from shardwell.native import Adam, Halves, Moments8, NewState, Stretch, library
 from shardwell.native.reference import Reference
 from tests.native.cases import REFERENCE, any_bits, isas, likely
 from tests.native.cases import library as library_for
@@ -91,7 +91,7 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(library, "ABI_VERSION", 99)
     backend, description = native.choose("", "")
     assert isinstance(backend, Reference)
-    assert "interface 1, expected 99" in str(description)
+    assert "interface 2, expected 99" in str(description)
     with pytest.raises(ShardwellError, match="install shardwell again"):
         native.choose("1", "")
 
@@ -121,6 +121,10 @@ def good() -> dict[str, object]:
         ({"state": (torch.zeros(300), torch.zeros(300).half())}, "state 1: found float16, expected float32"),
         ({"state": (torch.zeros(300),)}, "Adam: found 1 tensors of state, expected 2"),
         ({"state": Moments8.zeros(512)}, "codes of the first moment: found 512 elements, expected 300"),
+        ({"new": NewState(torch.zeros(299))}, "new master: found 299 elements, expected 300"),
+        ({"new": NewState(torch.zeros(300), (torch.zeros(300).half(),))}, "new state 0: found float16"),
+        ({"new": NewState(torch.zeros(300))}, "new: found .* fp32 and 0 tensors of state, expected .* and 2 tensors"),
+        ({"new": NewState(torch.zeros(300), Moments8.zeros(300))}, "new: found .* 8-bit moments, expected the form"),
         ({"out": torch.zeros(300)}, "out: found float32, expected bfloat16 or float16"),
     ],
 )

@@ -8,7 +8,19 @@ import pytest
 import torch
 
 from shardwell import native
-from tests.native.cases import REFERENCE, RULES, any_bits, bits, copied, differing, isas, library, likely, stretch
+from tests.native.cases import (
+    REFERENCE,
+    RULES,
+    any_bits,
+    bits,
+    copied,
+    differing,
+    isas,
+    library,
+    likely,
+    out_of_place,
+    stretch,
+)
 
 ISAS = pytest.mark.parametrize("isa", isas())
 pytestmark = pytest.mark.skipif(not isas(), reason="the native library was not built")
@@ -42,6 +54,22 @@ def test_any_length_and_place(isa: str, name: str) -> None:
         assert differing(ours, theirs) == {}, (numel, offset)
 
 
+@pytest.mark.parametrize("backend", [REFERENCE, *map(library, isas())], ids=lambda backend: backend.isa)
+@pytest.mark.parametrize("name", RULES)
+def test_out_of_place_gives_the_bits_of_in_place(backend: native.Backend, name: str) -> None:
+    rule = RULES[name]
+    for numel, offset, halves, out in itertools.product(
+        (0, 1, 31, 257, 900), (0, 3), (False, True), (None, *TYPES[1:])
+    ):
+        inside = stretch(numel, rule.num_states, halves=halves, out=out, factor=0.01, offset=offset)
+        before = copied(inside)
+        ours, there = out_of_place(before)
+        backend.update(rule, ours, 1)
+        assert differing(before, inside) == {}, (numel, offset, halves, out)
+        backend.update(rule, inside, 1)
+        assert differing(there, inside) == {}, (numel, offset, halves, out)
+
+
 @ISAS
 def test_nothing_beside_a_stretch_is_touched(isa: str) -> None:
     rooms = [torch.full((300,), 7.0) for _ in range(3)]
@@ -50,7 +78,10 @@ def test_nothing_beside_a_stretch_is_touched(isa: str) -> None:
     master, first, second = (room[inner] for room in rooms)
     gradient = torch.ones(293, dtype=torch.bfloat16)
     library(isa).update(native.Adam(1.0, 1), native.Stretch(gradient, master, (first, second), out=out[inner]), 2)
-    for room in (*rooms, out):
+    others = [torch.full((300,), 7.0) for _ in range(3)]
+    there = native.NewState(others[0][inner], (others[1][inner], others[2][inner]))
+    library(isa).update(native.Adam(1.0, 1), native.Stretch(gradient, master, (first, second), new=there), 2)
+    for room in (*rooms, *others, out):
         assert (room[:5] == 7).all()
         assert (room[298:] == 7).all()
         assert (room[inner] != 7).all()
@@ -63,8 +94,11 @@ def test_threads_change_no_bit(isa: str, threads: int) -> None:
     alone = stretch(200_001, 2, make=likely, offset=1)
     together = copied(alone)
     library(isa).update(rule, alone, 1)
+    apart, there = out_of_place(copied(together))
     library(isa).update(rule, together, threads)
+    library(isa).update(rule, apart, threads)
     assert differing(alone, together) == {}
+    assert differing(alone, there) == {}
     sums = {library(isa).sum_of_squares(alone.gradient, number) for number in (1, threads)}
     assert len(sums) == 1
 

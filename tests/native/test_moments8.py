@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwell import native
 from shardwell.native import Adam, Moments8, Stretch, moments8
-from tests.native.cases import REFERENCE, any_bits, copied, differing, isas, library, likely
+from tests.native.cases import REFERENCE, any_bits, copied, differing, isas, library, likely, out_of_place, stretch
 
 NUMEL = 1000
 WHOLE = slice(0, NUMEL)
@@ -45,6 +46,21 @@ def test_kernels_give_the_bits_of_the_reference(isa: str, make: object) -> None:
             library(isa).update(rule, ours, threads)
             REFERENCE.update(rule, theirs, threads)
             assert differing(ours, theirs) == {}
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, *map(library, isas())], ids=lambda backend: backend.isa)
+def test_out_of_place_gives_the_bits_of_in_place(backend: native.Backend) -> None:
+    for numel, halves in itertools.product((0, 1, 256, 70_001), (False, True)):
+        given = stretch(numel, 2, halves=halves, make=likely)
+        moments = Moments8.zeros(numel)
+        moments8.encode(moments, slice(0, numel), *(value for value in given.state if isinstance(value, Tensor)), 5)
+        before = replace(given, state=moments, seed=9)
+        inside = copied(before)
+        ours, there = out_of_place(before)
+        backend.update(Adam(1e-3, 2), ours, 2)
+        assert differing(before, inside) == {}
+        backend.update(Adam(1e-3, 2), inside, 2)
+        assert differing(there, inside) == {}
 
 
 def test_a_parameter_takes_six_bytes_and_a_block_two_more() -> None:

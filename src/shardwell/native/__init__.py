@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 from shardwell.native.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.native.reference import Reference
 from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
-from shardwell.native.stretch import BLOCK, Halves, Moments8, Stretch, check
+from shardwell.native.stretch import BLOCK, Halves, Moments8, NewState, Stretch, check
 
 __all__ = [
     "BLOCK",
@@ -29,6 +29,7 @@ __all__ = [
     "Halves",
     "Lion",
     "Moments8",
+    "NewState",
     "Rule",
     "Sgd",
     "Stretch",

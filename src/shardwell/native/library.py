@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
-from shardwell.native.stretch import Halves, Moments8, Stretch
+from shardwell.native.stretch import Halves, Moments8, NewState, Stretch
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 NAME = "libshardwell_native.so"
 ISAS = ("scalar", "avx2", "avx512")  # each with its number, the best last
 
@@ -33,16 +33,23 @@ _FUNCTIONS: dict[type, str] = {
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
-class _Stretch(ctypes.Structure):
+class _Slot(ctypes.Structure):
     _fields_: ClassVar = [
-        ("numel", _SIZE),
-        ("gradient", _POINTER),
         ("master", _POINTER),
         ("high", _POINTER),
         ("low", _POINTER),
         ("state", _POINTER * 2),
         ("codes", _POINTER * 2),
         ("exponents", _POINTER * 2),
+    ]
+
+
+class _Stretch(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("numel", _SIZE),
+        ("gradient", _POINTER),
+        ("old", _Slot),
+        ("now", _Slot),
         ("out", _POINTER),
         ("gradient_type", _INT),
         ("out_type", _INT),
@@ -124,17 +131,24 @@ def find(folders: Iterable[str]) -> Path:
 def _lowered(stretch: Stretch) -> _Stretch:
     call = _Stretch(numel=stretch.numel, factor=stretch.factor, seed=stretch.seed & 0xFFFFFFFF)
     call.gradient, call.gradient_type = stretch.gradient.data_ptr(), _NUMBERS[stretch.gradient.dtype]
-    if isinstance(stretch.master, Halves):
-        call.high, call.low = stretch.master.high.data_ptr(), stretch.master.low.data_ptr()
-    else:
-        call.master = stretch.master.data_ptr()
-    if isinstance(stretch.state, Moments8):
-        for index in range(2):
-            call.codes[index] = stretch.state.codes[index].data_ptr()
-            call.exponents[index] = stretch.state.exponents[index].data_ptr()
-    else:
-        for index, state in enumerate(stretch.state):
-            call.state[index] = state.data_ptr()
+    in_place = NewState(stretch.master, stretch.state)
+    call.old, call.now = _slot(in_place), _slot(stretch.new or in_place)
     if stretch.out is not None:
         call.out, call.out_type = stretch.out.data_ptr(), _NUMBERS[stretch.out.dtype]
     return call
+
+
+def _slot(held: NewState) -> _Slot:
+    slot = _Slot()
+    if isinstance(held.master, Halves):
+        slot.high, slot.low = held.master.high.data_ptr(), held.master.low.data_ptr()
+    else:
+        slot.master = held.master.data_ptr()
+    if isinstance(held.state, Moments8):
+        for index in range(2):
+            slot.codes[index] = held.state.codes[index].data_ptr()
+            slot.exponents[index] = held.state.exponents[index].data_ptr()
+    else:
+        for index, state in enumerate(held.state):
+            slot.state[index] = state.data_ptr()
+    return slot

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from shardwell.native.rules import (
     Sgd,
     SgdNumbers,
 )
-from shardwell.native.stretch import Halves, Moments8, Stretch
+from shardwell.native.stretch import Halves, Moments8, NewState, Stretch
 
 _CHUNK = 2**18  # elements at once, a multiple of the block of 8-bit moments: temporaries stay small
 
@@ -40,6 +41,9 @@ class Reference:
 
     @torch.no_grad()
     def update(self, rule: Rule, stretch: Stretch, threads: int) -> None:
+        if stretch.new is not None:
+            _copy(stretch.master, stretch.state, stretch.new)
+            stretch = replace(stretch, master=stretch.new.master, state=stretch.new.state, new=None)
         for span in _chunks(stretch.numel):
             _update(rule, stretch, span)
 
@@ -56,6 +60,18 @@ class Reference:
 def _chunks(numel: int) -> Iterator[slice]:
     for start in range(0, numel, _CHUNK):
         yield slice(start, min(start + _CHUNK, numel))
+
+
+def _copy(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8, new: NewState) -> None:
+    for old, copy in zip(_tensors(master, state), _tensors(*new), strict=True):
+        copy.copy_(old)
+
+
+def _tensors(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8) -> list[Tensor]:
+    return [
+        *(master if isinstance(master, Halves) else (master,)),
+        *((*state.codes, *state.exponents) if isinstance(state, Moments8) else state),
+    ]
 
 
 def _update(rule: Rule, stretch: Stretch, span: slice) -> None:

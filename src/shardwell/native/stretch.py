@@ -49,13 +49,20 @@ class Moments8:
         return cls(pair(numel), pair(blocks))
 
 
+class NewState(NamedTuple):
+    """Where an update goes if not in place: other memory, in the form of the old master and state."""
+
+    master: Tensor | Halves
+    state: tuple[Tensor, ...] | Moments8 = ()
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Elements to update.
 
-    The gradient is multiplied by `factor`. Master and state are updated in place, and the new parameter is written to
-    `out` in 16 bits as well: bf16 rounds like `shardwell.rounding`, fp16 like torch. `seed` is that of the rounding of
-    8-bit moments; give each step its own.
+    The gradient is multiplied by `factor`. Master and state are updated in place; with `new`, they are only read, and
+    that is written. The new parameter is written to `out` in 16 bits as well: bf16 rounds like `shardwell.rounding`,
+    fp16 like torch. `seed` is that of the rounding of 8-bit moments; give each step its own.
     """
 
     gradient: Tensor
@@ -64,28 +71,43 @@ class Stretch:
     factor: float = 1.0
     out: Tensor | None = None
     seed: int = 0
+    new: NewState | None = None
 
     def __post_init__(self) -> None:
-        numel = self.gradient.numel()
-        check("gradient", self.gradient, numel, *_GRADIENTS)
-        if isinstance(self.master, Halves):
-            check("high half of the master", self.master.high, numel, torch.bfloat16)
-            check("low half of the master", self.master.low, numel, torch.int16)
-        else:
-            check("master", self.master, numel, torch.float32)
-        if isinstance(self.state, Moments8):
-            for name, codes, exponents in zip(("first", "second"), self.state.codes, self.state.exponents, strict=True):
-                check(f"codes of the {name} moment", codes, numel, torch.uint8)
-                check(f"exponents of the {name} moment", exponents, -(-numel // BLOCK), torch.uint8)
-        else:
-            for index, state in enumerate(self.state):
-                check(f"state {index}", state, numel, torch.float32)
+        check("gradient", self.gradient, self.numel, *_GRADIENTS)
+        _check_slot(self.master, self.state, self.numel)
+        if self.new is not None:
+            _check_slot(*self.new, self.numel, "new ")
+            if _form(*self.new) != _form(self.master, self.state):
+                raise ShardwellError(
+                    f"new: found {_form(*self.new)}, expected the form of the old: {_form(self.master, self.state)}"
+                )
         if self.out is not None:
-            check("out", self.out, numel, *_SIXTEEN)
+            check("out", self.out, self.numel, *_SIXTEEN)
 
     @property
     def numel(self) -> int:
         return self.gradient.numel()
+
+
+def _check_slot(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8, numel: int, prefix: str = "") -> None:
+    if isinstance(master, Halves):
+        check(f"high half of the {prefix}master", master.high, numel, torch.bfloat16)
+        check(f"low half of the {prefix}master", master.low, numel, torch.int16)
+    else:
+        check(f"{prefix}master", master, numel, torch.float32)
+    if isinstance(state, Moments8):
+        for name, codes, exponents in zip(("first", "second"), state.codes, state.exponents, strict=True):
+            check(f"codes of the {prefix}{name} moment", codes, numel, torch.uint8)
+            check(f"exponents of the {prefix}{name} moment", exponents, -(-numel // BLOCK), torch.uint8)
+    else:
+        for index, one in enumerate(state):
+            check(f"{prefix}state {index}", one, numel, torch.float32)
+
+
+def _form(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8) -> str:
+    kept = "8-bit moments" if isinstance(state, Moments8) else f"{len(state)} tensors of state"
+    return f"a master {'in halves' if isinstance(master, Halves) else 'in fp32'} and {kept}"
 
 
 def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
