@@ -226,6 +226,22 @@ void lion(const Stretch& s, const Lion& c, int64_t begin, int64_t end) { step(s,
 
 // --- the rest ---
 
+void add(float* total, const void* gradient, Number number, float factor, bool fresh, int64_t begin, int64_t end) {
+    alignas(LINE) float tile[TILE];
+    int64_t n = to_next_line(total + begin) / 4;  // as in step
+    for (int64_t at = begin; at < end; at += n, n = TILE) {
+        if (n == 0 || n > end - at) n = end - at < TILE ? end - at : TILE;
+        widen(gradient, number, at, n, factor, tile);
+        if (fresh) {
+            put(total + at, tile, n);
+            continue;
+        }
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) total[at + i] += tile[i];
+    }
+    finish_stores();
+}
+
 // Sixteen sums, whatever the instruction set, so that all give the same bits. The square of an fp32 number is exact in
 // double, and none is too large for it: an infinite sum means an infinite element.
 double sum_of_squares(const void* data, Number number, int64_t begin, int64_t end) {
@@ -278,6 +294,6 @@ void stream(float* out, const float* first, const float* second, int64_t begin, 
 
 #define TABLE_OF(isa) isa##_kernels
 #define TABLE(isa) TABLE_OF(isa)
-extern const Kernels TABLE(SHARDWELL_ISA) = {adam, sgd, adagrad, lion, sum_of_squares, narrow_bf16, crc32, stream};
+extern const Kernels TABLE(SHARDWELL_ISA) = {adam, sgd, adagrad, lion, add, sum_of_squares, narrow_bf16, crc32, stream};
 
 }  // namespace shardwell

@@ -73,6 +73,13 @@ void shardwell_lion(const Stretch* stretch, const Lion* rule, int32_t isa, int32
     step(kernels_for(isa).lion, *stretch, *rule, threads);
 }
 
+void shardwell_add(float* total, const void* gradient, int32_t number, float factor, int32_t fresh, int64_t numel,
+                   int32_t isa, int32_t threads) {
+    in_parts(numel, threads, [&](int64_t, int64_t begin, int64_t end) {
+        kernels_for(isa).add(total, gradient, static_cast<Number>(number), factor, fresh != 0, begin, end);
+    });
+}
+
 double shardwell_sum_of_squares(const void* data, int32_t number, int64_t numel, int32_t isa, int32_t threads) {
     std::vector<double> sums(static_cast<size_t>((numel + PART - 1) / PART));
     in_parts(numel, threads, [&](int64_t part, int64_t begin, int64_t end) {

@@ -12,7 +12,7 @@
 
 namespace shardwell {
 
-constexpr int32_t ABI_VERSION = 2;
+constexpr int32_t ABI_VERSION = 3;
 constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments
 
 enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };
@@ -86,6 +86,9 @@ SHARDWELL_EXPORT void shardwell_sgd(const shardwell::Stretch*, const shardwell::
 SHARDWELL_EXPORT void shardwell_adagrad(const shardwell::Stretch*, const shardwell::Adagrad*, int32_t isa,
                                         int32_t threads);
 SHARDWELL_EXPORT void shardwell_lion(const shardwell::Stretch*, const shardwell::Lion*, int32_t isa, int32_t threads);
+// total += factor * gradient, or total = factor * gradient if it is fresh.
+SHARDWELL_EXPORT void shardwell_add(float* total, const void* gradient, int32_t number, float factor, int32_t fresh,
+                                    int64_t numel, int32_t isa, int32_t threads);
 SHARDWELL_EXPORT double shardwell_sum_of_squares(const void* data, int32_t number, int64_t numel, int32_t isa,
                                                  int32_t threads);
 SHARDWELL_EXPORT void shardwell_to_bf16(const float* source, uint16_t* out, int64_t numel, int32_t isa,

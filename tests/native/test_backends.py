@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zlib
@@ -14,7 +15,7 @@ from shardwell import native, rounding
 from shardwell.errors import ShardwellError
 from shardwell.native import Adam, Halves, Moments8, NewState, Stretch, library
 from shardwell.native.reference import Reference
-from tests.native.cases import REFERENCE, any_bits, isas, likely
+from tests.native.cases import REFERENCE, any_bits, bits, isas, likely
 from tests.native.cases import library as library_for
 
 BACKENDS: list[library.Library | Reference] = [REFERENCE, *map(library_for, isas())]
@@ -28,6 +29,30 @@ def test_a_sum_of_squares_is_exact_to_the_last_digits(backend: native.Backend, d
         data = likely(numel, dtype, numel)
         expected = math.fsum(value * value for value in data.double().tolist())
         assert backend.sum_of_squares(data, 2) == pytest.approx(expected, rel=1e-13)
+
+
+@EACH
+@pytest.mark.parametrize("make", [any_bits, likely])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_added(backend: native.Backend, dtype: torch.dtype, make: object) -> None:
+    """Product and sum are rounded each on its own."""
+    assert callable(make)
+    for numel, factor, fresh in itertools.product((0, 1, 33, 200_001), (1.0, 0.3), (False, True)):
+        room, gradient = make(numel + 3, torch.float32, 1), make(numel + 1, dtype, 2)[1:]
+        product = gradient.float() * factor
+        expected = torch.cat([room[:2], product if fresh else room[2:-1] + product, room[-1:]])
+        backend.add(room[2:-1], gradient, factor, fresh, 2)
+        assert ((bits(room) == bits(expected)) | (room.isnan() & expected.isnan())).all(), (numel, factor, fresh)
+
+
+def test_a_fresh_total_may_hold_anything() -> None:
+    total = torch.tensor([torch.nan, torch.inf])
+    native.add(total, torch.tensor([1.0, 2.0]).half(), 0.5, fresh=True)
+    assert total.tolist() == [0.5, 1.0]
+    native.add(total, torch.tensor([1.0, 2.0]))
+    assert total.tolist() == [1.5, 3.0]
+    with pytest.raises(ShardwellError, match="total: found 2 elements, expected 3"):
+        native.add(total, torch.zeros(3))
 
 
 @EACH
@@ -91,7 +116,7 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(library, "ABI_VERSION", 99)
     backend, description = native.choose("", "")
     assert isinstance(backend, Reference)
-    assert "interface 2, expected 99" in str(description)
+    assert "interface 3, expected 99" in str(description)
     with pytest.raises(ShardwellError, match="install shardwell again"):
         native.choose("1", "")
 

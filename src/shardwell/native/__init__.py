@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 from shardwell.native.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.native.reference import Reference
 from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
-from shardwell.native.stretch import BLOCK, Halves, Moments8, NewState, Stretch, check
+from shardwell.native.stretch import BLOCK, GRADIENTS, Halves, Moments8, NewState, Stretch, check
 
 __all__ = [
     "BLOCK",
@@ -33,6 +33,7 @@ __all__ = [
     "Rule",
     "Sgd",
     "Stretch",
+    "add",
     "crc32",
     "describe",
     "sum_of_squares",
@@ -67,12 +68,21 @@ def update(rule: Rule, stretch: Stretch, threads: int | None = None) -> None:
     _chosen()[0].update(rule, stretch, _threads(threads))
 
 
+def add(
+    total: Tensor, gradient: Tensor, factor: float = 1.0, threads: int | None = None, *, fresh: bool = False
+) -> None:
+    """Add `factor` times a gradient (fp32, bf16 or fp16) to an fp32 total; a fresh total is overwritten by it."""
+    check("total", total, gradient.numel(), torch.float32)
+    check("gradient", gradient, gradient.numel(), *GRADIENTS)
+    _chosen()[0].add(total, gradient, factor, fresh, _threads(threads))
+
+
 def sum_of_squares(data: Tensor, threads: int | None = None) -> float:
     """Of an fp32, bf16 or fp16 tensor, in double: not finite only if an element is not.
 
     The library's answer does not depend on threads or instruction set; the reference's may differ in the last digits.
     """
-    check("data", data, data.numel(), torch.float32, torch.bfloat16, torch.float16)
+    check("data", data, data.numel(), *GRADIENTS)
     return _chosen()[0].sum_of_squares(data, _threads(threads))
 
 

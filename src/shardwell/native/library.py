@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
 from shardwell.native.stretch import Halves, Moments8, NewState, Stretch
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 NAME = "libshardwell_native.so"
 ISAS = ("scalar", "avx2", "avx512")  # each with its number, the best last
 
@@ -85,6 +85,8 @@ class Library:
         for name in _FUNCTIONS.values():
             function = getattr(library, name)
             function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _INT], None
+        library.shardwell_add.argtypes = [_POINTER, _POINTER, _INT, ctypes.c_float, _INT, _SIZE, _INT, _INT]
+        library.shardwell_add.restype = None
         library.shardwell_sum_of_squares.argtypes = [_POINTER, _INT, _SIZE, _INT, _INT]
         library.shardwell_sum_of_squares.restype = ctypes.c_double
         library.shardwell_to_bf16.argtypes = [_POINTER, _POINTER, _SIZE, _INT, _INT]
@@ -102,6 +104,12 @@ class Library:
         function = getattr(self._library, _FUNCTIONS[type(rule)])
         call, numbers = _lowered(stretch), rule.numbers()
         function(ctypes.byref(call), ctypes.byref(numbers), self._isa, threads)
+
+    def add(self, total: Tensor, gradient: Tensor, factor: float, fresh: bool, threads: int) -> None:
+        number, numel = _NUMBERS[gradient.dtype], total.numel()
+        self._library.shardwell_add(
+            total.data_ptr(), gradient.data_ptr(), number, factor, int(fresh), numel, self._isa, threads
+        )
 
     def sum_of_squares(self, data: Tensor, threads: int) -> float:
         number = _NUMBERS[data.dtype]

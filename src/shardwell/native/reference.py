@@ -47,6 +47,12 @@ class Reference:
         for span in _chunks(stretch.numel):
             _update(rule, stretch, span)
 
+    @torch.no_grad()
+    def add(self, total: Tensor, gradient: Tensor, factor: float, fresh: bool, threads: int) -> None:
+        for span in _chunks(total.numel()):
+            scaled = gradient[span].float() * factor
+            total[span] = scaled if fresh else total[span] + scaled
+
     def sum_of_squares(self, data: Tensor, threads: int) -> float:
         return sum(float(data[span].double().square().sum()) for span in _chunks(data.numel()))
 

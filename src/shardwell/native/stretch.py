@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwell.errors import ShardwellError
 
 BLOCK = 256  # elements that share the exponents of their 8-bit moments
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
 
@@ -74,7 +74,7 @@ class Stretch:
     new: NewState | None = None
 
     def __post_init__(self) -> None:
-        check("gradient", self.gradient, self.numel, *_GRADIENTS)
+        check("gradient", self.gradient, self.numel, *GRADIENTS)
         _check_slot(self.master, self.state, self.numel)
         if self.new is not None:
             _check_slot(*self.new, self.numel, "new ")
