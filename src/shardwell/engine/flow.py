@@ -48,7 +48,7 @@ class Flow:
         self.sync = True  # off inside no_sync
         self.divide_by_steps = True
         self.trace: Trace | None = None
-        self.gradients_complete: Callable[[Unit], None] | None = None  # whom to tell that a unit's gradients are in
+        self.gradients_reduced: Callable[[Unit, bool], None] | None = None  # whom to tell, and whether at the boundary
         self._in_model = False  # the engine's forward runs
         self.needs_scale = False  # gradients must carry a loss scale
         self.has_met_scale = False  # some have, since the last forward
@@ -288,15 +288,14 @@ class Flow:
         self._reducing[group] = self.is_boundary and self.sync
 
     def _finish_reduces(self, groups: list[Group]) -> None:
-        complete: dict[str, None] = {}
+        reduced: dict[str, bool] = {}
         with torch.no_grad():
             for group in groups:
                 group.gradients.finish()
-                if self._reducing.pop(group):
-                    complete[group.unit] = None
-        if self.gradients_complete is not None:
-            for name in complete:
-                self.gradients_complete(self._by_name[name])
+                reduced[group.unit] = self._reducing.pop(group)
+        if self.gradients_reduced is not None:
+            for name, at_boundary in reduced.items():
+                self.gradients_reduced(self._by_name[name], at_boundary)
 
     def _end_task(self, task: int) -> None:
         """A graph task ended: units that were seen in it are done, also those whose inputs need no gradient."""

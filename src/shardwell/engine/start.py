@@ -29,6 +29,7 @@ from shardwell.memory.device import default_device
 from shardwell.optim import Recipe, ShardedOptimizer, recipe_for, schedules
 from shardwell.optim.build import NO_LABEL
 from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
+from shardwell.optim.sharded import Terms
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
@@ -97,14 +98,17 @@ def initialize(
             recipe,
             units,
             context,
-            clip=settings.gradient_clipping,
-            scale=engine._scale,
-            raise_on_nonfinite=settings.shardwell.nonfinite == "error",
+            terms=Terms(
+                engine._scale,
+                settings.gradient_clipping,
+                settings.shardwell.nonfinite == "error",
+                zero.offload_optimizer.buffer_count,
+            ),
             before_step=flow.finish,
             look_again=_weakly(engine.fit_to_model),
             after_update=flow.after_update,
         )
-        flow.gradients_complete = engine.optimizer.gradients_complete
+        flow.gradients_reduced = engine.optimizer.gradients_reduced
         for unit in units:
             unit.optimizer = weakref.proxy(engine.optimizer)
     engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)

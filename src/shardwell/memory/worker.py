@@ -16,7 +16,7 @@ class Ticket:
         self._error: BaseException | None = None
 
     @property
-    def is_done(self) -> bool:
+    def has_passed(self) -> bool:
         return self._done.is_set()
 
     def wait(self) -> None:

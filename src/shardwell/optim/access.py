@@ -115,6 +115,7 @@ class Access:
         if self._unit.optimizer is not None and self._group.trainable:
             self._unit.optimizer.finish_gradients()
             self._group.gradients.settle()
+            self._group.gradients.arrive()
             return self._group.gradients.result
         return None
 

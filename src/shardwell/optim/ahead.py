@@ -48,7 +48,7 @@ class Ahead:
     def update(self, unit: Unit) -> None:
         """Step a unit whose gradients are complete, if its row does not wait for the norm."""
         commit = unit.trainable[0].row.commit
-        if commit is Commit.AFTER_NORM:
+        if commit is Commit.AFTER_NORM or not self._shards_of(unit):
             return
         if unit.index in self._units:  # a gradient came late: what was done was done with too little
             shadow = self._units[unit.index][1]

@@ -29,18 +29,45 @@ class Kernel:
     birth: Born  # the state before the first step
     threads: int = 1
 
-    def step(
-        self, master: Tensor, gradient: Tensor, state: dict[str, Any], options: Options, factor: float, out: Tensor
-    ) -> None:
-        """Apply one step to a stretch of masters, and write the new parameters to `out`."""
+    def step(self, master: Tensor, gradient: Tensor, state: dict[str, Any], target: Target) -> None:
+        """Compute one step over a stretch of masters; `advance` makes it count."""
+        rule = self.rule(target.options, state)
+        narrow = target.out if target.out.dtype.itemsize == 2 else None
+        spare = target.new
+        new = native.NewState(spare.master, self._kept(spare.state)) if spare is not None else None
+        stretch = native.Stretch(gradient, master, self._kept(state), target.factor, narrow, _seed(state), new)
+        native.update(rule, stretch, self.threads)
+        stepped = master if spare is None else spare.master
+        if narrow is None and target.out.data_ptr() != stepped.data_ptr():
+            target.out.copy_(stepped)
+
+    def _kept(self, state: dict[str, Any]) -> tuple[Tensor, ...] | native.Moments8:
+        return tuple(state[key] for key in self.keys if state.get(key) is not None)
+
+    @staticmethod
+    def advance(state: dict[str, Any]) -> None:
+        """Count a step that was taken."""
+        state.pop("first", None)
         if "step" in state:
             state["step"] += 1
-        rule = self.rule(options, state)
-        kept = tuple(state[key] for key in self.keys if state.get(key) is not None)
-        narrow = out if out.dtype.itemsize == 2 else None
-        native.update(rule, native.Stretch(gradient, master, kept, factor, narrow), self.threads)
-        if narrow is None and out.data_ptr() != master.data_ptr():
-            out.copy_(master)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Memory like that of a stretch of masters and of its state."""
+
+    master: Tensor
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a step is taken, and where it goes."""
+
+    options: Options
+    factor: float  # of the gradient
+    out: Tensor  # new parameters, in the compute dtype
+    new: Spare | None = None  # new masters and state; None: in place
 
 
 def kernel_for(inner: Optimizer, threads: int) -> Kernel | None:
@@ -56,7 +83,7 @@ def _adam(decoupled: bool) -> RuleOf:
         apart = decoupled or bool(options.get("decoupled_weight_decay"))
         return native.Adam(
             float(options["lr"]),
-            int(state["step"]),
+            int(state["step"]) + 1,
             _pair(options["betas"]),
             options["eps"],
             options["weight_decay"],
@@ -75,7 +102,7 @@ def _zeros(*keys: str, counts: bool) -> Born:
 
 
 def _sgd(options: Options, state: dict[str, Any]) -> native.Rule:
-    first = bool(state.pop("first", False))
+    first = bool(state.get("first", False))
     return native.Sgd(
         float(options["lr"]),
         options["momentum"],
@@ -92,7 +119,7 @@ def _sgd_birth(master: Tensor, options: Options) -> dict[str, Any]:
 
 def _adagrad(options: Options, state: dict[str, Any]) -> native.Rule:
     return native.Adagrad(
-        float(options["lr"]), int(state["step"]), options["lr_decay"], options["eps"], options["weight_decay"]
+        float(options["lr"]), int(state["step"]) + 1, options["lr_decay"], options["eps"], options["weight_decay"]
     )
 
 
@@ -102,6 +129,10 @@ def _adagrad_birth(master: Tensor, options: Options) -> dict[str, Any]:
 
 def _lion(options: Options, state: dict[str, Any]) -> native.Rule:
     return native.Lion(float(options["lr"]), _pair(options["betas"]), options["weight_decay"])
+
+
+def _seed(state: dict[str, Any]) -> int:
+    return int(state.get("step", 0))
 
 
 def _pair(betas: Any) -> tuple[float, float]:

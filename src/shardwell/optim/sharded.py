@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,19 @@ from shardwell.optim.whole import OverShards
 from shardwell.unit import Context, Group, Unit, guard
 from shardwell.unit.table import Commit
 
+Norm = Tensor | Callable[[], float]  # or what waits for it
+
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On what terms steps are taken."""
+
+    scale: LossScale
+    clip: float = 0.0  # the norm that gradients may have; 0: any
+    raise_on_nonfinite: bool = True
+    buffer_count: int = 4  # pinned slots for gradients on their way to the host
 
 
 class ShardedOptimizer(Optimizer):
@@ -42,9 +55,7 @@ class ShardedOptimizer(Optimizer):
         units: Sequence[Unit],
         context: Context,
         *,
-        clip: float,
-        scale: LossScale,
-        raise_on_nonfinite: bool,
+        terms: Terms,
         before_step: Callable[[], None],
         look_again: Callable[[], None],
         after_update: Callable[[Unit, Callable[[], None] | None], None],
@@ -53,8 +64,7 @@ class ShardedOptimizer(Optimizer):
         self._recipe = recipe
         self._units = [unit for unit in units if unit.trainable]
         self._context = context
-        self._clip, self.scale = clip, scale
-        self._raise_on_nonfinite = raise_on_nonfinite
+        self._terms, self._clip, self.scale = terms, terms.clip, terms.scale
         self._before_step, self._look_again, self._after_update = before_step, look_again, after_update
         self.shards = Shards(self._units, one_per_parameter=False)
         self.inner = self._make()
@@ -72,7 +82,7 @@ class ShardedOptimizer(Optimizer):
         self._num_states = -1
         self._host = self._host_updates()
         self._ahead = Ahead(self.state, self._stepped_here, lambda unit, factor: self._update([unit], factor))
-        self._host_norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: norms of gradients that went down
+        self._host_norms: dict[int, list[tuple[Norm, bool]]] = {}  # by unit: norms of gradients that went down
         self.overflow = False
         self.skipped_steps = 0
 
@@ -90,7 +100,8 @@ class ShardedOptimizer(Optimizer):
         kernel = kernel_for(self.inner, self._context.device.num_update_threads())
         if not groups or kernel is None or any(group.precision.master is not torch.float32 for group in groups):
             return None
-        return HostUpdates(self._context, self.state, kernel)
+        units = [unit for unit in self._units if any(rests_on_host(group) for group in unit.trainable)]
+        return HostUpdates(self._context, self.state, kernel, units, self._terms.buffer_count)
 
     def _is_stepped_here(self, group: Group) -> bool:
         """By the torch optimizer inside, in line."""
@@ -197,6 +208,8 @@ class ShardedOptimizer(Optimizer):
         if not unit.trainable:
             return
         self._units = sorted([*self._units, unit], key=lambda other: other.index)
+        if self._host is not None:
+            self._host.enter(unit)
         for shard in self.shards.enter(unit):
             if shard.label >= 0:
                 self.param_groups[shard.label]["params"].append(shard.tensor)
@@ -216,45 +229,82 @@ class ShardedOptimizer(Optimizer):
             self._context.account.set(State.OPTIMIZER, unit.name, tier, masters)
         self._num_states = -1
 
-    def gradients_complete(self, unit: Unit) -> None:
-        """A unit's gradients of this boundary are reduced: rows that do not wait for the norm are updated now."""
+    def gradients_reduced(self, unit: Unit, at_boundary: bool) -> None:
+        """A unit's gradients of a micro-step are averaged.
+
+        At the boundary they are complete, and rows that do not wait for the norm are updated now.
+        """
         if self._host is not None:
-            self._bring_down(unit)
-        if all(all(group.gradients.seen) for group in unit.trainable):
+            self._host.add_up(unit)
+        if not at_boundary:
+            return
+        is_complete = all(all(group.gradients.seen) for group in unit.trainable)
+        goes_ahead = is_complete and self._goes_ahead(unit)
+        if self._host is not None:
+            self._bring_down(unit, waits=not goes_ahead or self._commit_of(unit) is Commit.SHADOW)
+        if is_complete:
             self._ahead.update(unit)
+        if goes_ahead:
             self._start_ahead(unit)
 
     # ------------------------------------------------------------------------------------------------- the host
 
-    def _bring_down(self, unit: Unit) -> None:
+    @staticmethod
+    def _commit_of(unit: Unit) -> Commit | None:
+        """When its updates on the host commit; None if there are none."""
+        return next((group.row.commit for group in unit.trainable if rests_on_host(group)), None)
+
+    def _goes_ahead(self, unit: Unit) -> bool:
+        """Whether an update on the host is queued before the norm is known."""
+        commit = self._commit_of(unit)
+        if self._host is None or commit is None or commit is Commit.AFTER_NORM:
+            return False
+        return commit is Commit.AT_ONCE or self._host.may_speculate(self.shards.of(unit))
+
+    def _bring_down(self, unit: Unit, *, waits: bool) -> None:
         """Norms first: on the device they are cheap, and there they are the same bits as without offload."""
         assert self._host is not None
         shards = [s for s in self.shards.of(unit) if rests_on_host(s.group) and s.gradient is not None]
-        self._host_norms[unit.index] = [self._norm_of(shard) for shard in shards]
-        self._host.bring_down(unit)
+        self._host_norms[unit.index] = [self._norm_there(shard) for shard in shards]
+        self._host.bring_down(unit, waits=waits)
+
+    def _norm_there(self, shard: Shard) -> tuple[Norm, bool]:
+        assert self._host is not None
+        assert shard.gradient is not None
+        if not self._host.adds_up(shard.group):
+            return self._norm_of(shard)
+        return self._host.norm_later(shard.gradient), shard.group.row.gradients.over is None
 
     def _start_ahead(self, unit: Unit) -> None:
-        """Queue a unit's update before the norm is known, if its row allows."""
-        groups = [group for group in unit.trainable if rests_on_host(group)]
-        if self._host is None or not groups or groups[0].row.commit is Commit.AFTER_NORM:
-            return
+        """Queue a unit's update before the norm is known."""
+        assert self._host is not None
         if self._host.is_ahead(unit):
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
-        own = self._sum_of_squares([norm for norm, _ in self._host_norms[unit.index]])
-        shadows = groups[0].row.commit is Commit.SHADOW
+        shadows = self._commit_of(unit) is Commit.SHADOW
         self._host.start(
             unit,
             self.shards.of(unit),
             self._options(),
-            self._factor(own.sqrt(), clips=False),
+            self._factor(self._own_norm(unit), clips=False),
             1.0 / self.scale.value if shadows else None,
         )
+
+    def _own_norm(self, unit: Unit) -> Callable[[], float]:
+        """Of a unit's gradients on this rank, once somebody waits for it."""
+        norms = [norm for norm, _ in self._host_norms[unit.index]]
+        later = [norm for norm in norms if not isinstance(norm, Tensor)]
+        here = self._read_later(self._sum_of_squares([norm for norm in norms if isinstance(norm, Tensor)]).sqrt())
+        return lambda: math.hypot(here(), *(norm() for norm in later))
+
+    def _read_later(self, value: Tensor) -> Callable[[], float]:
+        later = self._context.device.read_later(value)
+        return lambda: float(later.get())
 
     def _step_on_host(self, may_step: bool) -> None:
         """Queue the updates of this boundary, or what becomes of those that were done ahead of the norm."""
         if self._host is None or self._raw_norm is None:
             return
-        factor = self._factor(self._raw_norm, clips=True) if may_step else _never
+        factor = self._factor(self._read_later(self._raw_norm), clips=True) if may_step else _never
         for unit in self._units:
             if self._host.is_ahead(unit):
                 self._host.settle(unit, factor)
@@ -267,12 +317,12 @@ class ShardedOptimizer(Optimizer):
         """The hyperparameters of this step, by parameter group."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
-    def _factor(self, norm: Tensor, *, clips: bool) -> Factor:
+    def _factor(self, norm: Callable[[], float], *, clips: bool) -> Factor:
         """What gradients are multiplied by, once somebody waits for it; None if the norm is not finite."""
-        later, scale, clip = self._context.device.read_later(norm), self.scale.value, self._clip
+        scale, clip = self.scale.value, self._clip
 
         def factor() -> float | None:
-            known = float(later.get())
+            known = norm()
             if not math.isfinite(known):
                 return None
             clipped = min(clip / (known / scale + 1e-6), 1.0) if clips and clip > 0 else 1.0
@@ -283,6 +333,8 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary."""
         self._host_norms.clear()
+        if self._host is not None:
+            self._host.forget_gradients()
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.clear()
@@ -312,7 +364,8 @@ class ShardedOptimizer(Optimizer):
     def _norms_of(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
         """The norms of a unit's gradients on this rank, and whether every rank has the same."""
         gone = self._host_norms.get(unit.index, [])
-        yield from gone
+        for norm, is_whole in gone:
+            yield norm if isinstance(norm, Tensor) else self._context.device.scalar(norm(), torch.float64), is_whole
         for shard in self.shards.of(unit):
             if shard.gradient is not None and not (gone and rests_on_host(shard.group)):
                 yield self._norm_of(shard)
@@ -369,7 +422,7 @@ class ShardedOptimizer(Optimizer):
         if not self.overflow:
             return True
         self.skipped_steps += 1
-        if self._raise_on_nonfinite and not self.scale.is_on:
+        if self._terms.raise_on_nonfinite and not self.scale.is_on:
             raise NonFiniteError(
                 f"the gradients are not finite (their global norm is {norm}){where()}; {self._what_was_done}. "
                 "Check the loss and the learning rate, or set "

@@ -9,6 +9,7 @@ after its group was reduced opens a new flat buffer and is reduced again.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ class Gradients:
         self._comm, self._scratch = comm, scratch
         self.state = GradState.NONE
         self.result = None
-        self._is_lodged = False  # the result lives in memory of somebody else
+        self._lodging: Callable[[], None] | None = None  # waits for a result that lives in memory of somebody else
+        self.hands_over = False  # somebody else adds up the gradients of several micro-steps
+        self._handed: tuple[Tensor, float] | None = None  # what is to be added, and what it is multiplied by first
         self._flat: Tensor | None = None  # 1D, padded
         self._filled = [False] * len(layout.slots)  # in the flat buffer
         self.seen = [False] * len(layout.slots)  # since the last `clear`
@@ -148,6 +151,8 @@ class Gradients:
         return sent
 
     def _scatter(self, flat: Tensor, accumulates: bool) -> Pending:
+        if self.hands_over and accumulates:
+            return self._scatter_to_hand_over(flat)
         as_it_is = self._scale == 1.0 and not accumulates and flat.dtype == self._result_dtype(flat)
         if self._comm.mesh.size == 1 and self.result is None and as_it_is:
             return Pending(self._adopt_flat)
@@ -155,10 +160,25 @@ class Gradients:
         if self.result is None:
             dtype = self._precision.accumulate if accumulates else self._result_dtype(flat)
             self.result = self._take_result(self._layout.shard_numel, dtype)
-        elif self.result.dtype.itemsize <= 2 or self._is_lodged:
+        elif self.result.dtype.itemsize <= 2 or self._lodging is not None:
             self._widen()
         move = self._comm.reduce(flat, self.result, self._scale, not fresh, f"REDUCE {self._name}")
         return move.then(self._give_flat)
+
+    def _scatter_to_hand_over(self, flat: Tensor) -> Pending:
+        if self._comm.mesh.size == 1:
+
+            def adopt() -> None:
+                self._handed, self._flat = (flat, self._scale), None
+
+            return Pending(adopt)
+        fresh = self._take_result(self._layout.shard_numel, self._precision.accumulate)
+
+        def finish() -> None:
+            self._handed = fresh, 1.0
+            self._give_flat()
+
+        return self._comm.reduce(flat, fresh, self._scale, False, f"REDUCE {self._name}").then(finish)
 
     def _result_dtype(self, flat: Tensor) -> torch.dtype:
         """As wide as the gradients are and as they travelled."""
@@ -182,12 +202,21 @@ class Gradients:
             pending.wait()
             self.move(GradState.REDUCED)
 
-    def move_to(self, memory: Tensor) -> Tensor:
-        """`result` lives in `memory` (1D, already a copy of it) from now on; returns where it lived before."""
-        assert self.result is not None
-        before, self.result = self.result, memory
-        self._is_lodged = True
+    def lodge(self, memory: Tensor, arrive: Callable[[], None]) -> Tensor | None:
+        """`result` lives in `memory` (1D) from now on, and is there when `arrive` returns; returns where it lived."""
+        before = self.result if self._lodging is None else None
+        self.result, self._lodging = memory, arrive
         return before
+
+    def arrive(self) -> None:
+        """Wait until the host may read a result that lives in memory of somebody else."""
+        if self._lodging is not None:
+            self._lodging()
+
+    def hand_over(self) -> tuple[Tensor, float] | None:
+        """What was reduced and is to be added up elsewhere (1D), and its factor; None if there is nothing new."""
+        handed, self._handed = self._handed, None
+        return handed
 
     def settle(self) -> None:
         """Wait until `result` may be read."""
@@ -202,13 +231,16 @@ class Gradients:
         self.seen = [False] * len(self.seen)
         self._drop_result()
         self._give_flat()
+        if self._handed is not None:
+            self._scratch.give(self._handed[0])
+            self._handed = None
         if self.state is not GradState.NONE:
             self.move(GradState.NONE)
 
     def _drop_result(self) -> None:
-        if self.result is not None and not self._is_lodged:
+        if self.result is not None and self._lodging is None:
             self._scratch.give(self.result)
-        self.result, self._is_lodged = None, False
+        self.result, self._lodging = None, None
 
     def _adopt_flat(self) -> None:
         """The flat buffer is the result; with an earlier result, it is added to that."""
@@ -228,7 +260,8 @@ class Gradients:
     def _widen(self) -> None:
         """More is to be added: go on in full precision."""
         assert self.result is not None
-        if self.result.dtype != self._precision.accumulate or self._is_lodged:
+        if self.result.dtype != self._precision.accumulate or self._lodging is not None:
+            self.arrive()
             wide = self._take_result(self.result.numel(), self._precision.accumulate)
             wide.copy_(self.result)
             self._drop_result()

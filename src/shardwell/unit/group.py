@@ -73,8 +73,6 @@ class Group:
         self._apart: Buffer | None = None  # masters that rest apart from the parameters
         self._joined: Buffer | None = None
         self._second: Tensor | None = None  # this rank's slice of the second copy
-        self._mail: Tensor | None = None  # pinned: gradients on the host, then parameters on their way back
-        self._outbox: Tensor | None = None  # pinned: parameters on their way back, where gradients must stay
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
@@ -261,36 +259,10 @@ class Group:
 
     # --------------------------------------------------------------------------------------- between the tiers
 
-    def bring_gradients_down(self) -> tuple[Mark, Tensor | None]:
-        """Start moving this rank's averaged gradients to the host.
-
-        Returns a mark that they are there, and the device memory that has to live until then.
-        """
-        result = self.gradients.result
-        if result is None or not result.is_cuda:
-            return Mark(), None
-        device = self.context.device
-        memory = self._mail_for(result.numel() * result.element_size()).view(result.dtype)
-        with device.copies.after_current():
-            memory.copy_(result, non_blocking=True)
-        return device.copies.mark(), self.gradients.move_to(memory)
-
-    def mailbox(self, start: int, numel: int, *, apart: bool) -> Tensor:
-        """1D, where updated parameters are written on the host, in the compute dtype.
-
-        On the CPU that is where they rest. Otherwise it is the memory that their gradients came in, unless those are
-        still needed (`apart`) or of another size.
-        """
-        if not self.context.device.is_cuda:
-            return self._resting[start : start + numel]
-        size = (self.own[1] - self.own[0]) * self.precision.compute.itemsize
-        if apart or (self._mail is not None and self._mail.numel() != size):
-            if self._outbox is None:
-                self._outbox = self._pinned(size)
-            memory = self._outbox
-        else:
-            memory = self._mail_for(size)
-        return memory.view(self.precision.compute)[start : start + numel]
+    def send_down(self, gradients: Tensor, memory: Tensor) -> Tensor:
+        """Start copying gradients into pinned memory, on the caller's lane; returns the copy: 1D, in their dtype."""
+        copy = memory.view(gradients.dtype)[: gradients.numel()]
+        return copy.copy_(gradients, non_blocking=True)
 
     def send_up(self, values: Tensor, start: int, after: Mark) -> Mark:
         """Start copying updated parameters to where they rest, once the device is done with the old ones."""
@@ -298,22 +270,13 @@ class Group:
         if not device.is_cuda:
             return Mark()
         with device.uploads.after(after), torch.no_grad():
-            self._resting[start : start + values.numel()].copy_(values, non_blocking=True)
+            self.resting[start : start + values.numel()].copy_(values, non_blocking=True)
         return device.uploads.mark()
 
     @property
-    def _resting(self) -> Tensor:
-        """1D, this rank's part of the parameters as they rest on the device, in the compute dtype."""
+    def resting(self) -> Tensor:
+        """1D, this rank's part of the parameters as they rest, in the compute dtype."""
         return self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
-
-    def _mail_for(self, num_bytes: int) -> Tensor:
-        if self._mail is None or self._mail.numel() != num_bytes:
-            self._mail = self._pinned(num_bytes)
-        return self._mail
-
-    def _pinned(self, num_bytes: int) -> Tensor:
-        self.context.account.add(State.STAGING, self.unit, Tier.HOST, num_bytes)
-        return self.context.device.pinned(num_bytes)
 
     # ---------------------------------------------------------------------------------------------- the optimizer
 
@@ -331,6 +294,15 @@ class Group:
         if self._joined is not None:
             return self._joined.tensor
         return self.flat.tensor[self.own[0] : self.own[1]]
+
+    def exchange_masters(self, spare: Tensor) -> None:
+        """Masters that rest apart change places with `spare`, memory like theirs. Who holds a stretch must cut anew."""
+        assert self._apart is not None
+        masters = self._apart.tensor
+        before, masters.data = masters.data, spare.data
+        spare.data = before
+        for run, tensor in self.runs:
+            tensor.data = masters[run.start : run.start + run.numel]
 
     def cut_master(self, start: int, numel: int) -> Tensor:
         """A view of a stretch of the masters; one of dropped storage refuses new views, so it is grown for the cut."""

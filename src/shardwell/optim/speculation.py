@@ -1,0 +1,99 @@
+"""Updates that are done before it is known that they may be: in other memory, with the old state left as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwell.memory import Account, State, Tier
+from shardwell.optim.kernels import Spare
+from shardwell.optim.shards import Shard
+from shardwell.unit import Group, Unit
+
+_LONGEST = 64
+
+
+class Shadow:
+    """A unit's second memory for masters and state. What is computed there becomes the truth by changing places."""
+
+    def __init__(self, unit: Unit, shards: list[Shard], states: dict[Tensor, Any], account: Account) -> None:
+        self._shards, self._states = shards, states
+        self._masters: dict[Group, Tensor] = {
+            shard.group: torch.zeros_like(shard.group.master) for shard in shards
+        }  # all of a group's: padding too
+        self.spares = {shard: Spare(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
+        memory = [*self._masters.values(), *(t for spare in self.spares.values() for t in _tensors(spare.state))]
+        account.add(
+            State.STAGING, unit.name, Tier.HOST, sum(tensor.numel() * tensor.element_size() for tensor in memory)
+        )
+
+    def fits(self, shards: list[Shard]) -> bool:
+        """Whether it was made for these; shards can be cut."""
+        return len(shards) == len(self._shards) and all(a is b for a, b in zip(shards, self._shards, strict=True))
+
+    def _stretch(self, shard: Shard) -> Tensor:
+        return self._masters[shard.group][shard.start : shard.start + shard.tensor.numel()]
+
+    def commit(self) -> None:
+        """Change places."""
+        for group, masters in self._masters.items():
+            group.exchange_masters(masters)
+        for shard, spare in self.spares.items():
+            shard.tensor.data = shard.group.cut_master(shard.start, shard.tensor.numel())
+            spare.master.data = self._stretch(shard)
+            live = self._states[shard.tensor]
+            for key, value in spare.state.items():
+                before, live[key].data = live[key].data, value.data
+                value.data = before
+
+
+class Caution:
+    """Whether to speculate: not for some steps after it failed, and for twice as many each time that it fails again."""
+
+    def __init__(self) -> None:
+        self._pause, self._left = 1, 0
+        self._tried = self._failed = False
+        self._may: bool | None = None  # this step
+
+    def note_failure(self) -> None:
+        """An update did not stand. Any thread may tell."""
+        self._failed = True
+
+    @property
+    def may_speculate(self) -> bool:
+        if self._may is None:
+            self._may = self._tried = self._decide()
+        return self._may
+
+    def _decide(self) -> bool:
+        if self._left:
+            self._left -= 1
+        elif self._failed:
+            self._failed = False
+            self._left, self._pause = self._pause - 1, min(2 * self._pause, _LONGEST)
+        else:
+            self._pause = max(1, self._pause // 2) if self._tried else self._pause
+            return True
+        return False
+
+    def end_step(self) -> None:
+        self._may = None
+
+
+def covers(shards: list[Shard]) -> bool:
+    """Whether shards cover all masters of their groups: only then can those change places."""
+    pieces = dict.fromkeys((shard.group for shard in shards), 0)
+    for shard in shards:
+        pieces[shard.group] += len(shard.pieces)
+    return all(pieces[group] == sum(len(run.pieces) for run, _ in group.runs) for group in pieces)
+
+
+def _tensors(state: dict[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+def _like(state: dict[str, Any]) -> dict[str, Any]:
+    """Memory like that of a state; its numbers are left out."""
+    return {key: torch.empty_like(value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
