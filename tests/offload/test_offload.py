@@ -28,10 +28,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def host_case(commit: str, precision: str = "bf16", **kwargs: Any) -> Case:
+def host_case(commit: str, precision: str = "bf16", moments: str = "fp32", **kwargs: Any) -> Case:
     config = {
         "zero_optimization": HOST,
-        "shardwell": {"shard_at_world_one": True, "commit": commit},
+        "shardwell": {"shard_at_world_one": True, "commit": commit, "moments": moments},
         **PRECISIONS[precision],
     }
     return Case(dtype=torch.float32, config=config, **{"steps": 8, **kwargs})
@@ -104,10 +104,11 @@ def test_half_precision_clipped_or_not_is_within_ulps(ranks: Ranks, precision: s
         assert max(apart.values()) <= 4.0, apart  # moments round too
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "accumulation"), [(1, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_in_fp32_follows_plain_pytorch(ranks: Ranks, stage: int, num_ranks: int) -> None:
-    case = host_case("auto", "fp32", optimizer="SGD", options={"lr": 1e-2, "momentum": 0.9}, groups=False, steps=12)
+def test_training_in_fp32_follows_plain_pytorch(ranks: Ranks, stage: int, num_ranks: int, accumulation: int) -> None:
+    options = {"lr": 1e-2, "momentum": 0.9}
+    case = host_case("auto", "fp32", optimizer="SGD", options=options, steps=12, accumulation=accumulation)
     difference, name = distance(ranks.run(num_ranks, all_sharded, [case], stage)[0][0], plainly(case)[0])
     assert difference < 1e-5, f"{name} differs by {difference}"
 
@@ -121,6 +122,38 @@ def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: floa
     for other in others:
         for name in first:
             assert (first[name] == other[name]).all(), name
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.2], ids=["never", "sometimes"])
+def test_commit_policies_give_the_same_bits_with_8_bit_moments(ranks: Ranks, clip: float) -> None:
+    policies = ["after_norm", "shadow"] + (["at_once"] if clip == 0.0 else [])
+    cases = [host_case(policy, moments="8bit", clip=clip, groups=True, steps=5) for policy in policies]
+    first, *others = ranks.run(2, all_sharded, cases, 2)[0]
+    for other in others:
+        for name in first:
+            assert (first[name] == other[name]).all(), name
+
+
+def losses(moments: str) -> list[float]:
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(2, zero_optimization=HOST, shardwell={"moments": moments})
+    engine, *_ = shardwell.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
+    )
+    found = []
+    for batch in batches(4, 8) * 10:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def test_8_bit_moments_train_as_well(ranks: Ranks) -> None:
+    wide, narrow = (np.array(ranks.run(1, losses, moments)[0]) for moments in ("fp32", "8bit"))
+    assert wide[-4:].mean() < 0.7 * wide[:4].mean()
+    assert narrow[-4:].mean() < wide[-4:].mean() + 0.1 * (wide[:4].mean() - wide[-4:].mean())
 
 
 # ------------------------------------------------------------------------------------------------------- not finite
@@ -208,11 +241,16 @@ def test_part_of_the_state_stays_on_the_device(ranks: Ranks) -> None:
         assert held["host"] == pytest.approx(12 * held["own"], rel=0.01)
 
 
-def bytes_by_tier(ratio: float) -> dict[str, float]:
+def test_8_bit_moments_and_masters_take_6_bytes(ranks: Ranks) -> None:
+    for held in ranks.run(2, bytes_by_tier, 1.0, "8bit"):
+        assert held["host"] == pytest.approx((6 + 2 / 256) * held["own"], rel=0.01)
+
+
+def bytes_by_tier(ratio: float, moments: str = "fp32") -> dict[str, float]:
     torch.manual_seed(0)
     model = Gpt(blocks=6)
     block = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
-    config = zero(3, zero_optimization=block, bf16={"enabled": True})
+    config = zero(3, zero_optimization=block, bf16={"enabled": True}, shardwell={"moments": moments})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
     for batch in batches(2, 4):
@@ -234,7 +272,7 @@ def test_state_that_will_not_fit_is_refused_with_numbers(monkeypatch: pytest.Mon
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(
-        ShardwellError, match=rf"needs .* 16 bytes for each of {numel:,} parameters.* Free are 97.7 KiB"
+        ShardwellError, match=rf"needs .* 12 bytes for each of {numel:,} parameters.* Free are 97.7 KiB"
     ):
         shardwell.initialize(
             model=model,
@@ -242,6 +280,17 @@ def test_state_that_will_not_fit_is_refused_with_numbers(monkeypatch: pytest.Mon
             config=zero(1, zero_optimization=HOST, bf16={"enabled": True}),
             device="cpu",
         )
+
+
+def test_8_bit_moments_are_for_adam_on_the_host() -> None:
+    model = Gpt()
+    block = zero(1, shardwell={"moments": "8bit"})
+    with pytest.raises(ConfigError, match='"8bit" is for optimizer state on the host'):
+        shardwell.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=block, device="cpu")
+    block = zero(1, zero_optimization=HOST, shardwell={"moments": "8bit"})
+    model = Gpt()
+    with pytest.raises(ShardwellError, match="is for Adam and AdamW; the optimizer is SGD"):
+        shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=block, device="cpu")
 
 
 @pytest.mark.parametrize("config", [{"gradient_clipping": 1.0}, {"fp16": {"enabled": True}}], ids=["clip", "fp16"])
@@ -263,6 +312,21 @@ def test_checkpoints_go_from_the_device_to_the_host_and_back(ranks: Ranks, tmp_p
     middle = ranks.run(3, run_leg, Leg(3, 2, 4, case, host, options={"asynchronous": True}), str(tmp_path))[0]
     check_equal(middle["loaded"], saved)
     last = ranks.run(2, run_leg, Leg(stage, 4, 4, case, device, saves=False), str(tmp_path))[0]
+    check_equal(last["loaded"], middle["ended"])
+
+
+def test_checkpoints_go_to_8_bit_moments_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    case, wide = Case(dtype=torch.float32), {**PRECISIONS["bf16"], "zero_optimization": HOST}
+    narrow = {**wide, "shardwell": {"moments": "8bit"}}
+    saved = ranks.run(2, run_leg, Leg(2, 0, 2, case, wide, loads=False), str(tmp_path))[0]["ended"]
+    middle = ranks.run(3, run_leg, Leg(3, 2, 4, case, narrow), str(tmp_path))[0]
+    last = ranks.run(2, run_leg, Leg(2, 4, 4, case, wide, saves=False), str(tmp_path))[0]
+    for name, value in saved.items():
+        if "exp_avg" in name:
+            error = np.abs(middle["loaded"][name] - value)
+            assert (error <= np.abs(value) / 8 + np.abs(value).max() / 2**13).all(), name  # blocks span parameters
+        else:
+            assert np.array_equal(middle["loaded"][name], value), name
     check_equal(last["loaded"], middle["ended"])
 
 

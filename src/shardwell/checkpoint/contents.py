@@ -17,7 +17,9 @@ from shardwell.checkpoint.files import Entry
 from shardwell.checkpoint.manifest import Piece, TensorRecord
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE
 from shardwell.layout import Slot, dense_stride
+from shardwell.native import Compact
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.shards import is_elementwise
 from shardwell.unit import Group, Unit, guard
 
 
@@ -118,18 +120,20 @@ class Contents:
         shares = {slot.name: (at, start, n) for g in unit.trainable for slot, at, start, n in self._share(g)}
         for shard in optimizer.shards.of(unit):
             for key, value in optimizer.state.get(shard.tensor, {}).items():
-                is_elementwise = isinstance(value, Tensor) and value.shape == shard.tensor.shape
+                has_each = is_elementwise(value, shard)
                 for piece in shard.pieces:
                     at, start, numel = shares.get(piece.slot.name, (0, 0, 0))
-                    if numel and is_elementwise:
-                        self._add_state(piece.slot, key, value[at - shard.start :][:numel], start)
+                    if numel and has_each:
+                        self._add_state(piece.slot, key, value, (at - shard.start, start, numel))
                     elif numel and start == 0 and value is not None:
                         self.scalars[f"{SCALAR}{piece.slot.name}/{key}"] = float(value)
 
-    def _add_state(self, slot: Slot, key: str, stretch: Tensor, start: int) -> None:
+    def _add_state(self, slot: Slot, key: str, value: Tensor | Compact, where: tuple[int, int, int]) -> None:
+        """`where`: first element in `value`, first in the parameter, length."""
+        first, start, numel = where
         name = f"{STATE}{slot.name}/{key}"
         self.parts[name] = Part(
-            name, "state", stretch.dtype, slot.shape, slot.stride, start, stretch.numel(), lambda: stretch
+            name, "state", value.dtype, slot.shape, slot.stride, start, numel, lambda: value[first : first + numel]
         )
 
 

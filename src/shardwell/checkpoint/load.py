@@ -264,7 +264,7 @@ class Loading:
             state[key] = self._state(shard, key, before.get(key))
         for key, value in scalars.items():
             state[key] = optimizer.scalar(shard.tensor, before.get(key), value)
-        optimizer.state[shard.tensor] = state
+        optimizer.state[shard.tensor] = optimizer.packed(shard, state)
 
     def _state(self, shard: Shard, key: str, before: Any) -> Tensor:
         """All of an entry of a shard's state; where it was read to, if it may stay there."""

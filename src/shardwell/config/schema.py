@@ -279,6 +279,10 @@ class ShardwellConfig(Block):
         description="When an update on the host becomes the truth; auto = at once if nothing is clipped or scaled, "
         "else after the norm.",
     )
+    moments: Literal["fp32", "8bit"] = Field(
+        default="fp32",
+        description="How Adam's moments rest on the host: in fp32, or in 8 bits each.",
+    )
     keep_last: PositiveCount | None = Field(
         default=None, description="Checkpoints to keep in a folder: older ones are removed after a save; null = all."
     )

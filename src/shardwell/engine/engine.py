@@ -22,6 +22,7 @@ from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import moved
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
+from shardwell.engine.offload import Offload
 from shardwell.engine.refit import Builder, refit
 from shardwell.engine.trace import Trace
 from shardwell.errors import BackwardError, NonFiniteError, PeerError, ShardwellError
@@ -64,6 +65,7 @@ class Engine(nn.Module):
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
+    offload: Offload  # what is updated on the host, and when that commits
     lr_scheduler: Any
     _flow: Flow
     _context: Context

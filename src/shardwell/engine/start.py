@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -16,15 +16,15 @@ from torch.utils.data import Dataset
 
 from shardwell import checkpointing
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
-from shardwell.comm.mesh import Mesh, node_mesh, world_mesh
+from shardwell.comm.mesh import node_mesh, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.engine import Engine, dtype_of, mixed_dtype
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
+from shardwell.engine.offload import Offload, plan_offload
 from shardwell.engine.refit import Builder
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch, Tier
-from shardwell.memory.account import human
 from shardwell.memory.device import default_device
 from shardwell.optim import Recipe, ShardedOptimizer, recipe_for, schedules
 from shardwell.optim.build import NO_LABEL
@@ -75,7 +75,8 @@ def initialize(
     home = Device(where, keep_pages=settings.shardwell.keep_pages)
     context, ledger, agreement = _context(home, world, settings)
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
-    units = build_units(model, settings, recipe, context)
+    offload = plan_offload(_cut(model, settings), settings, world, home)
+    units = build_units(model, settings, recipe, context, offload)
     statistics = _statistics(model)
     for name, buffer in model.named_buffers():
         dtype = mixed_dtype(settings) if id(buffer) in statistics else None
@@ -86,10 +87,13 @@ def initialize(
     flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1)
     builder = Builder(
         lambda: _cut(model, settings),
-        lambda one, cuts, trained: _groups(one, settings, recipe, _places(cuts, settings), context, trained),
+        lambda one, cuts, trained: _groups(one, settings, recipe, _places(cuts, settings, offload), context, trained),
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
+    engine.offload = offload
+    if offload.commits and world.rank == 0:
+        logging.getLogger("shardwell").info("%s", offload)
     engine._scale = _loss_scale(settings)
     flow.needs_scale = engine._scale.is_on
     checkpointing.follow(settings, model)
@@ -103,6 +107,7 @@ def initialize(
                 settings.gradient_clipping,
                 settings.shardwell.nonfinite == "error",
                 zero.offload_optimizer.buffer_count,
+                settings.shardwell.moments == "8bit",
             ),
             before_step=flow.finish,
             look_again=_weakly(engine.fit_to_model),
@@ -132,11 +137,12 @@ def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledge
     return Context(home, account, scratch, routes), ledger, agreement
 
 
-def build_units(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context) -> list[Unit]:
+def build_units(
+    model: nn.Module, settings: Config, recipe: Recipe | None, context: Context, offload: Offload
+) -> list[Unit]:
     """Cut the model and move its parameters into groups, one unit at a time."""
     cuts = _cut(model, settings)
-    places = _places(cuts, settings)
-    check_host_memory(cuts, places, settings, context.world.mesh)
+    places = _places(cuts, settings, offload)
     units = []
     for index, one in enumerate(cuts):
         groups = _groups(one, settings, recipe, places, context)
@@ -170,8 +176,8 @@ def _groups(
         kinds[dtype, trains, id(parameter) in persistent].append(Member(name, parameter, label, trains))
     wish = Wish(
         second_copy_in_node=zero.zero_hpz_partition_size > 1,
-        optimizer_tier=Tier.HOST if one.name in places.on_host else Tier.DEVICE,
-        commit=commit_policy(settings),
+        optimizer_tier=Tier.HOST if one.name in places.offload.commits else Tier.DEVICE,
+        commit=places.offload.commits.get(one.name, Commit.AFTER_NORM),
     )
     groups = []
     for number, ((dtype, trainable, small), members) in enumerate(kinds.items()):
@@ -193,63 +199,11 @@ class Places:
     """What does not rest as the stage alone would have it."""
 
     persistent: set[int]  # ids of small parameters that stay whole
-    on_host: set[str]  # names of units whose optimizer state rests on the host
+    offload: Offload
 
 
-def _places(cuts: list[Cut], settings: Config) -> Places:
-    return Places(_persistent(cuts, settings), _on_host(cuts, settings))
-
-
-def _on_host(cuts: list[Cut], settings: Config) -> set[str]:
-    """A share of the model, from its end: updates of the first units come last, and the next forward waits for them."""
-    block = settings.zero_optimization.offload_optimizer
-    if block.device != "cpu":
-        return set()
-    sizes = {one.name: sum(p.numel() for _, p in one.parameters if p.requires_grad) for one in cuts}
-    most, total, chosen = block.ratio * sum(sizes.values()), 0, set()
-    for name in reversed(sizes):
-        total += sizes[name]
-        if total > most:
-            break
-        chosen.add(name)
-    return chosen
-
-
-def commit_policy(settings: Config) -> Commit:
-    """When updates on the host become the truth."""
-    waits = [
-        name
-        for name, needs in (
-            ("gradient_clipping", settings.gradient_clipping > 0),
-            ("a loss scale", _loss_scale(settings).is_on),
-        )
-        if needs
-    ]
-    asked = settings.shardwell.commit
-    if asked == "at_once" and waits:
-        raise ConfigError(
-            f'shardwell.commit "at_once" contradicts {" and ".join(waits)}: the norm of all gradients must be known '
-            'before anything is updated; use "auto", "after_norm" or "shadow"'
-        )
-    if asked == "auto":
-        return Commit.AFTER_NORM if waits else Commit.AT_ONCE
-    return Commit[asked.upper()]
-
-
-def check_host_memory(cuts: list[Cut], places: Places, settings: Config, mesh: Mesh) -> None:
-    """Raise before anything is allocated if the optimizer's state will not fit into host memory."""
-    numel = sum(p.numel() for one in cuts if one.name in places.on_host for _, p in one.parameters if p.requires_grad)
-    shadow = 12 if commit_policy(settings) is Commit.SHADOW else 0
-    bytes_each = 12 + 2 + shadow + (2 if settings.bf16.enabled or settings.fp16.enabled else 4)
-    needed = numel * bytes_each // (mesh.size if settings.zero_optimization.stage else 1) * mesh.node_size
-    free = psutil.virtual_memory().available
-    if places.on_host and needed > free:
-        raise ShardwellError(
-            f"optimizer state on the host needs {human(needed)} on this node: {bytes_each} bytes for each of {numel:,} "
-            f"parameters over {mesh.size} rank(s), {mesh.node_size} of them here. Free are {human(free)}. "
-            "Lower offload_optimizer.ratio, use more ranks"
-            + (', or set shardwell.commit to "after_norm".' if shadow else ".")
-        )
+def _places(cuts: list[Cut], settings: Config, offload: Offload) -> Places:
+    return Places(_persistent(cuts, settings), offload.again(cuts, settings))
 
 
 def _persistent(cuts: list[Cut], settings: Config) -> set[int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
+from shardwell.native.compact import Compact
 from shardwell.native.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.native.reference import Reference
 from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
@@ -25,6 +26,7 @@ __all__ = [
     "BLOCK",
     "Adagrad",
     "Adam",
+    "Compact",
     "Description",
     "Halves",
     "Lion",

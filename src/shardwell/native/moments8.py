@@ -15,36 +15,53 @@ _SPAN1, _SPAN2 = 15, 31  # exponents below the block's that have codes
 
 def decode(moments: Moments8, span: slice) -> tuple[Tensor, Tensor]:
     """Both moments of the elements in `span`, which begins with a block, as fp32."""
-    code1, code2 = (codes[span].long() for codes in moments.codes)
-    base1, base2 = _bases(moments, span)
-    magnitude = _floats(((code1 & 0x7F) + base1) << _DROPPED) - _floats(base1 << _DROPPED)
-    return torch.where(code1 < 0x80, magnitude, -magnitude), _floats((code2 + base2) << _DROPPED)
+    (codes1, codes2), (exponents1, exponents2) = moments.codes, moments.exponents
+    return decode_first(codes1, exponents1, span), decode_second(codes2, exponents2, span)
+
+
+def decode_first(codes: Tensor, exponents: Tensor, span: slice) -> Tensor:
+    code, base = codes[span].long(), _bases(exponents, span, _SPAN1)
+    magnitude = _floats(((code & 0x7F) + base) << _DROPPED) - _floats(base << _DROPPED)
+    return torch.where(code < 0x80, magnitude, -magnitude)
+
+
+def decode_second(codes: Tensor, exponents: Tensor, span: slice) -> Tensor:
+    return _floats((codes[span].long() + _bases(exponents, span, _SPAN2)) << _DROPPED)
 
 
 def encode(moments: Moments8, span: slice, first: Tensor, second: Tensor, seed: int) -> None:
     """Store both moments of the elements in `span`, which begins with a block."""
-    for values, exponents in zip((first, second), moments.exponents, strict=True):
-        exponents[_blocks(span)] = _exponents(values)
-    base1, base2 = _bases(moments, span)
-    chance = _hash(torch.arange(span.start, span.stop) & _ALL ^ _hash(torch.tensor(seed & _ALL)))
-    shifted = _bits(first.abs() + _floats(base1 << _DROPPED))
-    code1 = (((shifted + ((chance & 0xFFF) << 8)) >> _DROPPED) - base1).clamp(max=0x7F) + 0x80 * torch.signbit(first)
-    code2 = (((_bits(second) + (chance >> 12)) >> _DROPPED) - base2).clamp(0, 0xFF)
-    moments.codes[0][span] = code1.masked_fill(first.isnan(), 0x7F).to(torch.uint8)
-    moments.codes[1][span] = code2.masked_fill(second.isnan(), 0xFF).to(torch.uint8)
+    encode_first(moments.codes[0], moments.exponents[0], span, first, seed)
+    encode_second(moments.codes[1], moments.exponents[1], span, second, seed)
+
+
+def encode_first(codes: Tensor, exponents: Tensor, span: slice, values: Tensor, seed: int) -> None:
+    exponents[_blocks(span)] = _exponents(values)
+    base, chance = _bases(exponents, span, _SPAN1), _chances(span, seed) & 0xFFF
+    shifted = _bits(values.abs() + _floats(base << _DROPPED))
+    code = (((shifted + (chance << 8)) >> _DROPPED) - base).clamp(max=0x7F) + 0x80 * torch.signbit(values)
+    codes[span] = code.masked_fill(values.isnan(), 0x7F).to(torch.uint8)
+
+
+def encode_second(codes: Tensor, exponents: Tensor, span: slice, values: Tensor, seed: int) -> None:
+    exponents[_blocks(span)] = _exponents(values)
+    base, chance = _bases(exponents, span, _SPAN2), _chances(span, seed) >> 12
+    code = (((_bits(values) + chance) >> _DROPPED) - base).clamp(0, 0xFF)
+    codes[span] = code.masked_fill(values.isnan(), 0xFF).to(torch.uint8)
+
+
+def _chances(span: slice, seed: int) -> Tensor:
+    return _hash(torch.arange(span.start, span.stop) & _ALL ^ _hash(torch.tensor(seed & _ALL)))
 
 
 def _blocks(span: slice) -> slice:
     return slice(span.start // BLOCK, -(-span.stop // BLOCK))
 
 
-def _bases(moments: Moments8, span: slice) -> tuple[Tensor, Tensor]:
+def _bases(exponents: Tensor, span: slice, least: int) -> Tensor:
     """For each element the top of the number whose code is 0."""
-    base1, base2 = (
-        ((exponents[_blocks(span)].long() - least).clamp(min=0) * 8).repeat_interleave(BLOCK)
-        for exponents, least in zip(moments.exponents, (_SPAN1, _SPAN2), strict=True)
-    )
-    return base1[: span.stop - span.start], base2[: span.stop - span.start]
+    bases = ((exponents[_blocks(span)].long() - least).clamp(min=0) * 8).repeat_interleave(BLOCK)
+    return bases[: span.stop - span.start]
 
 
 def _exponents(values: Tensor) -> Tensor:

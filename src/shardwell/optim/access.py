@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shardwell.comm import Kind
 from shardwell.errors import ShardwellError
 from shardwell.layout import Piece, Slot
-from shardwell.optim.shards import Shard
+from shardwell.native import Compact
+from shardwell.optim.shards import Shard, is_elementwise
 from shardwell.rounding import narrow
 from shardwell.unit import Group, Unit, guard
 
@@ -133,7 +134,7 @@ class Access:
             return {}
         first = self._piece.in_shard - shard.start
         return {
-            key: value[first : first + self._piece.numel] if _is_elementwise(value, shard) else value
+            key: value[first : first + self._piece.numel] if is_elementwise(value, shard) else value
             for key, value in self._unit.optimizer.state.get(shard.tensor, {}).items()
         }
 
@@ -196,7 +197,7 @@ class Access:
         state = self._unit.optimizer.state[shard.tensor]
         if not isinstance(value, Tensor) or value.ndim == 0:
             state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
-        elif isinstance(state.get(key), Tensor):
+        elif isinstance(state.get(key), Tensor | Compact):
             state[key].copy_(value)
         else:
             state[key] = value.to(shard.tensor, copy=True)
@@ -248,10 +249,6 @@ def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[Group, Slot]:
             if candidate is parameter:
                 return group, slot
     raise ShardwellError("this parameter is no longer part of the model that was given to initialize")
-
-
-def _is_elementwise(value: Any, shard: Shard) -> bool:
-    return isinstance(value, Tensor) and value.shape == shard.tensor.shape
 
 
 def reading(ask: Callable[[Access], Any], parameter: nn.Parameter) -> Any:

@@ -82,7 +82,7 @@ class HostUpdates:
     def __init__(
         self, context: Context, states: dict[Tensor, Any], kernel: Kernel, units: list[Unit], num_slots: int
     ) -> None:
-        self._context, self._states, self._kernel = context, states, kernel
+        self._context, self._states, self.kernel = context, states, kernel
         self._worker = Worker("shardwell host updates")
         self._jobs: dict[int, Job] = {}  # of this boundary, by unit
         self._parcels: dict[int, Parcel] = {}  # by unit: gradients that no job has yet
@@ -172,7 +172,7 @@ class HostUpdates:
         try:
             parcel.down.synchronize()
             for total, gradient, factor, fresh in parts:
-                native.add(total, gradient, factor, self._kernel.threads, fresh=fresh)
+                native.add(total, gradient, factor, self.kernel.threads, fresh=fresh)
         finally:
             self._give_back(parcel, Mark())
 
@@ -187,7 +187,7 @@ class HostUpdates:
     def norm_later(self, gradient: Tensor) -> Callable[[], float]:
         """Have the norm of gradients computed once they are added up; returns what waits for it."""
         found: list[float] = []
-        ticket = self._worker.submit(lambda: found.append(native.sum_of_squares(gradient, self._kernel.threads) ** 0.5))
+        ticket = self._worker.submit(lambda: found.append(native.sum_of_squares(gradient, self.kernel.threads) ** 0.5))
 
         def norm() -> float:
             ticket.wait()
@@ -221,7 +221,7 @@ class HostUpdates:
         ready = [(shard, gradient) for shard, gradient in mine if gradient is not None]
         for shard, _ in ready:
             if shard.tensor not in self._states:
-                self._states[shard.tensor] = self._kernel.birth(shard.tensor, options[shard.label])
+                self._states[shard.tensor] = self.kernel.born(shard.tensor, options[shard.label])
         job = Job(
             unit,
             [shard for shard, _ in ready],
@@ -254,7 +254,7 @@ class HostUpdates:
         outs, slot = self._outs(job)
         for shard, gradient, options, out in zip(job.shards, job.gradients, job.options, outs, strict=True):
             new = job.shadow.spares[shard] if job.shadow is not None else None
-            self._kernel.step(shard.tensor, gradient, self._states[shard.tensor], Target(options, factor, out, new))
+            self.kernel.step(shard.tensor, gradient, self._states[shard.tensor], Target(options, factor, out, new))
             job.up = shard.group.send_up(out, shard.start, job.after)  # all follow one another on one lane
         if slot is not None:
             self._outbox.give(slot, job.up)
@@ -279,7 +279,7 @@ class HostUpdates:
 
     def _advance(self, job: Job) -> None:
         for shard in job.shards:
-            self._kernel.advance(self._states[shard.tensor])
+            self.kernel.advance(self._states[shard.tensor])
 
     def is_ahead(self, unit: Unit) -> bool:
         """Whether its update was queued before the norm was known."""

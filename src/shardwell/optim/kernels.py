@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell import native
+from shardwell.errors import ShardwellError
 from shardwell.optim.lion import Lion
 
 Options = dict[str, Any]  # of a parameter group
@@ -28,6 +29,22 @@ class Kernel:
     rule: RuleOf  # of the step that comes
     birth: Born  # the state before the first step
     threads: int = 1
+    eight_bits: bool = False  # of Adam's moments
+
+    def born(self, master: Tensor, options: Options) -> dict[str, Any]:
+        """The state before the first step."""
+        return self.packed(self.birth(master, options))
+
+    def packed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """State as it is kept here, from state as torch keeps it."""
+        if not self.eight_bits:
+            return state
+        kept = {
+            key: native.Compact.of(state[key], is_second=key == _MOMENTS[1])
+            for key in _MOMENTS
+            if isinstance(state.get(key), Tensor)
+        }
+        return {**state, **kept}
 
     def step(self, master: Tensor, gradient: Tensor, state: dict[str, Any], target: Target) -> None:
         """Compute one step over a stretch of masters; `advance` makes it count."""
@@ -42,7 +59,11 @@ class Kernel:
             target.out.copy_(stepped)
 
     def _kept(self, state: dict[str, Any]) -> tuple[Tensor, ...] | native.Moments8:
-        return tuple(state[key] for key in self.keys if state.get(key) is not None)
+        kept = tuple(state[key] for key in self.keys if state.get(key) is not None)
+        if not self.eight_bits:
+            return kept
+        first, second = kept
+        return native.Moments8((first.codes, second.codes), (first.exponents, second.exponents))
 
     @staticmethod
     def advance(state: dict[str, Any]) -> None:
@@ -70,12 +91,16 @@ class Target:
     new: Spare | None = None  # new masters and state; None: in place
 
 
-def kernel_for(inner: Optimizer, threads: int) -> Kernel | None:
+def kernel_for(inner: Optimizer, threads: int, *, eight_bits: bool = False) -> Kernel | None:
     """How to step on the host what `inner` steps; None if that is not known."""
+    if eight_bits and not isinstance(inner, torch.optim.Adam):
+        raise ShardwellError(
+            f'shardwell.moments "8bit" is for Adam and AdamW; the optimizer is {type(inner).__name__}: use "fp32"'
+        )
     if any(group.get(name) for group in inner.param_groups for name in _NOT_THERE):
         return None
     known = _KERNELS.get(type(inner))
-    return None if known is None else Kernel(*known, threads)
+    return None if known is None else Kernel(*known, threads, eight_bits)
 
 
 def _adam(decoupled: bool) -> RuleOf:

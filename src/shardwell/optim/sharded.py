@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
+from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
 from shardwell.optim.host import Factor, HostUpdates, rests_on_host
@@ -42,6 +43,7 @@ class Terms:
     clip: float = 0.0  # the norm that gradients may have; 0: any
     raise_on_nonfinite: bool = True
     buffer_count: int = 4  # pinned slots for gradients on their way to the host
+    eight_bit_moments: bool = False  # Adam's, on the host
 
 
 class ShardedOptimizer(Optimizer):
@@ -97,8 +99,12 @@ class ShardedOptimizer(Optimizer):
     def _host_updates(self) -> HostUpdates | None:
         """Who steps beside the training loop, if there is something on the host that can be stepped so."""
         groups = [group for unit in self._units for group in unit.trainable if rests_on_host(group)]
-        kernel = kernel_for(self.inner, self._context.device.num_update_threads())
-        if not groups or kernel is None or any(group.precision.master is not torch.float32 for group in groups):
+        if not groups:
+            return None
+        kernel = kernel_for(
+            self.inner, self._context.device.num_update_threads(), eight_bits=self._terms.eight_bit_moments
+        )
+        if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
             return None
         units = [unit for unit in self._units if any(rests_on_host(group) for group in unit.trainable)]
         return HostUpdates(self._context, self.state, kernel, units, self._terms.buffer_count)
@@ -192,6 +198,11 @@ class ShardedOptimizer(Optimizer):
         on_device = self.inner.defaults.get("fused") or self.inner.defaults.get("capturable")
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         return torch.tensor(value, dtype=dtype, device=tensor.device if on_device else "cpu")
+
+    def packed(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
+        """A shard's state as it is kept, from state as torch keeps it."""
+        on_host = self._host is not None and rests_on_host(shard.group)
+        return self._host.kernel.packed(state) if self._host is not None and on_host else state
 
     def forget_state(self, shard: Shard) -> None:
         """As if it had never been stepped."""
@@ -524,6 +535,8 @@ class ShardedOptimizer(Optimizer):
                 for value in self.state.get(shard.tensor, {}).values():
                     if isinstance(value, Tensor):
                         sizes[shard.group.row.optimizer.tier] += value.untyped_storage().nbytes()
+                    elif isinstance(value, Compact):
+                        sizes[shard.group.row.optimizer.tier] += value.nbytes
             for tier, size in sizes.items():
                 self._context.account.set(State.OPTIMIZER, unit.name, tier, size)
 

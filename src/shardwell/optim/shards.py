@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwell.layout import Piece
+from shardwell.native import Compact
 from shardwell.unit import Group, Unit
 
 
@@ -131,8 +132,15 @@ class Shards:
         return moved
 
 
+def is_elementwise(value: Any, shard: Shard) -> bool:
+    """Whether an entry of a shard's state has a number for each element."""
+    return isinstance(value, Tensor | Compact) and value.shape == shard.tensor.shape
+
+
 def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
     """A part's share of one entry of a shard's state."""
+    if isinstance(value, Compact):
+        return value.cut(first, numel)
     if not isinstance(value, Tensor):
         return value
     return value[first : first + numel].clone() if value.shape == whole.shape else value.clone()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwell.memory import Account, State, Tier
+from shardwell.native import Compact
 from shardwell.optim.kernels import Spare
 from shardwell.optim.shards import Shard
 from shardwell.unit import Group, Unit
@@ -24,10 +25,8 @@ class Shadow:
             shard.group: torch.zeros_like(shard.group.master) for shard in shards
         }  # all of a group's: padding too
         self.spares = {shard: Spare(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
-        memory = [*self._masters.values(), *(t for spare in self.spares.values() for t in _tensors(spare.state))]
-        account.add(
-            State.STAGING, unit.name, Tier.HOST, sum(tensor.numel() * tensor.element_size() for tensor in memory)
-        )
+        memory = [*self._masters.values(), *(value for spare in self.spares.values() for value in spare.state.values())]
+        account.add(State.STAGING, unit.name, Tier.HOST, sum(value.nbytes for value in memory))
 
     def fits(self, shards: list[Shard]) -> bool:
         """Whether it was made for these; shards can be cut."""
@@ -45,8 +44,7 @@ class Shadow:
             spare.master.data = self._stretch(shard)
             live = self._states[shard.tensor]
             for key, value in spare.state.items():
-                before, live[key].data = live[key].data, value.data
-                value.data = before
+                _exchange(live[key], value)
 
 
 class Caution:
@@ -90,10 +88,19 @@ def covers(shards: list[Shard]) -> bool:
     return all(pieces[group] == sum(len(run.pieces) for run, _ in group.runs) for group in pieces)
 
 
-def _tensors(state: dict[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
-
-
 def _like(state: dict[str, Any]) -> dict[str, Any]:
     """Memory like that of a state; its numbers are left out."""
-    return {key: torch.empty_like(value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    return {
+        key: value.empty_like() if isinstance(value, Compact) else torch.empty_like(value)
+        for key, value in state.items()
+        if isinstance(value, Compact) or (isinstance(value, Tensor) and value.ndim)
+    }
+
+
+def _exchange(one: Any, other: Any) -> None:
+    """Change places in memory."""
+    if isinstance(one, Compact):
+        one.exchange(other)
+    else:
+        before, one.data = one.data, other.data
+        other.data = before

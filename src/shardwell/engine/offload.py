@@ -1,0 +1,134 @@
+"""What rests on the host, when its updates commit, and whether it fits there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped, unused-ignore]
+
+from shardwell.comm.mesh import Mesh
+from shardwell.config import Config
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import Device
+from shardwell.memory.account import human
+from shardwell.unit import Cut
+from shardwell.unit.table import Commit
+
+_SHARE = 0.5  # of the host memory that is left, for shadows
+_ADAM, _ADAM_8BIT = 12, 6  # bytes a parameter: fp32 master and moments
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Which units have their optimizer state on the host, and when each of them commits."""
+
+    commits: dict[str, Commit]  # by the name of the unit
+
+    def again(self, cuts: list[Cut], settings: Config) -> Offload:
+        """The same for a model that has changed since."""
+        policy = commit_policy(settings)
+        return Offload({name: self.commits.get(name, policy) for name in _on_host(cuts, settings)})
+
+    def __str__(self) -> str:
+        counts = {commit: list(self.commits.values()).count(commit) for commit in Commit}
+        parts = [f"{count} {commit.value}" for commit, count in counts.items() if count]
+        return f"updates on the host, by unit: {', '.join(parts)}" if parts else "no updates on the host"
+
+
+def plan_offload(cuts: list[Cut], settings: Config, mesh: Mesh, device: Device) -> Offload:
+    """Decide, and raise before anything is allocated if it will not fit into host memory."""
+    if settings.shardwell.moments == "8bit" and settings.zero_optimization.offload_optimizer.device == "none":
+        raise ConfigError(
+            'shardwell.moments "8bit" is for optimizer state on the host, but '
+            'zero_optimization.offload_optimizer.device is "none": use "fp32", or offload'
+        )
+    on_host = _on_host(cuts, settings)
+    need = Need(sum(on_host.values()), max(on_host.values(), default=0), settings, mesh, device)
+    policy = commit_policy(settings)
+    free = psutil.virtual_memory().available
+    shadowed = set(on_host) if policy is Commit.SHADOW else set()
+    if settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda:
+        shadowed = need.that_fit(on_host, _SHARE * (free - need.total(policy)))
+    share = sum(on_host[name] for name in shadowed)
+    needed = need.total(policy, share)
+    if on_host and needed > free:
+        raise ShardwellError(
+            f"optimizer state on the host needs {human(needed)} on this node: {need.each(policy)} bytes for each of "
+            f"{need.numel:,} parameters"
+            + (f", {need.state} more for {share:,} of them" if share else "")
+            + f", over {mesh.size} rank(s), {mesh.node_size} of them here, and {human(need.buffers)} of buffers. Free "
+            f"are {human(free)}. Lower offload_optimizer.ratio, use more ranks"
+            + (', set shardwell.commit to "after_norm"' if shadowed else "")
+            + (', or set shardwell.moments to "8bit".' if need.state == _ADAM else ".")
+        )
+    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in on_host})
+
+
+def _on_host(cuts: list[Cut], settings: Config) -> dict[str, int]:
+    """Units and their sizes: a share of the model, from its end.
+
+    Updates of the first units come last, and the next forward waits for them.
+    """
+    block = settings.zero_optimization.offload_optimizer
+    if block.device != "cpu":
+        return {}
+    sizes = {one.name: sum(p.numel() for _, p in one.parameters if p.requires_grad) for one in cuts}
+    most, total, chosen = block.ratio * sum(sizes.values()), 0, {}
+    for name in reversed(sizes):
+        total += sizes[name]
+        if total > most:
+            break
+        chosen[name] = sizes[name]
+    return chosen
+
+
+def commit_policy(settings: Config) -> Commit:
+    """When updates on the host become the truth."""
+    scaled = settings.fp16.enabled or (settings.torch_autocast.enabled and settings.torch_autocast.dtype == "fp16")
+    waits = [
+        name
+        for name, needs in (("gradient_clipping", settings.gradient_clipping > 0), ("a loss scale", scaled))
+        if needs
+    ]
+    asked = settings.shardwell.commit
+    if asked == "at_once" and waits:
+        raise ConfigError(
+            f'shardwell.commit "at_once" contradicts {" and ".join(waits)}: the norm of all gradients must be known '
+            'before anything is updated; use "auto", "after_norm" or "shadow"'
+        )
+    if asked == "auto":
+        return Commit.AFTER_NORM if waits else Commit.AT_ONCE
+    return Commit[asked.upper()]
+
+
+class Need:
+    """The host memory that a number of parameters needs on this node."""
+
+    def __init__(self, numel: int, largest: int, settings: Config, mesh: Mesh, device: Device) -> None:
+        zero = settings.zero_optimization
+        self.numel = numel
+        self.state = _ADAM_8BIT if settings.shardwell.moments == "8bit" else _ADAM
+        self._param = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
+        self._adds_up = zero.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1
+        self._here = mesh.node_size / (mesh.size if zero.stage else 1)
+        slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
+        self.buffers = int(slots * largest * self._param * self._here)
+
+    def each(self, policy: Commit) -> int:
+        """Bytes a parameter."""
+        kept = 0 if policy is Commit.AT_ONCE else self._param
+        return self.state + (4 if self._adds_up else kept)
+
+    def total(self, policy: Commit, shadowed: int = 0) -> int:
+        """Bytes, with shadows for some of the parameters."""
+        return int((self.each(policy) * self.numel + self.state * shadowed) * self._here) + self.buffers
+
+    def that_fit(self, sizes: dict[str, int], free: float) -> set[str]:
+        """Units whose shadows fit, of the first that are given."""
+        chosen: set[str] = set()
+        for name, size in sizes.items():
+            free -= self.state * size * self._here
+            if free < 0:
+                break
+            chosen.add(name)
+        return chosen

@@ -1,0 +1,83 @@
+"""One of Adam's moments in 8 bits, as a value that others read and write like an fp32 tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwell.native import moments8
+from shardwell.native.stretch import BLOCK
+
+_CHUNK = 2**18  # elements at once, a multiple of BLOCK: temporaries stay small
+
+
+@dataclass(frozen=True, eq=False)
+class Compact:
+    """The codes of a 1-D stretch, and an exponent for each block of them."""
+
+    codes: Tensor
+    exponents: Tensor
+    is_second: bool
+
+    dtype = torch.float32
+    ndim = 1
+
+    @classmethod
+    def zeros(cls, numel: int, *, is_second: bool) -> Compact:
+        blocks = -(-numel // BLOCK)
+        return cls(torch.zeros(numel, dtype=torch.uint8), torch.zeros(blocks, dtype=torch.uint8), is_second)
+
+    @classmethod
+    def of(cls, values: Tensor, *, is_second: bool) -> Compact:
+        return cls.zeros(values.numel(), is_second=is_second).copy_(values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + self.exponents.numel()
+
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    def __getitem__(self, span: slice) -> Tensor:
+        """The values, in memory of their own."""
+        start, stop, _ = span.indices(self.numel())
+        first = start // BLOCK * BLOCK
+        decode = moments8.decode_second if self.is_second else moments8.decode_first
+        parts = [decode(self.codes, self.exponents, part) for part in _chunks(first, stop)]
+        return torch.cat(parts)[start - first :] if parts else torch.empty(0)
+
+    def copy_(self, values: Tensor) -> Compact:
+        """Take over values; what has no code is rounded, up or down at random."""
+        encode = moments8.encode_second if self.is_second else moments8.encode_first
+        for part in _chunks(0, self.numel()):
+            encode(self.codes, self.exponents, part, values[part].float(), 0)
+        return self
+
+    def cut(self, first: int, numel: int) -> Compact:
+        """A stretch of it, in memory of its own."""
+        return Compact.of(self[first : first + numel], is_second=self.is_second)
+
+    def empty_like(self) -> Compact:
+        return Compact(torch.empty_like(self.codes), torch.empty_like(self.exponents), self.is_second)
+
+    def exchange(self, other: Compact) -> None:
+        """Change places in memory."""
+        for mine, its in ((self.codes, other.codes), (self.exponents, other.exponents)):
+            before, mine.data = mine.data, its.data
+            its.data = before
+
+
+def _chunks(first: int, stop: int) -> Iterator[slice]:
+    for start in range(first, stop, _CHUNK):
+        yield slice(start, min(start + _CHUNK, stop))
