@@ -53,12 +53,17 @@ class Contender:
 
     def missing(self) -> str | None:
         """Why this contender cannot run here, or None."""
-        found = importlib.util.find_spec(self.requires)
-        if found is not None and found.origin is not None:  # an empty folder of that name is found too, without origin
-            return None
-        if self.requires == "deepspeed":
-            return "skipped: deepspeed is not installed (pip install -c constraints.txt '.[peers]')"
-        return f"skipped: {self.requires} is not importable (pip install -c constraints.txt .)"
+        return why_missing(self.requires)
+
+
+def why_missing(package: str) -> str | None:
+    """Why a package cannot be used here, or None."""
+    found = importlib.util.find_spec(package)
+    if found is not None and found.origin is not None:  # an empty folder of that name is found too, without origin
+        return None
+    if package == "deepspeed":
+        return "skipped: deepspeed is not installed (pip install -c constraints.txt '.[peers]')"
+    return f"skipped: {package} is not importable (pip install -c constraints.txt .)"
 
 
 def seeded_model(workload: Workload) -> Decoder:
@@ -146,11 +151,11 @@ def _fsdp_arguments(workload: Workload) -> dict[str, Any]:
     return {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
 
 
-def shard_all_units(model: Decoder, workload: Workload) -> None:
+def shard_all_units(model: Decoder, workload: Workload, **more: Any) -> None:
     """Everything is a unit and everything is released after forward: the least memory that FSDP2 offers."""
     from torch.distributed.fsdp import fully_shard
 
-    arguments = _fsdp_arguments(workload)
+    arguments = {**_fsdp_arguments(workload), **more}
     for module in (*model.blocks, model.embedding, model.head, model):
         fully_shard(module, reshard_after_forward=True, **arguments)
 

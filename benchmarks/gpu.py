@@ -15,7 +15,7 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +32,35 @@ RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 
 
-def measure_all(contenders: Sequence[Contender], args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All rounds of all contenders: raw figures by name, or the line that says why there are none."""
-    raw: dict[str, Any] = {contender.name: {"rounds": [], "error": contender.missing()} for contender in contenders}
-    spec = {"pass": "timing", "size": args.size, "batch": args.batch, "steps": args.steps, "device": args.device}
-    for number in range(args.rounds):
-        for contender in contenders if number % 2 == 0 else reversed(contenders):
-            entry = raw[contender.name]
+def interleave(
+    missing: dict[str, str | None], rounds: int, measure: Callable[[str], dict[str, Any]], console: Console
+) -> dict[str, Any]:
+    """Rounds over all names, every other one backwards: raw figures by name, or why there are none.
+
+    ``missing`` says why a name need not be tried, or None.
+    """
+    raw: dict[str, Any] = {name: {"rounds": [], "error": reason} for name, reason in missing.items()}
+    for number in range(rounds):
+        for name in raw if number % 2 == 0 else reversed(raw):
+            entry = raw[name]
             if entry["error"]:
                 continue
-            console.print(f"[dim]round {number + 1}: {contender.name}[/dim]", highlight=False)
+            console.print(f"[dim]round {number + 1}: {name}[/dim]", highlight=False)
             try:
-                figures = run_ranks(
-                    "benchmarks.gpu_worker", {**spec, "contender": contender.name}, 1, args.limit, args.device
-                )
+                entry["rounds"].append(measure(name))
             except RunFailedError as failure:
                 entry["error"] = str(failure)
-                continue
-            entry["rounds"].append(figures[0])
     return raw
+
+
+def measure_all(contenders: Sequence[Contender], args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All rounds of all contenders: raw figures by name, or the line that says why there are none."""
+    spec = {"pass": "timing", "size": args.size, "batch": args.batch, "steps": args.steps, "device": args.device}
+
+    def measure(name: str) -> dict[str, Any]:
+        return run_ranks("benchmarks.gpu_worker", {**spec, "contender": name}, 1, args.limit, args.device)[0]
+
+    return interleave({one.name: one.missing() for one in contenders}, args.rounds, measure, console)
 
 
 def summarise(raw: dict[str, Any]) -> dict[str, Any]:

@@ -38,17 +38,17 @@ def batches(workload: Workload) -> list[tuple[Tensor, Tensor]]:
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
 
-def timing_pass(trainer: Trainer, workload: Workload, steps: int) -> dict[str, Any]:
+def timing_pass(trainer: Trainer, workload: Workload, steps: int, warm_up: int = WARM_UP_STEPS) -> dict[str, Any]:
     """Seconds a step, model TFLOP/s, and memory at the peak of the timed steps."""
     data = batches(workload)
-    losses = [trainer.step(*data[step % 2]) for step in range(WARM_UP_STEPS)]
+    losses = [trainer.step(*data[step % 2]) for step in range(warm_up)]
     gc.collect()
     on_gpu = workload.device == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
-    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + steps):
+    for step in range(warm_up, warm_up + steps):
         synchronise(workload.device)
         begin = time.perf_counter()
         losses.append(trainer.step(*data[step % 2]))

@@ -49,13 +49,14 @@ def rank_environment(rank: int, ranks: int, port: int, device: str) -> dict[str,
 
 
 def reason(log: Path, status: int) -> str:
-    """The line that says why a rank failed: its signal, its last exception, or else the last line of its log."""
+    """One line that says why a rank failed: its signal, its last exception, or else the last line of its log."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line]
-    line = (errors or lines or [f"exit status {status}, no output"])[-1]
-    return re.sub(r"^\[rank\d+\]: ", "", line)[:200]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in lines]
+    errors = [place for place, line in enumerate(lines) if "Error: " in line]
+    told = lines[errors[-1] :] if errors else lines[-1:] or [f"exit status {status}, no output"]
+    return " ".join(told)[:200]
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

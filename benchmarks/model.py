@@ -36,7 +36,9 @@ TINY = DecoderConfig(vocab=256, width=64, blocks=2, heads=4, mlp=176, seq=32)
 SMALL = DecoderConfig(vocab=8192, width=512, blocks=8, heads=8, mlp=1376, seq=128)  # 33.7M
 MEDIUM = DecoderConfig(vocab=8192, width=512, blocks=12, heads=8, mlp=1376, seq=128)  # 46.3M
 LARGE = DecoderConfig(vocab=32000, width=2048, blocks=24, heads=16, mlp=5504, seq=2048)  # 1.345B
-PRESETS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "large": LARGE}
+XLARGE = DecoderConfig(vocab=32000, width=3072, blocks=26, heads=24, mlp=8192, seq=2048)  # 3.14B
+HUGE = DecoderConfig(vocab=32000, width=5120, blocks=40, heads=40, mlp=13824, seq=1024)  # 13.0B
+PRESETS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "large": LARGE, "xlarge": XLARGE, "huge": HUGE}
 
 
 def rotary_table(seq: int, head_width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ TOP_KERNELS = 8
 Interval = tuple[float, float]
 
 
-def merged(intervals: list[Interval]) -> list[Interval]:
-    """The union of intervals as disjoint intervals in order."""
+def merged(intervals: list[Interval], gap: float = 0.0) -> list[Interval]:
+    """The union of intervals as disjoint intervals in order; those no more than ``gap`` apart become one."""
     union: list[Interval] = []
     for begin, end in sorted(intervals):
-        if union and begin <= union[-1][1]:
+        if union and begin <= union[-1][1] + gap:
             union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
             union.append((begin, end))
