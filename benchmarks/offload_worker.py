@@ -1,0 +1,126 @@
+"""One variant in one process: what ``benchmarks.offload`` starts, and nobody calls by hand."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_worker import timing_pass
+from benchmarks.offload_floor import measure_floor
+from benchmarks.offload_timeline import profile_step
+from benchmarks.offload_variants import SIZES, VARIANTS, Size, Variant, build, clip_rate, prepare, workload_of
+
+GIB = 2**30
+
+
+def kib_of(file: str, key: str) -> int | None:
+    """A line of a file in /proc, in bytes."""
+    try:
+        lines = Path("/proc", file).read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")]
+    return found[0] if found else None
+
+
+class HostMemory:
+    """What this process takes of the host from now on: by its own pages, and by what the machine has left.
+
+    Memory that CUDA allocated pinned may not count as the process' own pages; the machine always misses it. But others
+    take from the machine as well.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before, self._left = kib_of("self/status", "VmRSS") or 0, kib_of("meminfo", "MemAvailable")
+        self._least, self._is_over = self._left, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while self._left is not None and not self._is_over.wait(0.1):
+            self._least = min(self._least or self._left, kib_of("meminfo", "MemAvailable") or self._left)
+
+    def figures(self, parameters: int) -> dict[str, Any]:
+        """Bytes so far, and for each parameter."""
+        self._is_over.set()
+        self._thread.join()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._before
+        rest = (kib_of("self/status", "VmRSS") or 0) - self._before
+        missed = None if self._left is None or self._least is None else self._left - self._least
+        return {
+            "rss_before": self._before,
+            "host_bytes_per_parameter": peak / parameters,
+            "host_rest_bytes_per_parameter": rest / parameters,
+            "machine_bytes_per_parameter": None if missed is None else missed / parameters,
+        }
+
+
+def measure(variant: Variant, size: Size, device: str, steps: int) -> dict[str, Any]:
+    """Build, then time steps."""
+    host, workload, begin = HostMemory(), workload_of(size, variant, device), time.perf_counter()
+    trainer = build(variant, workload)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # what is reserved later is what training needs
+    built = time.perf_counter() - begin
+    figures = timing_pass(trainer, workload, steps, size.warm_up)
+    figures["tflops"] *= variant.accumulation
+    tokens = variant.accumulation * size.batch * size.model.seq
+    return {
+        **figures,
+        **host.figures(size.model.num_parameters),
+        "build_seconds": built,
+        "tokens_per_second": tokens / figures["seconds"],
+        "norms": trainer.norms,
+        "clip_rate": clip_rate(trainer, variant),
+        "note": trainer.note,
+    }
+
+
+def start(variant: Variant, device: str, most_gib: float | None) -> None:
+    """Get the engine and the device, so that neither counts as memory of the variant."""
+    prepare(variant)
+    if device == "cpu":
+        os.environ["SHARDWELL_DEVICE"] = "cpu"
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        return
+    torch.cuda.set_device(0)
+    if most_gib is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most_gib * GIB / total))
+    backend = "cpu:gloo,cuda:nccl" if variant.engine == "fsdp2" else "nccl"  # FSDP2 sums the norm on the host
+    dist.init_process_group(backend, device_id=torch.device("cuda", 0))
+    torch.ones(1, device="cuda").item()
+
+
+def main() -> None:
+    """Run the pass that the JSON in argv[1] describes."""
+    spec = json.loads(sys.argv[1])
+    size, variant, device = SIZES[spec["size"]], VARIANTS[spec["variant"]], spec["device"]
+    start(variant, device, None if spec["pass"] == "floor" else size.most_gib)
+    workload = workload_of(size, variant, device)
+    if spec["pass"] == "floor":
+        result = measure_floor(workload)
+    elif spec["pass"] == "timeline":
+        result = profile_step(build(variant, workload), workload)
+    else:
+        result = measure(variant, size, device, spec["steps"])
+    Path(spec["folder"], f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
