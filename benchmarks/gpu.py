@@ -68,7 +68,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for name, entry in raw.items():
         rounds = entry["rounds"]
-        if not rounds or entry["error"]:
+        if not rounds:
             continue
         summary[name] = {key: statistics.median(figures[key] for figures in rounds) for key in ("seconds", "tflops")}
         for key in ("peak_allocated", "peak_reserved", "rest_allocated", "rss_peak"):

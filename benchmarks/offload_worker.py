@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import sys
 import threading
 import time
@@ -23,8 +22,8 @@ from benchmarks.offload_variants import SIZES, VARIANTS, Size, Variant, build, c
 GIB = 2**30
 
 
-def kib_of(file: str, key: str) -> int | None:
-    """A line of a file in /proc, in bytes."""
+def bytes_of(file: str, key: str) -> int | None:
+    """What a line of a file in /proc says, in bytes."""
     try:
         lines = Path("/proc", file).read_text().splitlines()
     except OSError:
@@ -36,32 +35,33 @@ def kib_of(file: str, key: str) -> int | None:
 class HostMemory:
     """What this process takes of the host from now on: by its own pages, and by what the machine has left.
 
-    Memory that CUDA allocated pinned may not count as the process' own pages; the machine always misses it. But others
+    Pinned memory that CUDA allocated may not count as the process' own pages; the machine always misses it. But others
     take from the machine as well.
     """
 
     def __init__(self) -> None:
         gc.collect()
-        self._before, self._left = kib_of("self/status", "VmRSS") or 0, kib_of("meminfo", "MemAvailable")
+        self._before, self._left = bytes_of("self/status", "VmRSS") or 0, bytes_of("meminfo", "MemAvailable")
         self._least, self._is_over = self._left, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         while self._left is not None and not self._is_over.wait(0.1):
-            self._least = min(self._least or self._left, kib_of("meminfo", "MemAvailable") or self._left)
+            self._least = min(self._least or self._left, bytes_of("meminfo", "MemAvailable") or self._left)
 
     def figures(self, parameters: int) -> dict[str, Any]:
         """Bytes so far, and for each parameter."""
         self._is_over.set()
         self._thread.join()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._before
-        rest = (kib_of("self/status", "VmRSS") or 0) - self._before
+        peak = bytes_of("self/status", "VmHWM") or 0  # getrusage's would be that of the parent if that was greater
+        rest = bytes_of("self/status", "VmRSS") or 0
         missed = None if self._left is None or self._least is None else self._left - self._least
         return {
             "rss_before": self._before,
-            "host_bytes_per_parameter": peak / parameters,
-            "host_rest_bytes_per_parameter": rest / parameters,
+            "rss_peak": peak,
+            "host_bytes_per_parameter": (peak - self._before) / parameters,
+            "host_rest_bytes_per_parameter": (rest - self._before) / parameters,
             "machine_bytes_per_parameter": None if missed is None else missed / parameters,
         }
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from benchmarks.gpu import interleave, summarise
+from benchmarks.launch import RunFailedError
 from benchmarks.offload import main, ratios
 from benchmarks.offload_floor import floor_of
 from benchmarks.offload_timeline import MARKER, draw, rows_of
@@ -75,6 +78,26 @@ def test_nothing_is_started_when_the_time_is_over(tmp_path: Path) -> None:
     assert main([*TINY, "--only", "fsdp2", "--budget", "1", "--json", str(path)]) == 0
     entry = json.loads(path.read_text())["sizes"]["tiny"]["raw"]["fsdp2"]
     assert entry["error"] == "stopped: 1 s were over before this turn"
+
+
+def test_figures_of_one_round_stay_when_the_next_fails() -> None:
+    turns: list[str] = []
+
+    def measure(name: str) -> dict[str, Any]:
+        turns.append(name)
+        if turns.count("first") == 2:
+            raise RunFailedError("failed: out of memory")
+        memory = dict.fromkeys(("peak_allocated", "peak_reserved", "rest_allocated", "rss_peak"), 7)
+        return {"seconds": 2.0, "tflops": 3.0, "losses": [5.0, 4.0], **memory}
+
+    raw = interleave({"first": None, "absent": "skipped: not installed", "second": None}, 2, measure, Console())
+    assert turns == ["first", "second", "second", "first"]
+    assert {name: entry["error"] for name, entry in raw.items()} == {
+        "first": "failed: out of memory",
+        "absent": "skipped: not installed",
+        "second": None,
+    }
+    assert {name: figures["seconds"] for name, figures in summarise(raw).items()} == {"first": 2.0, "second": 2.0}
 
 
 def test_an_unknown_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
