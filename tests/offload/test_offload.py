@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import shardwell
 from shardwell.errors import ConfigError, NonFiniteError, ShardwellError
 from shardwell.memory import State
+from shardwell.optim import host
 from shardwell.optim.lion import Lion
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.checkpoint.legs import Leg, everything, run_leg
@@ -122,6 +124,34 @@ def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: floa
     for other in others:
         for name in first:
             assert (first[name] == other[name]).all(), name
+
+
+def placed(case: Case, parameters: str, optimizer: str, chunk: int | None = None) -> dict[str, torch.Tensor]:
+    """Stage 3 with parameters and optimizer on a tier each."""
+    blocks = {"offload_param": {"device": parameters}, "offload_optimizer": {"device": optimizer}}
+    if chunk is not None:
+        host._CHUNK = chunk
+    try:
+        return all_sharded([replace(case, config={**case.config, "zero_optimization": blocks})], 3)[0]
+    finally:
+        host._CHUNK = 1 << 23
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_where_parameters_and_state_rest_makes_no_difference(ranks: Ranks, num_ranks: int, precision: str) -> None:
+    options = {"lr": 0.1, "momentum": 0.9}
+    case = host_case("auto", precision, steps=4, clip=0.5, accumulation=2, optimizer="SGD", options=options)
+    on_device = ranks.run(num_ranks, placed, case, "none", "none")[0]
+    above = ranks.run(num_ranks, placed, case, "cpu", "none")[0]
+    below = ranks.run(num_ranks, placed, case, "none", "cpu")[0]
+    all_below = ranks.run(num_ranks, placed, case, "cpu", "cpu")[0]
+    in_chunks = ranks.run(num_ranks, placed, case, "cpu", "cpu", 512)[0]
+    for name, value in on_device.items():
+        assert (above[name] == value).all(), name
+        assert (all_below[name] == below[name]).all(), name
+        assert (in_chunks[name] == below[name]).all(), name
+        assert np.allclose(below[name], value, atol=1e-6 if precision == "fp32" else 1e-3), name
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.2], ids=["never", "sometimes"])

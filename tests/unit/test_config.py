@@ -444,9 +444,9 @@ def test_parameter_offload_below_stage_3_contradicts_and_shows_the_stage(stage: 
     assert f'"cpu" contradicts zero_optimization.stage {stage}' in text
 
 
-def test_parameter_offload_at_stage_3_is_not_built_yet() -> None:
-    text = refusal({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    assert "does not have parameter offload yet" in text
+def test_parameters_on_disk_are_not_built_yet() -> None:
+    text = refusal({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    assert "does not have parameters on disk yet" in text
 
 
 @pytest.mark.parametrize(

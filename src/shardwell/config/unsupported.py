@@ -48,7 +48,9 @@ ONLY: dict[str, Only] = {
     "zero_optimization.offload_optimizer.device": Only(
         ("none", "cpu"), _not_yet("optimizer state on disk", 'use "cpu" or "none"')
     ),
-    "zero_optimization.offload_param.device": Only(("none",), _not_yet("parameter offload", 'use "none"')),
+    "zero_optimization.offload_param.device": Only(
+        ("none", "cpu"), _not_yet("parameters on disk", 'use "cpu" or "none"')
+    ),
     "zero_optimization.zero_hpz_partition_size": Only((1,), _not_yet("a secondary partition", "use 1 or remove it")),
     "zero_optimization.zero_quantized_weights": Only((False,), _not_yet("quantized weight gathers", _OFF)),
     "zero_optimization.zero_quantized_nontrainable_weights": Only(

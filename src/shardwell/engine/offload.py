@@ -109,6 +109,7 @@ class Need:
         self.numel = numel
         self.state = _ADAM_8BIT if settings.shardwell.moments == "8bit" else _ADAM
         self._param = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
+        self._params = self._param if zero.offload_param.device == "cpu" else 0
         self._adds_up = zero.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1
         self._here = mesh.node_size / (mesh.size if zero.stage else 1)
         slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
@@ -117,7 +118,7 @@ class Need:
     def each(self, policy: Commit) -> int:
         """Bytes a parameter."""
         kept = 0 if policy is Commit.AT_ONCE else self._param
-        return self.state + (4 if self._adds_up else kept)
+        return self.state + self._params + (4 if self._adds_up else kept)
 
     def total(self, policy: Commit, shadowed: int = 0) -> int:
         """Bytes, with shadows for some of the parameters."""

@@ -176,6 +176,7 @@ def _groups(
         kinds[dtype, trains, id(parameter) in persistent].append(Member(name, parameter, label, trains))
     wish = Wish(
         second_copy_in_node=zero.zero_hpz_partition_size > 1,
+        parameter_tier=Tier.HOST if zero.offload_param.device == "cpu" else Tier.DEVICE,
         optimizer_tier=Tier.HOST if one.name in places.offload.commits else Tier.DEVICE,
         commit=places.offload.commits.get(one.name, Commit.AFTER_NORM),
     )

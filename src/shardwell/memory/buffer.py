@@ -26,9 +26,14 @@ class Buffer:
         entry: tuple[State, str, Tier],
         numel: int,
         dtype: torch.dtype,
+        *,
+        pinned: bool = False,
     ) -> None:
         self._books = account, entry
-        self.tensor = device.empty(numel, dtype, entry[2], pinned=False)
+        if pinned:
+            self.tensor = device.pinned(numel * dtype.itemsize).view(dtype)
+        else:
+            self.tensor = device.empty(numel, dtype, entry[2], pinned=False)
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
         account.add(*entry, self.nbytes)

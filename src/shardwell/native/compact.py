@@ -57,6 +57,11 @@ class Compact:
         parts = [decode(self.codes, self.exponents, part) for part in _chunks(first, stop)]
         return torch.cat(parts)[start - first :] if parts else torch.empty(0)
 
+    def parts(self, span: slice) -> tuple[Tensor, Tensor]:
+        """Views of the codes and exponents of a span that begins with a block."""
+        start, stop, _ = span.indices(self.numel())
+        return self.codes[start:stop], self.exponents[start // BLOCK : -(-stop // BLOCK)]
+
     def copy_(self, values: Tensor) -> Compact:
         """Take over values; what has no code is rounded, up or down at random."""
         encode = moments8.encode_second if self.is_second else moments8.encode_first

@@ -21,7 +21,7 @@ With accumulation the worker also adds up the gradients of the micro-steps, in h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ from shardwell.unit.table import ReduceAt
 Factor = Callable[[], float | None]  # waits for what gradients are multiplied by; None: the step is not applied
 
 _ALIGNMENT = 64  # bytes
+_CHUNK = 1 << 23  # elements that are updated and then sent up, while the next ones are updated
+_NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
 _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
 
 
@@ -108,7 +110,7 @@ class HostUpdates:
 
     def bring_down(self, unit: Unit, *, waits: bool) -> None:
         """Start moving a unit's averaged gradients to the host; `waits`: it is not stepped before the norm is known."""
-        self._let_go()
+        self._let_go(_NUM_LEAVING)
         groups = [g for g in unit.trainable if rests_on_host(g) and g.gradients.result is not None]
         moved = {group: group.gradients.result for group in groups if group not in self._adding}
         self._parcels[unit.index], copies = self._send_down(unit, moved, waits=waits)
@@ -140,14 +142,20 @@ class HostUpdates:
             self._kept[unit.index] = self._pinned.make(num_bytes, unit.name)
         return self._kept[unit.index]
 
-    def _let_go(self) -> None:
-        """Free what was copied from and is not needed any more."""
-        while self._leaving and self._leaving[0][0].has_passed:
-            self._context.scratch.give(self._leaving.popleft()[1])
+    def _let_go(self, but: int) -> None:
+        """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""
+        while len(self._leaving) > but:
+            passed, memory = self._leaving[0]
+            if isinstance(passed, Mark):
+                passed.wait()
+            elif not passed.has_passed:
+                return
+            self._context.scratch.give(memory)
+            self._leaving.popleft()
 
     def add_up(self, unit: Unit) -> bool:
         """Add what a micro-step gave to the sums on the host; false if nothing came that belongs there."""
-        self._let_go()
+        self._let_go(_NUM_LEAVING)
         handed = {group: group.gradients.hand_over() for group in unit.trainable}
         new = {group: one for group, one in handed.items() if one is not None}
         if not new:
@@ -198,6 +206,7 @@ class HostUpdates:
     def forget_gradients(self) -> None:
         """The next micro-step begins new sums."""
         self._adding.clear()
+        self._let_go(0)
         for parcel in self._parcels.values():
             self._give_back(parcel, parcel.down)
         self._parcels.clear()
@@ -254,19 +263,21 @@ class HostUpdates:
         outs, slot = self._outs(job)
         for shard, gradient, options, out in zip(job.shards, job.gradients, job.options, outs, strict=True):
             new = job.shadow.spares[shard] if job.shadow is not None else None
-            self.kernel.step(shard.tensor, gradient, self._states[shard.tensor], Target(options, factor, out, new))
-            job.up = shard.group.send_up(out, shard.start, job.after)  # all follow one another on one lane
+            target = Target(options, factor, out, new)
+            for span in _chunks(shard.tensor.numel()):
+                self.kernel.step(shard.tensor, gradient, self._states[shard.tensor], target, span)
+                job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
         if slot is not None:
             self._outbox.give(slot, job.up)
 
     def _outs(self, job: Job) -> tuple[list[Tensor], Tensor | None]:
         """Where each shard's updated parameters are written, 1D in the compute dtype; and the slot that they are in.
 
-        On the CPU that is where they rest. Otherwise it is the memory that their gradients came in, unless those are
-        still needed or of another size.
+        In host memory that is where they rest. Otherwise it is the memory that their gradients came in, unless those
+        are still needed or of another size.
         """
         dtypes = [shard.group.precision.compute for shard in job.shards]
-        if not self._context.device.is_cuda:
+        if not any(shard.group.resting.is_cuda for shard in job.shards):
             return [shard.group.resting[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
         same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(job.gradients, dtypes, strict=True))
         if job.assumed is None and job.parcel.memory is not None and same_size and not job.added:
@@ -348,6 +359,11 @@ def _gone() -> None:
         "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
         'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'
     )
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, _CHUNK):
+        yield slice(start, min(start + _CHUNK, numel))
 
 
 def _param_bytes(group: Group) -> int:

@@ -46,24 +46,27 @@ class Kernel:
         }
         return {**state, **kept}
 
-    def step(self, master: Tensor, gradient: Tensor, state: dict[str, Any], target: Target) -> None:
-        """Compute one step over a stretch of masters; `advance` makes it count."""
-        rule = self.rule(target.options, state)
-        narrow = target.out if target.out.dtype.itemsize == 2 else None
-        spare = target.new
-        new = native.NewState(spare.master, self._kept(spare.state)) if spare is not None else None
-        stretch = native.Stretch(gradient, master, self._kept(state), target.factor, narrow, _seed(state), new)
+    def step(
+        self, master: Tensor, gradient: Tensor, state: dict[str, Any], target: Target, span: slice = slice(None)
+    ) -> None:
+        """Compute one step over a stretch of masters, or a span of it; `advance` makes it count."""
+        rule, spare, out = self.rule(target.options, state), target.new, target.out[span]
+        narrow = out if out.dtype.itemsize == 2 else None
+        new = native.NewState(spare.master[span], self._kept(spare.state, span)) if spare is not None else None
+        seed = int(state.get("step", 0)) + (span.start or 0)
+        kept = self._kept(state, span)
+        stretch = native.Stretch(gradient[span], master[span], kept, target.factor, narrow, seed, new)
         native.update(rule, stretch, self.threads)
-        stepped = master if spare is None else spare.master
-        if narrow is None and target.out.data_ptr() != stepped.data_ptr():
-            target.out.copy_(stepped)
+        stepped = (master if spare is None else spare.master)[span]
+        if narrow is None and out.data_ptr() != stepped.data_ptr():
+            out.copy_(stepped)
 
-    def _kept(self, state: dict[str, Any]) -> tuple[Tensor, ...] | native.Moments8:
-        kept = tuple(state[key] for key in self.keys if state.get(key) is not None)
+    def _kept(self, state: dict[str, Any], span: slice) -> tuple[Tensor, ...] | native.Moments8:
+        kept = [state[key] for key in self.keys if state.get(key) is not None]
         if not self.eight_bits:
-            return kept
-        first, second = kept
-        return native.Moments8((first.codes, second.codes), (first.exponents, second.exponents))
+            return tuple(value[span] for value in kept)
+        (codes1, exponents1), (codes2, exponents2) = (moment.parts(span) for moment in kept)
+        return native.Moments8((codes1, codes2), (exponents1, exponents2))
 
     @staticmethod
     def advance(state: dict[str, Any]) -> None:
@@ -154,10 +157,6 @@ def _adagrad_birth(master: Tensor, options: Options) -> dict[str, Any]:
 
 def _lion(options: Options, state: dict[str, Any]) -> native.Rule:
     return native.Lion(float(options["lr"]), _pair(options["betas"]), options["weight_decay"])
-
-
-def _seed(state: dict[str, Any]) -> int:
-    return int(state.get("step", 0))
 
 
 def _pair(betas: Any) -> tuple[float, float]:

@@ -85,11 +85,15 @@ class Group:
         own = self.own[1] - self.own[0]
         tier = self.row.optimizer.tier
         no_halves = self.precision.is_mixed and not self.precision.has_halves
-        if self.trainable and (tier is not Tier.DEVICE or (no_halves and not self.row.released)):
+        is_below = tier is not Tier.DEVICE or self.row.parameters.tier is not Tier.DEVICE
+        if self.trainable and (is_below or (no_halves and not self.row.released)):
             self._apart = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
         if self.row.released:
             dtype = self.precision.master if self._apart is None else self.precision.compute
-            self.shard = self._buffer(State.PARAMETERS, self.layout.shard_numel, dtype)
+            where = self.row.parameters.tier
+            entry = (State.PARAMETERS, self.unit, where)
+            device, account, numel = self.context.device, self.context.account, self.layout.shard_numel
+            self.shard = Buffer(device, account, entry, numel, dtype, pinned=where is not Tier.DEVICE)
         elif self.precision.has_halves and self._apart is None:
             self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16)
             self._joined = self._buffer(State.STAGING, own, self.precision.master)
@@ -167,7 +171,7 @@ class Group:
         self.close_master()
         self.forget_second_copy()
         if self.flat.present and self.shard is not None:
-            narrow(self.shard.tensor, self.flat.tensor[self.own[0] : self.own[1]])
+            narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
         if self.flat.present and self.row.optimizer.over is not None:
             self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
 
@@ -226,7 +230,10 @@ class Group:
         mesh = comm.mesh
         with self.context.device.gathers.after_current():
             mine = self.flat.tensor.chunk(mesh.size)[mesh.rank]
-            narrow(source, mine)
+            if source.device == mine.device:
+                narrow(source, mine)
+            else:
+                mine.copy_(source, non_blocking=True)
             mark = self.context.device.gathers.mark()
         move = comm.gather(self.flat.tensor, token)
         return Pending(mark.wait) if mesh.size == 1 else move
@@ -267,7 +274,7 @@ class Group:
     def send_up(self, values: Tensor, start: int, after: Mark) -> Mark:
         """Start copying updated parameters to where they rest, once the device is done with the old ones."""
         device = self.context.device
-        if not device.is_cuda:
+        if not self.resting.is_cuda:
             return Mark()
         with device.uploads.after(after), torch.no_grad():
             self.resting[start : start + values.numel()].copy_(values, non_blocking=True)

@@ -83,6 +83,7 @@ class Wish:
     """What a configuration adds to a stage's row."""
 
     second_copy_in_node: bool = False
+    parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
     commit: Commit = Commit.AFTER_NORM
 
@@ -104,6 +105,8 @@ def row_for(
     row = STAGES[stage]
     if wish.optimizer_tier is not Tier.DEVICE and not persistent:  # small parameters are not worth the way
         row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
+    if row.released and not persistent:
+        row = replace(row, parameters=replace(row.parameters, tier=wish.parameter_tier))
     if row.released and wish.second_copy_in_node:
         row = replace(row, second_copy=Resting(Axis.NODE))
     alone = num_ranks == 1 and not shard_at_world_one
