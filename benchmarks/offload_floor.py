@@ -84,7 +84,8 @@ def bus_rates(device: str) -> dict[str, float] | None:
 
 def update_rates(device: str, numel: int) -> dict[str, float]:
     """Elements a second of AdamW with fp32 and with 8-bit moments."""
-    threads = Device(device).num_update_threads()
+    cores = Device(device).update_cores()
+    threads = torch.get_num_threads() if cores is None else len(cores)
     slices = [Slice(numel) for _ in range(SLICES)]
     found: dict[str, float] = {"threads": threads}
     for name, kind in (("fp32", OURS), ("8bit", f"{OURS}, 8-bit moments")):

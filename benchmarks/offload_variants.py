@@ -75,6 +75,7 @@ VARIANTS: dict[str, Variant] = {  # the first ones are what a run that ends earl
     "shardwell2:shadow:always-clips": _ours("shadow", clip=ALWAYS),
     "shardwell2:auto:always-clips": _ours("auto", clip=ALWAYS),
     "shardwell3:at-once": _ours("at_once", 3),
+    "shardwell3:parameters": _ours("at_once", 3, parameters=True),
     "deepspeed3:parameters": Variant("deepspeed", 3, parameters=True),
     "shardwell2:at-once:ratio-auto": _ours("at_once", offload=IN_PART),
     "shardwell2:at-once:accumulate4": _ours("at_once", accumulation=4),
@@ -121,40 +122,40 @@ class EngineSteps:
     """The loop of DeepSpeed's interface, which shardwell shares."""
 
     def __init__(self, engine: Any, variant: Variant, note: str | None = None) -> None:
-        self.engine, self.note, self.norms = engine, note, list[float]()
+        self.engine, self.note, self.norms = engine, note, list[Tensor | float]()
         self._variant = variant
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         for _ in range(self._variant.accumulation):
             loss = self.engine(tokens, targets)
             self.engine.backward(loss)
             self.engine.step()
         if self._variant.clip > 0:
-            self.norms.append(float(self.engine.get_global_grad_norm()))
-        return float(loss.detach())
+            self.norms.append(self.engine.get_global_grad_norm())
+        return loss.detach()
 
 
 class TorchSteps:
     """The loop of plain PyTorch."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, variant: Variant) -> None:
-        self.note, self.norms = None, list[float]()
+        self.note, self.norms = None, list[Tensor | float]()
         self._model, self._optimizer, self._clip = model, optimizer, variant.clip
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        loss = self._model(tokens, targets)
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self._model(tokens, targets)
         loss.backward()
         if self._clip > 0:
             norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
-            self.norms.append(float(norm.full_tensor()))
+            self.norms.append(norm.full_tensor())
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return loss.detach()
 
 
 def clip_rate(trainer: EngineSteps | TorchSteps, variant: Variant) -> float | None:
     """The share of steps whose gradients were longer than allowed; None without clipping."""
-    return sum(norm > variant.clip for norm in trainer.norms) / len(trainer.norms) if trainer.norms else None
+    return sum(float(norm) > variant.clip for norm in trainer.norms) / len(trainer.norms) if trainer.norms else None
 
 
 # ------------------------------------------------------------------------------------------------------- builders
@@ -164,6 +165,8 @@ def shardwell_config(variant: Variant, workload: Workload) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": variant.stage, "stage3_param_persistence_threshold": 0}
     if variant.offload is not None:
         zero["offload_optimizer"] = variant.offload
+    if variant.parameters:
+        zero["offload_param"] = dict(CPU)
     return {
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": variant.accumulation,

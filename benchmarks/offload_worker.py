@@ -14,10 +14,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_worker import timing_pass
+from benchmarks.contenders import Workload
+from benchmarks.gpu_worker import batches, synchronise
 from benchmarks.offload_floor import measure_floor
 from benchmarks.offload_timeline import profile_step
-from benchmarks.offload_variants import SIZES, VARIANTS, Size, Variant, build, clip_rate, prepare, workload_of
+from benchmarks.offload_variants import (
+    SIZES,
+    VARIANTS,
+    EngineSteps,
+    Size,
+    TorchSteps,
+    Variant,
+    build,
+    clip_rate,
+    prepare,
+    workload_of,
+)
 
 GIB = 2**30
 
@@ -66,6 +78,36 @@ class HostMemory:
         }
 
 
+def steady_pass(trainer: EngineSteps | TorchSteps, workload: Workload, steps: int, warm_up: int) -> dict[str, Any]:
+    """Steps one after the other, as a training loop takes them: nobody waits for the device in between.
+
+    What of the last warm-up step still goes on at the begin is what of the last step still goes on at the end.
+    """
+    data = batches(workload)
+    losses = [trainer.step(*data[step % 2]) for step in range(warm_up)]
+    gc.collect()
+    synchronise(workload.device)
+    on_gpu = workload.device == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    begin, returned = time.perf_counter(), []
+    for step in range(warm_up, warm_up + steps):
+        losses.append(trainer.step(*data[step % 2]))
+        returned.append(time.perf_counter() - begin)
+    synchronise(workload.device)
+    seconds = (time.perf_counter() - begin) / steps
+    flops = 6 * workload.model.num_parameters * workload.batch * workload.model.seq
+    return {
+        "seconds": seconds,
+        "returned_seconds": returned,
+        "tflops": flops / seconds / 1e12,
+        "peak_allocated": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "peak_reserved": torch.cuda.max_memory_reserved() if on_gpu else None,
+        "rest_allocated": torch.cuda.memory_allocated() if on_gpu else None,
+        "losses": [float(loss) for loss in losses],
+    }
+
+
 def measure(variant: Variant, size: Size, device: str, steps: int) -> dict[str, Any]:
     """Build, then time steps."""
     host, workload, begin = HostMemory(), workload_of(size, variant, device), time.perf_counter()
@@ -74,7 +116,7 @@ def measure(variant: Variant, size: Size, device: str, steps: int) -> dict[str, 
     if device == "cuda":
         torch.cuda.empty_cache()  # what is reserved later is what training needs
     built = time.perf_counter() - begin
-    figures = timing_pass(trainer, workload, steps, size.warm_up)
+    figures = steady_pass(trainer, workload, steps, size.warm_up)
     figures["tflops"] *= variant.accumulation
     tokens = variant.accumulation * size.batch * size.model.seq
     return {
@@ -82,7 +124,7 @@ def measure(variant: Variant, size: Size, device: str, steps: int) -> dict[str, 
         **host.figures(size.model.num_parameters),
         "build_seconds": built,
         "tokens_per_second": tokens / figures["seconds"],
-        "norms": trainer.norms,
+        "norms": [float(norm) for norm in trainer.norms],
         "clip_rate": clip_rate(trainer, variant),
         "note": trainer.note,
     }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwell.memory.account import Tier
+from shardwell.memory.cores import allowed_cores, update_cores
 
 _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys
@@ -171,10 +172,13 @@ class Device:
         mine = min(limit, free + torch.cuda.memory_reserved(self.torch_device))
         return max(0.0, mine - torch.cuda.max_memory_reserved(self.torch_device))
 
-    def num_update_threads(self) -> int:
-        """For updates on the host: all of this process' share of the cores but two, which launch and load."""
-        share = num_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        return max(1, share - 2) if self.is_cuda else torch.get_num_threads()
+    def update_cores(self) -> list[int] | None:
+        """Which cores update what rests on the host; None: as many threads as torch has, wherever they run."""
+        if not self.is_cuda:
+            return None
+        num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        rank = int(os.environ.get("LOCAL_RANK", "0")) % num_ranks
+        return update_cores(rank, [_bus_of(other % torch.cuda.device_count()) for other in range(num_ranks)])
 
     def trim(self) -> None:
         """Return freed memory to the system."""
@@ -196,6 +200,14 @@ class Later:
         return self.value
 
 
+def _bus_of(index: int) -> str:
+    """The PCI address of a GPU; empty where torch does not tell."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    if not hasattr(properties, "pci_bus_id"):
+        return ""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
 def default_device() -> torch.device:
     """The device of this process: what SHARDWELL_DEVICE says, its own GPU if there is one, else the CPU."""
     if named := os.environ.get("SHARDWELL_DEVICE"):
@@ -209,7 +221,7 @@ def default_device() -> torch.device:
 
 def num_cores() -> int:
     """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(allowed_cores())
 
 
 def num_gpus() -> int:

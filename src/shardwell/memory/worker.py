@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from shardwell.memory.cores import stay_on
 
 
 class Ticket:
@@ -37,14 +39,17 @@ class Ticket:
 class Worker:
     """The thread starts with the first piece of work and ends with this object."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, cores: Sequence[int] | None = None) -> None:
+        """With `cores`, the thread and those that it starts stay on them."""
+        self._name, self._cores = name, cores
         self._queue: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(self._queue, self._cores), name=self._name, daemon=True
+            )
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
         ticket = Ticket()
@@ -52,7 +57,9 @@ class Worker:
         return ticket
 
 
-def _serve(waiting: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None]) -> None:
+def _serve(waiting: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None], cores: Sequence[int] | None) -> None:
+    if cores is not None:
+        stay_on(cores)
     while (item := waiting.get()) is not None:
         ticket, work = item
         ticket.run(work)

@@ -82,10 +82,16 @@ class HostUpdates:
     """The worker, and what is on its way."""
 
     def __init__(
-        self, context: Context, states: dict[Tensor, Any], kernel: Kernel, units: list[Unit], num_slots: int
+        self,
+        context: Context,
+        states: dict[Tensor, Any],
+        kernel: Kernel,
+        units: list[Unit],
+        worker: Worker,
+        num_slots: int,
     ) -> None:
         self._context, self._states, self.kernel = context, states, kernel
-        self._worker = Worker("shardwell host updates")
+        self._worker = worker
         self._jobs: dict[int, Job] = {}  # of this boundary, by unit
         self._parcels: dict[int, Parcel] = {}  # by unit: gradients that no job has yet
         self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
+from shardwell.memory.worker import Worker
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
@@ -101,13 +102,14 @@ class ShardedOptimizer(Optimizer):
         groups = [group for unit in self._units for group in unit.trainable if rests_on_host(group)]
         if not groups:
             return None
-        kernel = kernel_for(
-            self.inner, self._context.device.num_update_threads(), eight_bits=self._terms.eight_bit_moments
-        )
+        cores = self._context.device.update_cores()
+        threads = torch.get_num_threads() if cores is None else len(cores)
+        kernel = kernel_for(self.inner, threads, eight_bits=self._terms.eight_bit_moments)
         if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
             return None
         units = [unit for unit in self._units if any(rests_on_host(group) for group in unit.trainable)]
-        return HostUpdates(self._context, self.state, kernel, units, self._terms.buffer_count)
+        worker = Worker("shardwell host updates", cores)
+        return HostUpdates(self._context, self.state, kernel, units, worker, self._terms.buffer_count)
 
     def _is_stepped_here(self, group: Group) -> bool:
         """By the torch optimizer inside, in line."""

@@ -1,0 +1,45 @@
+"""Cores for updates: near the GPU, shared among its neighbours, with two left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwell.memory.cores import update_cores
+
+BUSES = ["0000:1a:00.0", "0000:3B:00.0", "0000:9a:00.0", "0000:bb:00.0"]
+
+
+def machine(root: Path) -> Path:
+    """Two memory nodes with eight cores each, two GPUs on each."""
+    for bus, node in zip(BUSES, (0, 0, 1, 1), strict=True):
+        folder = root / "bus/pci/devices" / bus.lower()
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+    for node, cores in enumerate(("0-3,8-11", "4-7,12-15")):
+        folder = root / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    return root
+
+
+def test_ranks_share_the_cores_of_their_node(tmp_path: Path) -> None:
+    system = machine(tmp_path)
+    found = [update_cores(rank, BUSES, range(16), system) for rank in range(4)]
+    assert found == [[0, 1], [8, 9], [4, 5], [12, 13]]
+    assert update_cores(0, BUSES[2:3], range(16), system) == [4, 5, 6, 7, 12, 13]
+
+
+def test_only_cores_that_the_process_may_use(tmp_path: Path) -> None:
+    system = machine(tmp_path)
+    assert update_cores(0, BUSES[:1], [2, 3, 4, 5, 8], system) == [2]
+    assert update_cores(0, BUSES[:1], [4, 5, 6, 7], system) == [4, 5]
+
+
+def test_a_system_that_tells_nothing_is_one_node(tmp_path: Path) -> None:
+    assert update_cores(0, BUSES[:1], range(16), tmp_path) == list(range(14))
+    assert [update_cores(rank, BUSES[:2], range(8), tmp_path) for rank in range(2)] == [[0, 1], [4, 5]]
+
+
+def test_there_is_always_a_core(tmp_path: Path) -> None:
+    assert update_cores(3, BUSES, range(2), tmp_path) == [1]
+    assert update_cores(0, BUSES, range(2), tmp_path) == [0]
