@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwell import native
 from shardwell.errors import ShardwellError
@@ -84,13 +85,13 @@ class HostUpdates:
     def __init__(
         self,
         context: Context,
-        states: dict[Tensor, Any],
+        inner: Optimizer,
         kernel: Kernel,
         units: list[Unit],
         worker: Worker,
         num_slots: int,
     ) -> None:
-        self._context, self._states, self.kernel = context, states, kernel
+        self._context, self._inner, self.kernel = context, inner, kernel
         self._worker = worker
         self._jobs: dict[int, Job] = {}  # of this boundary, by unit
         self._parcels: dict[int, Parcel] = {}  # by unit: gradients that no job has yet
@@ -102,7 +103,7 @@ class HostUpdates:
         self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
         self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
         self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
-        self._shadows: dict[int, Shadow] = {}
+        self.shadows: dict[int, Shadow] = {}  # by unit
         self.caution = Caution()
         for unit in units:
             self.enter(unit)
@@ -111,6 +112,17 @@ class HostUpdates:
         """Take in a unit."""
         for group in unit.trainable:
             group.gradients.hands_over = rests_on_host(group) and group.row.reduce_at is ReduceAt.MICRO_STEP
+
+    def leave(self, group: Group) -> None:
+        """Let go of a group, whose state will rest elsewhere."""
+        group.gradients.hands_over = False
+        total = self._totals.pop(group, None)
+        if total is not None:
+            self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
+
+    @property
+    def _states(self) -> dict[Tensor, Any]:
+        return self._inner.state
 
     # ------------------------------------------------------------------------------------------------- gradients
 
@@ -322,10 +334,10 @@ class HostUpdates:
         return self.caution.may_speculate and covers(mine)
 
     def _shadow_of(self, job: Job) -> Shadow:
-        shadow = self._shadows.get(job.unit.index)
+        shadow = self.shadows.get(job.unit.index)
         if shadow is None or not shadow.fits(job.shards):
             shadow = Shadow(job.unit, job.shards, self._states, self._context.account)
-            self._shadows[job.unit.index] = shadow
+            self.shadows[job.unit.index] = shadow
         return shadow
 
     def settle(self, unit: Unit, factor: Factor) -> None:

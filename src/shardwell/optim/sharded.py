@@ -19,19 +19,17 @@ from torch.optim import Optimizer
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
-from shardwell.memory.worker import Worker
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
-from shardwell.optim.host import Factor, HostUpdates, rests_on_host
-from shardwell.optim.kernels import kernel_for
+from shardwell.optim.host import rests_on_host
+from shardwell.optim.norms import norm_of, sum_of_squares
+from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards
 from shardwell.optim.whole import OverShards
 from shardwell.unit import Context, Group, Unit, guard
 from shardwell.unit.table import Commit
-
-Norm = Tensor | Callable[[], float]  # or what waits for it
 
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
 
@@ -83,9 +81,8 @@ class ShardedOptimizer(Optimizer):
         self._all_seen: Tensor | None = None
         self._verdict: Later | None = None
         self._num_states = -1
-        self._host = self._host_updates()
+        self._offloaded = self._make_offloaded()
         self._ahead = Ahead(self.state, self._stepped_here, lambda unit, factor: self._update([unit], factor))
-        self._host_norms: dict[int, list[tuple[Norm, bool]]] = {}  # by unit: norms of gradients that went down
         self.overflow = False
         self.skipped_steps = 0
 
@@ -97,23 +94,18 @@ class ShardedOptimizer(Optimizer):
                 by_label[shard.label].append(shard.tensor)
         return self._recipe.make(by_label)
 
-    def _host_updates(self) -> HostUpdates | None:
-        """Who steps beside the training loop, if there is something on the host that can be stepped so."""
-        groups = [group for unit in self._units for group in unit.trainable if rests_on_host(group)]
-        if not groups:
+    def _make_offloaded(self) -> Offloaded | None:
+        terms = self._terms
+        host = host_updates(
+            self.inner, self._units, self._context, terms.buffer_count, eight_bits=terms.eight_bit_moments
+        )
+        if host is None:
             return None
-        cores = self._context.device.update_cores()
-        threads = torch.get_num_threads() if cores is None else len(cores)
-        kernel = kernel_for(self.inner, threads, eight_bits=self._terms.eight_bit_moments)
-        if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
-            return None
-        units = [unit for unit in self._units if any(rests_on_host(group) for group in unit.trainable)]
-        worker = Worker("shardwell host updates", cores)
-        return HostUpdates(self._context, self.state, kernel, units, worker, self._terms.buffer_count)
+        return Offloaded(host, self.inner, self.shards, self._context, self.scale, self._clip)
 
     def _is_stepped_here(self, group: Group) -> bool:
         """By the torch optimizer inside, in line."""
-        return self._host is None or not rests_on_host(group)
+        return self._offloaded is None or not rests_on_host(group)
 
     def _stepped_here(self, unit: Unit) -> list[Shard]:
         return [shard for shard in self.shards.of(unit) if self._is_stepped_here(shard.group)]
@@ -174,7 +166,7 @@ class ShardedOptimizer(Optimizer):
                 for chunk in self._chunks():
                     self._update([unit for unit in chunk if unit.index not in done], clip)
                     for unit in chunk:
-                        self._after_update(unit, self._host.arrival(unit) if self._host is not None else None)
+                        self._after_update(unit, self._arrival(unit))
         finally:
             self.zero_grad()
         if self.scale.is_on:
@@ -203,8 +195,9 @@ class ShardedOptimizer(Optimizer):
 
     def packed(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         """A shard's state as it is kept, from state as torch keeps it."""
-        on_host = self._host is not None and rests_on_host(shard.group)
-        return self._host.kernel.packed(state) if self._host is not None and on_host else state
+        if self._offloaded is None or not rests_on_host(shard.group):
+            return state
+        return self._offloaded.host.kernel.packed(state)
 
     def forget_state(self, shard: Shard) -> None:
         """As if it had never been stepped."""
@@ -221,8 +214,8 @@ class ShardedOptimizer(Optimizer):
         if not unit.trainable:
             return
         self._units = sorted([*self._units, unit], key=lambda other: other.index)
-        if self._host is not None:
-            self._host.enter(unit)
+        if self._offloaded is not None:
+            self._offloaded.host.enter(unit)
         for shard in self.shards.enter(unit):
             if shard.label >= 0:
                 self.param_groups[shard.label]["params"].append(shard.tensor)
@@ -247,107 +240,48 @@ class ShardedOptimizer(Optimizer):
 
         At the boundary they are complete, and rows that do not wait for the norm are updated now.
         """
-        if self._host is not None:
-            self._host.add_up(unit)
+        if self._offloaded is not None:
+            self._offloaded.host.add_up(unit)
         if not at_boundary:
             return
         is_complete = all(all(group.gradients.seen) for group in unit.trainable)
-        goes_ahead = is_complete and self._goes_ahead(unit)
-        if self._host is not None:
-            self._bring_down(unit, waits=not goes_ahead or self._commit_of(unit) is Commit.SHADOW)
+        if self._offloaded is not None:
+            self._offloaded.take(unit, is_complete=is_complete)
         if is_complete:
             self._ahead.update(unit)
-        if goes_ahead:
-            self._start_ahead(unit)
 
-    # ------------------------------------------------------------------------------------------------- the host
-
-    @staticmethod
-    def _commit_of(unit: Unit) -> Commit | None:
-        """When its updates on the host commit; None if there are none."""
-        return next((group.row.commit for group in unit.trainable if rests_on_host(group)), None)
-
-    def _goes_ahead(self, unit: Unit) -> bool:
-        """Whether an update on the host is queued before the norm is known."""
-        commit = self._commit_of(unit)
-        if self._host is None or commit is None or commit is Commit.AFTER_NORM:
-            return False
-        return commit is Commit.AT_ONCE or self._host.may_speculate(self.shards.of(unit))
-
-    def _bring_down(self, unit: Unit, *, waits: bool) -> None:
-        """Norms first: on the device they are cheap, and there they are the same bits as without offload."""
-        assert self._host is not None
-        shards = [s for s in self.shards.of(unit) if rests_on_host(s.group) and s.gradient is not None]
-        self._host_norms[unit.index] = [self._norm_there(shard) for shard in shards]
-        self._host.bring_down(unit, waits=waits)
-
-    def _norm_there(self, shard: Shard) -> tuple[Norm, bool]:
-        assert self._host is not None
-        assert shard.gradient is not None
-        if not self._host.adds_up(shard.group):
-            return self._norm_of(shard)
-        return self._host.norm_later(shard.gradient), shard.group.row.gradients.over is None
-
-    def _start_ahead(self, unit: Unit) -> None:
-        """Queue a unit's update before the norm is known."""
-        assert self._host is not None
-        if self._host.is_ahead(unit):
-            raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
-        shadows = self._commit_of(unit) is Commit.SHADOW
-        self._host.start(
-            unit,
-            self.shards.of(unit),
-            self._options(),
-            self._factor(self._own_norm(unit), clips=False),
-            1.0 / self.scale.value if shadows else None,
-        )
-
-    def _own_norm(self, unit: Unit) -> Callable[[], float]:
-        """Of a unit's gradients on this rank, once somebody waits for it."""
-        norms = [norm for norm, _ in self._host_norms[unit.index]]
-        later = [norm for norm in norms if not isinstance(norm, Tensor)]
-        here = self._read_later(self._sum_of_squares([norm for norm in norms if isinstance(norm, Tensor)]).sqrt())
-        return lambda: math.hypot(here(), *(norm() for norm in later))
-
-    def _read_later(self, value: Tensor) -> Callable[[], float]:
-        later = self._context.device.read_later(value)
-        return lambda: float(later.get())
+    def _arrival(self, unit: Unit) -> Callable[[], None] | None:
+        return None if self._offloaded is None else self._offloaded.host.arrival(unit)
 
     def _step_on_host(self, may_step: bool) -> None:
-        """Queue the updates of this boundary, or what becomes of those that were done ahead of the norm."""
-        if self._host is None or self._raw_norm is None:
-            return
-        factor = self._factor(self._read_later(self._raw_norm), clips=True) if may_step else _never
-        for unit in self._units:
-            if self._host.is_ahead(unit):
-                self._host.settle(unit, factor)
-                if not may_step:
-                    self._after_update(unit, self._host.arrival(unit))
-            elif may_step and any(rests_on_host(group) for group in unit.trainable):
-                self._host.start(unit, list(self._to_step(unit)), self._options(), factor)
+        if self._offloaded is not None:
+            norm = self._raw_norm if may_step else None
+            for unit, arrival in self._offloaded.step(self._units, norm, self._to_step):
+                self._after_update(unit, arrival)
 
-    def _options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of this step, by parameter group."""
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+    def move_up(self, free: float) -> list[str]:
+        """Let the state of the first units rest on the device, as many as `free` bytes hold; returns their names.
 
-    def _factor(self, norm: Callable[[], float], *, clips: bool) -> Factor:
-        """What gradients are multiplied by, once somebody waits for it; None if the norm is not finite."""
-        scale, clip = self.scale.value, self._clip
-
-        def factor() -> float | None:
-            known = norm()
-            if not math.isfinite(known):
-                return None
-            clipped = min(clip / (known / scale + 1e-6), 1.0) if clips and clip > 0 else 1.0
-            return clipped / scale
-
-        return factor
+        Their updates would be the last on the host, and the next forward needs them first.
+        """
+        moved = []
+        for unit in self._units if self._offloaded is not None else ():
+            assert self._offloaded is not None
+            needed = self._offloaded.bytes_above(unit)
+            free -= needed
+            if free < 0:
+                break
+            if needed:
+                self._offloaded.move_up(unit, self.scalar)
+                moved.append(unit.name)
+        self._num_states = -1
+        self.count_states()
+        return moved
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary."""
-        self._host_norms.clear()
-        if self._host is not None:
-            self._host.forget_gradients()
+        if self._offloaded is not None:
+            self._offloaded.forget_gradients()
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.clear()
@@ -366,28 +300,22 @@ class ShardedOptimizer(Optimizer):
             for norm, is_whole in self._norms_of(unit):
                 (whole if is_whole else split).append(norm)
         seen = self.shards.seen()
-        total = torch.cat([self._sum_of_squares(split).view(1), self._flags(seen)])
+        total = torch.cat([sum_of_squares(split, self._context.device).view(1), self._flags(seen)])
         self._context.world.sum_scalar(total, "NORM")
         self._unseen = set()
         if not all(seen) and not self._context.device.is_virtual:
             anywhere = total[1:].tolist()
             self._unseen = {name for name, number in self.shards.numbers.items() if not anywhere[number]}
-        return (total[0] + self._sum_of_squares(whole)).sqrt()
+        return (total[0] + sum_of_squares(whole, self._context.device)).sqrt()
 
     def _norms_of(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
         """The norms of a unit's gradients on this rank, and whether every rank has the same."""
-        gone = self._host_norms.get(unit.index, [])
-        for norm, is_whole in gone:
-            yield norm if isinstance(norm, Tensor) else self._context.device.scalar(norm(), torch.float64), is_whole
+        gone = self._offloaded is not None and self._offloaded.has_norms(unit)
+        if self._offloaded is not None:
+            yield from self._offloaded.norms(unit)
         for shard in self.shards.of(unit):
             if shard.gradient is not None and not (gone and rests_on_host(shard.group)):
-                yield self._norm_of(shard)
-
-    def _norm_of(self, shard: Shard) -> tuple[Tensor, bool]:
-        gradient = shard.gradient
-        assert gradient is not None
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return torch.linalg.vector_norm(gradient, dtype=wide), shard.group.row.gradients.over is None
+                yield norm_of(shard)
 
     def _flags(self, seen: list[bool]) -> Tensor:
         """1D, a number for each parameter: did it get a gradient here?"""
@@ -397,11 +325,6 @@ class ShardedOptimizer(Optimizer):
         if self._all_seen is None or len(self._all_seen) != len(seen):
             self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device)
         return self._all_seen
-
-    def _sum_of_squares(self, norms: list[Tensor]) -> Tensor:
-        if not norms:
-            return self._context.device.scalar(0.0, torch.float64)
-        return torch.stack([norm.double() for norm in norms]).square().sum()
 
     def _clip_factor(self, norm: Tensor) -> Tensor | None:
         """What to multiply gradients by; None if nothing has to be clipped and the host can know that for free."""
@@ -552,7 +475,3 @@ class ShardedOptimizer(Optimizer):
         """Load what `state_dict` of the same rank, world and stage gave."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-
-def _never() -> float | None:
-    return None

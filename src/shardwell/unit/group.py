@@ -21,7 +21,7 @@ from shardwell.memory import Account, Buffer, Device, Mark, Scratch, State, Tier
 from shardwell.rounding import join, narrow, split
 from shardwell.unit import guard
 from shardwell.unit.gradients import Gradients
-from shardwell.unit.table import Precision, Row
+from shardwell.unit.table import Commit, Precision, Row
 
 
 @dataclass(frozen=True)
@@ -301,6 +301,17 @@ class Group:
         if self._joined is not None:
             return self._joined.tensor
         return self.flat.tensor[self.own[0] : self.own[1]]
+
+    def raise_masters(self) -> None:
+        """Masters that rest apart on the host go to the device, for good. Who holds a stretch must cut anew."""
+        assert self._apart is not None
+        before = self._apart
+        self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE), commit=Commit.AFTER_NORM)
+        self._apart = self._buffer(State.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
+        self._apart.tensor.copy_(before.tensor)
+        before.drop()
+        for run, tensor in self.runs:
+            tensor.data = self._apart.tensor[run.start : run.start + run.numel]
 
     def exchange_masters(self, spare: Tensor) -> None:
         """Masters that rest apart change places with `spare`, memory like theirs. Who holds a stretch must cut anew."""

@@ -1,0 +1,182 @@
+"""The part of an optimizer's steps that runs on the host: which units go ahead of the norm, and with which factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwell.errors import ShardwellError
+from shardwell.memory.worker import Worker
+from shardwell.native import Compact
+from shardwell.optim.host import Factor, HostUpdates, rests_on_host
+from shardwell.optim.kernels import kernel_for
+from shardwell.optim.norms import norm_of, sum_of_squares
+from shardwell.optim.scale import LossScale
+from shardwell.optim.shards import Shard, Shards
+from shardwell.unit import Context, Unit
+from shardwell.unit.table import Commit
+
+Norm = Tensor | Callable[[], float]  # or what waits for it
+Arrival = Callable[[], None]
+
+
+def host_updates(
+    inner: Optimizer, units: list[Unit], context: Context, num_slots: int, *, eight_bits: bool
+) -> HostUpdates | None:
+    """Who steps beside the training loop, if there is something on the host that can be stepped so."""
+    mine = [unit for unit in units if any(rests_on_host(group) for group in unit.trainable)]
+    if not mine:
+        return None
+    cores = context.device.update_cores()
+    threads = torch.get_num_threads() if cores is None else len(cores)
+    kernel = kernel_for(inner, threads, eight_bits=eight_bits)
+    groups = [group for unit in mine for group in unit.trainable if rests_on_host(group)]
+    if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
+        return None
+    return HostUpdates(context, inner, kernel, mine, Worker("shardwell host updates", cores), num_slots)
+
+
+class Offloaded:
+    """The units whose optimizer state rests on the host."""
+
+    def __init__(
+        self, host: HostUpdates, inner: Optimizer, shards: Shards, context: Context, scale: LossScale, clip: float
+    ) -> None:
+        self.host = host
+        self._inner, self._shards, self._context = inner, shards, context
+        self._scale, self._clip = scale, clip
+        self._norms: dict[int, list[tuple[Norm, bool]]] = {}  # by unit: norms of gradients that went down
+
+    # ------------------------------------------------------------------------------------------------- backward
+
+    def take(self, unit: Unit, *, is_complete: bool) -> None:
+        """A unit's gradients of this boundary are reduced: bring them down; update it if that need not wait."""
+        commit = next((group.row.commit for group in unit.trainable if rests_on_host(group)), None)
+        if commit is None:
+            return
+        goes_ahead = is_complete and self._goes_ahead(unit, commit)
+        shards = [s for s in self._shards.of(unit) if rests_on_host(s.group) and s.gradient is not None]
+        self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
+        self.host.bring_down(unit, waits=not goes_ahead or commit is Commit.SHADOW)
+        if goes_ahead:
+            self._start_ahead(unit, commit)
+
+    def _goes_ahead(self, unit: Unit, commit: Commit) -> bool:
+        if commit is Commit.SHADOW:
+            return self.host.may_speculate(self._shards.of(unit))
+        return commit is Commit.AT_ONCE
+
+    def _norm_of(self, shard: Shard) -> tuple[Norm, bool]:
+        """On the device it is cheap, and the same bits as without offload; what is added up is there no more."""
+        assert shard.gradient is not None
+        if not self.host.adds_up(shard.group):
+            return norm_of(shard)
+        return self.host.norm_later(shard.gradient), shard.group.row.gradients.over is None
+
+    def _start_ahead(self, unit: Unit, commit: Commit) -> None:
+        """Queue a unit's update before the norm is known."""
+        if self.host.is_ahead(unit):
+            raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
+        factor = self._factor(self._own_norm(unit), clips=False)
+        assumed = 1.0 / self._scale.value if commit is Commit.SHADOW else None
+        self.host.start(unit, self._shards.of(unit), self._options(), factor, assumed)
+
+    def _own_norm(self, unit: Unit) -> Callable[[], float]:
+        """Of a unit's gradients on this rank, once somebody waits for it."""
+        norms = [norm for norm, _ in self._norms[unit.index]]
+        later = [norm for norm in norms if not isinstance(norm, Tensor)]
+        here = sum_of_squares([norm for norm in norms if isinstance(norm, Tensor)], self._context.device).sqrt()
+        known = self._read_later(here)
+        return lambda: math.hypot(known(), *(norm() for norm in later))
+
+    def _read_later(self, value: Tensor) -> Callable[[], float]:
+        later = self._context.device.read_later(value)
+        return lambda: float(later.get())
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of this step, by parameter group."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self._inner.param_groups]
+
+    def _factor(self, norm: Callable[[], float], *, clips: bool) -> Factor:
+        """What gradients are multiplied by, once somebody waits for it; None if the norm is not finite."""
+        scale, clip = self._scale.value, self._clip
+
+        def factor() -> float | None:
+            known = norm()
+            if not math.isfinite(known):
+                return None
+            clipped = min(clip / (known / scale + 1e-6), 1.0) if clips and clip > 0 else 1.0
+            return clipped / scale
+
+        return factor
+
+    # ----------------------------------------------------------------------------------------------------- step
+
+    def norms(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
+        """Of the gradients that went down; and whether every rank has the same."""
+        for norm, is_whole in self._norms.get(unit.index, []):
+            yield norm if isinstance(norm, Tensor) else self._context.device.scalar(norm(), torch.float64), is_whole
+
+    def has_norms(self, unit: Unit) -> bool:
+        return unit.index in self._norms
+
+    def step(
+        self, units: Iterable[Unit], norm: Tensor | None, shards_of: Callable[[Unit], Iterable[Shard]]
+    ) -> Iterator[tuple[Unit, Arrival | None]]:
+        """Queue the updates of this boundary, and what becomes of those that were done ahead of the norm.
+
+        Without a norm the step is not applied: yields the units that must be waited for all the same.
+        """
+        factor = self._factor(self._read_later(norm), clips=True) if norm is not None else _never
+        for unit in units:
+            if self.host.is_ahead(unit):
+                self.host.settle(unit, factor)
+                if norm is None:
+                    yield unit, self.host.arrival(unit)
+            elif norm is not None and any(rests_on_host(group) for group in unit.trainable):
+                self.host.start(unit, list(shards_of(unit)), self._options(), factor)
+
+    def forget_gradients(self) -> None:
+        self._norms.clear()
+        self.host.forget_gradients()
+
+    # ------------------------------------------------------------------------------------------------ residence
+
+    @torch.no_grad()
+    def move_up(self, unit: Unit, scalar: Callable[[Tensor, Any, float], Any]) -> None:
+        """Let a unit's optimizer state rest on the device from now on. `scalar` makes a number of a state."""
+        unit.wait()
+        where = self._context.device.torch_device
+        for group in [group for group in unit.trainable if rests_on_host(group)]:
+            self.host.leave(group)
+            group.raise_masters()
+            for shard in self._shards.of(unit):
+                if shard.group is group:
+                    shard.tensor.data = group.cut_master(shard.start, shard.tensor.numel())
+                    state = self._inner.state.get(shard.tensor, {})
+                    for key, value in state.items():
+                        is_number = isinstance(value, Tensor) and value.ndim == 0
+                        state[key] = scalar(shard.tensor, value, float(value)) if is_number else _on(where, value)
+        self.host.shadows.pop(unit.index, None)
+
+    def bytes_above(self, unit: Unit) -> int:
+        """What the device needs for a unit's state if it rests there: masters, moments, and the gradients that wait."""
+        groups = [group for group in unit.trainable if rests_on_host(group)]
+        per_element = 4 * (1 + len(self.host.kernel.keys))
+        return sum((g.own[1] - g.own[0]) * (per_element + g.precision.compute.itemsize) for g in groups)
+
+
+def _on(where: torch.device, value: Any) -> Any:
+    """An entry of a state, on a device."""
+    if isinstance(value, Compact):
+        return value[:].to(where)
+    return value.to(where) if isinstance(value, Tensor) else value
+
+
+def _never() -> float | None:
+    return None
