@@ -1,9 +1,11 @@
 // The kernels, written once as plain loops and compiled for each instruction set (SHARDWELL_ISA names it).
 //
 // A stretch is walked in tiles that stay in the first-level cache: widen the gradient, update master and state, narrow
-// the result. Memory is read and written once; what does not stay in place is written past the caches. Every fp32
-// operation is rounded on its own (no fused multiply-add), so all instruction sets give the same bits, and so does
-// src/shardwell/native/reference.py.
+// the result. Memory is read and written once; what does not stay in place is written past the caches.
+//
+// Operations stand in the order of torch's on CUDA, and a product and a sum are one operation (std::fma) where they are
+// there: from the same numbers, a step gives torch's bits. Compilers fuse nothing else. So all instruction sets give
+// the same bits as well, and so does src/shardwell/native/reference.py.
 
 #include "kernels.h"
 
@@ -38,27 +40,40 @@ struct Part {
 // As torch.lerp: from the nearer end.
 inline float lerp(float from, float to, float weight) {
     const float difference = to - from;
-    return weight < 0.5f ? from + weight * difference : to + (weight - 1.0f) * difference;
+    return weight < 0.5f ? std::fma(weight, difference, from) : std::fma(weight - 1.0f, difference, to);
+}
+
+// The gradient with coupled weight decay, which 0 turns off.
+inline float coupled(float gradient, float master, float weight) {
+    return weight != 0.0f ? std::fma(weight, master, gradient) : gradient;
 }
 
 inline float sign(float value) { return static_cast<float>(value > 0.0f) - static_cast<float>(value < 0.0f); }
 
+template <Like like>
 struct AdamTile {
     const Adam& c;
 
     void operator()(Part p, const float* gradient, Part m, Part v, int64_t n) const {
         const Adam a = c;
-        const bool decays = a.coupled != 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            const float g = decays ? gradient[i] + a.coupled * p.from[i] : gradient[i];
-            const float first = lerp(m.from[i], g, a.weight1);
-            const float second = a.beta2 * v.from[i] + a.weight2 * g * g;
+            const float g = coupled(gradient[i], p.from[i], a.coupled);
+            const float first = like == Like::cuda_fused ? std::fma(a.beta1, m.from[i], std::fma(-a.beta1, g, g))
+                                                         : lerp(m.from[i], g, a.weight1);
+            const float second = squares(a, v.from[i], g);
             const float denominator = std::sqrt(second) / a.root + a.eps;
-            p.to[i] = a.decay * p.from[i] + a.step_size * first / denominator;
+            const float old = like == Like::cuda_fused ? std::fma(a.decay, p.from[i], p.from[i]) : a.decay * p.from[i];
+            p.to[i] = like == Like::cuda ? std::fma(a.step_size, first / denominator, old)
+                                         : old + a.step_size * first / denominator;
             m.to[i] = first;
             v.to[i] = second;
         }
+    }
+
+    static float squares(const Adam& a, float v, float g) {
+        if (like == Like::cuda_fused) return std::fma(a.beta2, v, std::fma(-a.beta2, g * g, g * g));
+        return like == Like::cuda ? std::fma(a.weight2, g * g, a.beta2 * v) : std::fma(a.weight2 * g, g, a.beta2 * v);
     }
 };
 
@@ -68,16 +83,15 @@ struct SgdTile {
 
     void operator()(Part p, const float* gradient, Part momentum, Part, int64_t n) const {
         const Sgd a = c;
-        const bool decays = a.coupled != 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            float g = decays ? gradient[i] + a.coupled * p.from[i] : gradient[i];
+            float g = coupled(gradient[i], p.from[i], a.coupled);
             if (with_momentum) {
-                const float moved = a.first ? g : a.momentum * momentum.from[i] + a.weight * g;
-                g = a.nesterov ? g + a.momentum * moved : moved;
+                const float moved = a.first ? g : std::fma(a.weight, g, a.momentum * momentum.from[i]);
+                g = a.nesterov ? std::fma(a.momentum, moved, g) : moved;
                 momentum.to[i] = moved;
             }
-            p.to[i] = p.from[i] + a.rate * g;
+            p.to[i] = std::fma(a.rate, g, p.from[i]);
         }
     }
 };
@@ -87,11 +101,10 @@ struct AdagradTile {
 
     void operator()(Part p, const float* gradient, Part sum, Part, int64_t n) const {
         const Adagrad a = c;
-        const bool decays = a.coupled != 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            const float g = decays ? gradient[i] + a.coupled * p.from[i] : gradient[i];
-            const float total = sum.from[i] + g * g;
+            const float g = coupled(gradient[i], p.from[i], a.coupled);
+            const float total = std::fma(g, g, sum.from[i]);
             p.to[i] = p.from[i] + a.rate * g / (std::sqrt(total) + a.eps);
             sum.to[i] = total;
         }
@@ -188,7 +201,8 @@ void step(const Stretch& s, const Rule& rule, int64_t begin, int64_t end) {
 }
 
 // Here a tile is a block.
-void step_adam8(const Stretch& s, const Adam& adam, int64_t begin, int64_t end) {
+template <class Rule>
+void step8(const Stretch& s, const Rule& rule, int64_t begin, int64_t end) {
     Tile tile;
     const uint32_t key = hash(s.seed);
     const Part first = {tile.state[0], tile.state[0]}, second = {tile.state[1], tile.state[1]};
@@ -196,7 +210,7 @@ void step_adam8(const Stretch& s, const Adam& adam, int64_t begin, int64_t end) 
         const int64_t n = end - at < BLOCK ? end - at : BLOCK, block = at / BLOCK;
         decode1(s.old.codes[0] + at, s.old.exponents[0][block], tile.state[0], n);
         decode2(s.old.codes[1] + at, s.old.exponents[1][block], tile.state[1], n);
-        step_tile(s, AdamTile{adam}, at, n, first, second, tile);
+        step_tile(s, rule, at, n, first, second, tile);
         encode(first.to, second.to, tile.codes[0], tile.codes[1], s.now.exponents[0][block], s.now.exponents[1][block],
                n, static_cast<uint32_t>(at), key);
         for (int i = 0; i < 2; ++i) put(s.now.codes[i] + at, tile.codes[i], n);
@@ -204,11 +218,22 @@ void step_adam8(const Stretch& s, const Adam& adam, int64_t begin, int64_t end) 
     finish_stores();
 }
 
-void adam(const Stretch& s, const Adam& c, int64_t begin, int64_t end) {
+template <Like like>
+void adam_like(const Stretch& s, const Adam& c, int64_t begin, int64_t end) {
     if (s.old.codes[0]) {
-        step_adam8(s, c, begin, end);
+        step8(s, AdamTile<like>{c}, begin, end);
     } else {
-        step(s, AdamTile{c}, begin, end);
+        step(s, AdamTile<like>{c}, begin, end);
+    }
+}
+
+void adam(const Stretch& s, const Adam& c, int64_t begin, int64_t end) {
+    if (c.like == Like::cuda) {
+        adam_like<Like::cuda>(s, c, begin, end);
+    } else if (c.like == Like::cuda_fused) {
+        adam_like<Like::cuda_fused>(s, c, begin, end);
+    } else {
+        adam_like<Like::cpu>(s, c, begin, end);
     }
 }
 

@@ -12,7 +12,8 @@ struct Kernels {
     void (*sgd)(const Stretch&, const Sgd&, int64_t begin, int64_t end);
     void (*adagrad)(const Stretch&, const Adagrad&, int64_t begin, int64_t end);
     void (*lion)(const Stretch&, const Lion&, int64_t begin, int64_t end);
-    void (*add)(float* total, const void* gradient, Number number, float factor, bool fresh, int64_t begin, int64_t end);
+    void (*add)(float* total, const void* gradient, Number number, float factor, bool fresh, int64_t begin,
+                int64_t end);
     double (*sum_of_squares)(const void* data, Number number, int64_t begin, int64_t end);
     void (*to_bf16)(const float* source, uint16_t* out, int64_t numel);
     uint32_t (*crc32)(uint32_t value, const uint8_t* data, int64_t num_bytes);

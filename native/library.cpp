@@ -47,8 +47,8 @@ int32_t shardwell_abi_version() { return ABI_VERSION; }
 
 int32_t shardwell_isa() {
 #if defined(SHARDWELL_X86)
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("pclmul");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("pclmul");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx2 && avx512) return static_cast<int32_t>(Isa::avx512);

@@ -12,11 +12,13 @@
 
 namespace shardwell {
 
-constexpr int32_t ABI_VERSION = 3;
+constexpr int32_t ABI_VERSION = 4;
 constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments
 
 enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };
 enum class Number : int32_t { none = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
+// Whose roundings Adam has: torch's foreach operations on CUDA, its fused kernel there, or its operations on the CPU.
+enum class Like : int32_t { cuda = 0, cuda_fused = 1, cpu = 2 };
 
 // A master and its state. A pointer that a call does not need is null.
 struct Slot {
@@ -43,14 +45,16 @@ struct Stretch {
 
 // The coefficients of a step. The host computes them in double and rounds them once.
 struct Adam {
+    float beta1;
     float weight1;  // 1 - beta1
     float beta2;
     float weight2;    // 1 - beta2
     float step_size;  // -lr / (1 - beta1^t)
     float root;       // sqrt(1 - beta2^t)
     float eps;
-    float decay;    // the master is multiplied by it: 1 - lr * weight_decay (AdamW)
+    float decay;    // AdamW: the master is multiplied by it, 1 - lr * weight_decay; like cuda_fused, by 1 + it
     float coupled;  // times the master is added to the gradient: weight_decay (Adam); 0 is off
+    Like like;
 };
 
 struct Sgd {

@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 from shardwell.native.compact import Compact
 from shardwell.native.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.native.reference import Reference
-from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
+from shardwell.native.rules import Adagrad, Adam, Like, Lion, Rule, Sgd
 from shardwell.native.stretch import BLOCK, GRADIENTS, Halves, Moments8, NewState, Stretch, check
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Compact",
     "Description",
     "Halves",
+    "Like",
     "Lion",
     "Moments8",
     "NewState",

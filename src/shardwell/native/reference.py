@@ -1,8 +1,9 @@
 """The kernels as torch operations: what the library must equal, and what runs where it is missing.
 
-Built from single additions, subtractions, multiplications and divisions only, each rounded to fp32 on its own. Fused
-forms (`add` with `alpha`, `lerp`, `addcmul`, `addcdiv`) round less often, and differently from machine to machine.
-Square roots are taken in double: torch's own in fp32 are off by one bit in 0.6 % of cases where MKL computes them.
+Built from single additions, subtractions, multiplications and divisions, each rounded to fp32 on its own, and from
+products with sums that are rounded once, in the places where torch has them on CUDA. torch's own fused forms (`add`
+with `alpha`, `lerp`, `addcmul`, `addcdiv`) differ from machine to machine. Square roots are taken in double: torch's
+own in fp32 are off by one bit in 0.6 % of cases where MKL computes them.
 
 The library gives the same bits, except for the payload of a NaN.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from shardwell import rounding
 from shardwell.native import moments8
 from shardwell.native.rules import (
+    LIKES,
     Adagrad,
     AdagradNumbers,
     Adam,
@@ -113,30 +115,39 @@ def _apply(rule: Rule, master: Tensor, gradient: Tensor, state: list[Tensor]) ->
 
 
 def _adam(numbers: AdamNumbers, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
-    if numbers.coupled:
-        gradient = gradient + master * numbers.coupled
-    first.copy_(_lerp(first, gradient, numbers.weight1))
-    second.mul_(numbers.beta2).add_(gradient * numbers.weight2 * gradient)
+    gradient = _coupled(gradient, master, numbers.coupled)
+    squares = gradient * gradient
+    match LIKES[numbers.like]:
+        case "cuda":
+            first.copy_(_lerp(first, gradient, numbers.weight1))
+            second.copy_(_fma(squares, numbers.weight2, second * numbers.beta2))
+            master.mul_(numbers.decay)
+        case "cuda_fused":
+            first.copy_(_fma(first, numbers.beta1, _fma(gradient, -numbers.beta1, gradient)))
+            second.copy_(_fma(second, numbers.beta2, _fma(squares, -numbers.beta2, squares)))
+            master.copy_(_fma(master, numbers.decay, master))
+        case "cpu":
+            first.copy_(_lerp(first, gradient, numbers.weight1))
+            second.copy_(_fma(gradient * numbers.weight2, gradient, second * numbers.beta2))
+            master.mul_(numbers.decay)
     denominator = _root(second) / numbers.root + numbers.eps
-    master.mul_(numbers.decay).add_(first * numbers.step_size / denominator)
+    if LIKES[numbers.like] == "cuda":
+        master.copy_(_fma(first / denominator, numbers.step_size, master))
+    else:
+        master.add_(first * numbers.step_size / denominator)
 
 
 def _sgd(numbers: SgdNumbers, master: Tensor, gradient: Tensor, momentum: Tensor | None = None) -> None:
-    if numbers.coupled:
-        gradient = gradient + master * numbers.coupled
+    gradient = _coupled(gradient, master, numbers.coupled)
     if momentum is not None:
-        if numbers.first:
-            momentum.copy_(gradient)
-        else:
-            momentum.mul_(numbers.momentum).add_(gradient * numbers.weight)
-        gradient = gradient + momentum * numbers.momentum if numbers.nesterov else momentum
-    master.add_(gradient * numbers.rate)
+        momentum.copy_(gradient if numbers.first else _fma(gradient, numbers.weight, momentum * numbers.momentum))
+        gradient = _fma(momentum, numbers.momentum, gradient) if numbers.nesterov else momentum
+    master.copy_(_fma(gradient, numbers.rate, master))
 
 
 def _adagrad(numbers: AdagradNumbers, master: Tensor, gradient: Tensor, total: Tensor) -> None:
-    if numbers.coupled:
-        gradient = gradient + master * numbers.coupled
-    total.add_(gradient * gradient)
+    gradient = _coupled(gradient, master, numbers.coupled)
+    total.copy_(_fma(gradient, gradient, total))
     master.add_(gradient * numbers.rate / (_root(total) + numbers.eps))
 
 
@@ -146,10 +157,29 @@ def _lion(numbers: LionNumbers, master: Tensor, gradient: Tensor, momentum: Tens
     momentum.copy_(_lerp(momentum, gradient, numbers.weight2))
 
 
+def _coupled(gradient: Tensor, master: Tensor, weight: float) -> Tensor:
+    return _fma(master, weight, gradient) if weight else gradient
+
+
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
     """From the nearer end, as torch's."""
     difference = end - start
-    return start + difference * weight if weight < 0.5 else end + difference * (weight - 1)
+    return _fma(difference, weight, start) if weight < 0.5 else _fma(difference, weight - 1, end)
+
+
+def _fma(first: Tensor, second: Tensor | float, third: Tensor) -> Tensor:
+    """The product plus `third`, rounded to fp32 once.
+
+    In double the product is exact. Where the sum is not, it is taken to the neighbour whose last bit is odd, so that
+    rounding it again does what rounding once would.
+    """
+    product, addend = first.double() * second, third.double()
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    even = total.view(torch.int64) & 1 == 0
+    odd = torch.nextafter(total, error.sign() * torch.inf)
+    return torch.where((error.abs() > 0) & even, odd, total).float()
 
 
 def _root(value: Tensor) -> Tensor:

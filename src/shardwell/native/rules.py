@@ -1,14 +1,17 @@
 """The rules that the kernels know, and the coefficients of one step of each.
 
-Coefficients are computed in double and rounded to fp32 once, here, for the library and the reference alike. The
-structures mirror those of native/shardwell_native.h.
+Coefficients are computed as torch does, mostly in double, and rounded to fp32 here, for the library and the reference
+alike. The structures mirror those of native/shardwell_native.h.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Like = Literal["cuda", "cuda_fused", "cpu"]
+LIKES: tuple[Like, ...] = ("cuda", "cuda_fused", "cpu")  # each with its number
 
 
 class _Numbers(ctypes.Structure):
@@ -17,6 +20,7 @@ class _Numbers(ctypes.Structure):
 
 class AdamNumbers(_Numbers):
     _fields_: ClassVar = [
+        ("beta1", ctypes.c_float),
         ("weight1", ctypes.c_float),
         ("beta2", ctypes.c_float),
         ("weight2", ctypes.c_float),
@@ -25,7 +29,9 @@ class AdamNumbers(_Numbers):
         ("eps", ctypes.c_float),
         ("decay", ctypes.c_float),
         ("coupled", ctypes.c_float),
+        ("like", ctypes.c_int32),
     ]
+    beta1: float
     weight1: float
     beta2: float
     weight2: float
@@ -34,6 +40,7 @@ class AdamNumbers(_Numbers):
     eps: float
     decay: float
     coupled: float
+    like: int
 
 
 class SgdNumbers(_Numbers):
@@ -75,7 +82,11 @@ class LionNumbers(_Numbers):
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam in torch's formulation; AdamW if the weight decay is decoupled. State: first and second moment."""
+    """Adam in torch's formulation; AdamW if the weight decay is decoupled. State: first and second moment.
+
+    torch itself rounds in three ways, and `like` says whose bits to give: those of its foreach operations on CUDA (the
+    default there), of its fused kernel there, whose coefficients are less exact, or of its operations on the CPU.
+    """
 
     lr: float
     step: int  # counted from 1
@@ -83,6 +94,7 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = False
+    like: Like = "cuda"
 
     @property
     def num_states(self) -> int:
@@ -90,7 +102,8 @@ class Adam:
 
     def numbers(self) -> AdamNumbers:
         beta1, beta2 = self.betas
-        return AdamNumbers(
+        numbers = AdamNumbers(
+            beta1=beta1,
             weight1=1 - beta1,
             beta2=beta2,
             weight2=1 - beta2,
@@ -99,7 +112,18 @@ class Adam:
             eps=self.eps,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
             coupled=0.0 if self.decoupled else self.weight_decay,
+            like=LIKES.index(self.like),
         )
+        if self.like == "cuda_fused":
+            lr = _fp32(self.lr)
+            numbers.step_size = -lr / _fp32(1 - _fp32(numbers.beta1**self.step))
+            numbers.root = _fp32(1 - _fp32(numbers.beta2**self.step)) ** 0.5
+            numbers.decay = -lr * _fp32(self.weight_decay) if self.decoupled else 0.0
+        return numbers
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True)
