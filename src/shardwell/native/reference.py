@@ -34,6 +34,7 @@ from shardwell.native.rules import (
 from shardwell.native.stretch import Halves, Moments8, NewState, Stretch
 
 _CHUNK = 2**18  # elements at once, a multiple of the block of 8-bit moments: temporaries stay small
+_BELOW_MIDDLE = 2**28 - 1  # bits of a double that are 0 in the middle of two fp32 numbers
 
 
 class Reference:
@@ -170,16 +171,25 @@ def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
 def _fma(first: Tensor, second: Tensor | float, third: Tensor) -> Tensor:
     """The product plus `third`, rounded to fp32 once.
 
-    In double the product is exact. Where the sum is not, it is taken to the neighbour whose last bit is odd, so that
-    rounding it again does what rounding once would.
+    In double the product is exact. The sum may be rounded twice, which matters where it first becomes the middle of two
+    fp32 numbers.
     """
-    product, addend = first.double() * second, third.double()
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
+    product = first.double() * second
+    total = product + third
+    result, below = total.float(), total.view(torch.int64) & _BELOW_MIDDLE
+    if torch.count_nonzero(below) < below.numel():
+        middle = below == 0
+        result[middle] = _to_odd(product[middle], third[middle].double(), total[middle]).float()
+    return result
+
+
+def _to_odd(first: Tensor, second: Tensor, total: Tensor) -> Tensor:
+    """A sum in double; if it is not exact, that of its neighbours whose last bit is odd, which is no middle."""
+    part = total - first
+    error = (first - (total - part)) + (second - part)
     even = total.view(torch.int64) & 1 == 0
     odd = torch.nextafter(total, error.sign() * torch.inf)
-    return torch.where((error.abs() > 0) & even, odd, total).float()
+    return torch.where((error.abs() > 0) & even, odd, total)
 
 
 def _root(value: Tensor) -> Tensor:
