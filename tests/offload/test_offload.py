@@ -43,11 +43,11 @@ def host_case(commit: str, precision: str = "bf16", moments: str = "fp32", **kwa
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1, fused=True),
     "Lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),  # no kernel: torch's own steps it, in line
 }
@@ -95,7 +95,7 @@ def steps_apart(name: str, precision: str, stage: int, clip: float) -> dict[str,
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_step_on_the_host_is_within_ulps_of_a_step_on_the_device(ranks: Ranks, name: str) -> None:
     for apart in ranks.run(2, steps_apart, name, "fp32", 3, 0.0):
-        assert max(apart.values()) <= 4.0, apart  # moments round too
+        assert max(apart.values()) <= 1.0, apart
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -103,7 +103,7 @@ def test_a_step_on_the_host_is_within_ulps_of_a_step_on_the_device(ranks: Ranks,
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_half_precision_clipped_or_not_is_within_ulps(ranks: Ranks, precision: str, stage: int, clip: float) -> None:
     for apart in ranks.run(2, steps_apart, "AdamW", precision, stage, clip):
-        assert max(apart.values()) <= 4.0, apart  # moments round too
+        assert max(apart.values()) <= 2.0, apart  # 0, but for a tensor's last elements: torch rounds those otherwise
 
 
 @pytest.mark.parametrize(("num_ranks", "accumulation"), [(1, 1), (1, 3), (3, 2)])
@@ -269,6 +269,39 @@ def test_part_of_the_state_stays_on_the_device(ranks: Ranks) -> None:
     for held in ranks.run(2, bytes_by_tier, 1.0):
         assert held["device"] == 0
         assert held["host"] == pytest.approx(12 * held["own"], rel=0.01)
+
+
+def filled(stage: int, moments: str, free: float) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Train with the state of the first units moved up after some steps."""
+    torch.manual_seed(0)
+    model = Gpt(blocks=4)
+    block = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+    own = {"moments": moments, "shard_at_world_one": True}
+    config = zero(stage, zero_optimization=block, bf16={"enabled": True}, shardwell=own)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    engine._context.device.free_bytes = lambda: free  # type: ignore[method-assign]
+    for batch in batches(6, 4):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    return whole_parameters(model), list(engine.offload.commits)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_fits_moves_up_to_the_device(ranks: Ranks, stage: int) -> None:
+    """On CPU ranks the device is host memory too, and torch's own operations round as the kernels do."""
+    none, before = ranks.run(2, filled, stage, "fp32", 0.0)[0]
+    some, after = ranks.run(2, filled, stage, "fp32", 1.2e5)[0]
+    assert len(before) > len(after) > 0
+    assert after == before[: len(after)]  # from the model's end
+    for name, value in none.items():
+        assert np.allclose(some[name], value, atol=1e-5), name
+
+
+def test_8_bit_moments_move_up_as_fp32(ranks: Ranks) -> None:
+    some, after = ranks.run(2, filled, 2, "8bit", 1e9)[0]
+    assert not after
+    assert all(np.isfinite(value).all() for value in some.values())
 
 
 def test_8_bit_moments_and_masters_take_6_bytes(ranks: Ranks) -> None:

@@ -399,7 +399,11 @@ def test_a_value_that_is_not_built_yet_is_refused_with_the_version(key: str, val
 
 @pytest.mark.parametrize("key", sorted(ONLY))
 def test_every_value_that_is_built_is_accepted(key: str) -> None:
-    assert [at(load(nested(key, value)), key) for value in ONLY[key].allowed] == list(ONLY[key].allowed)
+    for value in ONLY[key].allowed:
+        block = nested(key, value)
+        if "offload_param" in key:
+            block["zero_optimization"]["stage"] = 3
+        assert at(load(block), key) == value
 
 
 def test_reduce_scatter_false_is_refused_by_design() -> None:

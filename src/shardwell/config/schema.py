@@ -54,6 +54,15 @@ def _dtype(value: Any) -> Any:
     return _DTYPES.get(value, value) if isinstance(value, str) else value
 
 
+def _share_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    share = _real(value)
+    if isinstance(share, float) and not 0 <= share <= 1:
+        raise ValueError('expected a number from 0 to 1, or "auto"')
+    return share
+
+
 def _autocast_dtype(value: Any) -> Any:
     if value is None:
         return "bf16"
@@ -80,6 +89,7 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
 AutocastDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_autocast_dtype)]
+ShareOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_share_or_auto)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 Device = Literal["none", "cpu", "nvme"]
 
@@ -188,7 +198,9 @@ class OffloadOptimizerConfig(Block):
     pipeline_read: Flag = Field(default=False, description="Read ahead; no effect while device is none.")
     pipeline_write: Flag = Field(default=False, description="Write behind; no effect while device is none.")
     fast_init: Flag = Field(default=False, description="Skip the first write; no effect while device is none.")
-    ratio: Real = Field(default=1.0, le=1, description="Share of the model whose state rests there, from its end.")
+    ratio: ShareOrAuto = Field(
+        default=1.0, description="Share of the model whose state rests there, from its end; auto = what the GPU lacks."
+    )
 
 
 class OffloadParamConfig(Block):

@@ -22,7 +22,7 @@ from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import moved
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
-from shardwell.engine.offload import Offload
+from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
 from shardwell.engine.refit import Builder, refit
 from shardwell.engine.trace import Trace
 from shardwell.errors import BackwardError, NonFiniteError, PeerError, ShardwellError
@@ -201,6 +201,8 @@ class Engine(nn.Module):
         self.global_samples += self.train_batch_size()
         if self.global_steps == 1:
             self._flow.keep_frozen(self._room_for_frozen())
+        if self.global_steps == STEPS_UNTIL_KNOWN and self.config.zero_optimization.offload_optimizer.ratio == "auto":
+            self.offload = self.offload.fill_device(self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
         self._print_progress()

@@ -11,9 +11,12 @@ from shardwell.config import Config
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
 from shardwell.memory.account import human
-from shardwell.unit import Cut
+from shardwell.optim import ShardedOptimizer
+from shardwell.unit import Context, Cut
 from shardwell.unit.table import Commit
 
+STEPS_UNTIL_KNOWN = 3  # until the device has shown what it needs
+_FILL = 0.75  # of what the device never needed so far, for optimizer state
 _SHARE = 0.5  # of the host memory that is left, for shadows
 _ADAM, _ADAM_8BIT = 12, 6  # bytes a parameter: fp32 master and moments
 
@@ -28,6 +31,12 @@ class Offload:
         """The same for a model that has changed since."""
         policy = commit_policy(settings)
         return Offload({name: self.commits.get(name, policy) for name in _on_host(cuts, settings)})
+
+    def fill_device(self, optimizer: ShardedOptimizer, context: Context) -> Offload:
+        """Move state up to the device, as much as it has room for; all ranks the same."""
+        free = context.world.least(_FILL * context.device.free_bytes(), "ROOM")
+        moved = optimizer.move_up(free)
+        return Offload({name: commit for name, commit in self.commits.items() if name not in moved})
 
     def __str__(self) -> str:
         counts = {commit: list(self.commits.values()).count(commit) for commit in Commit}
@@ -73,7 +82,8 @@ def _on_host(cuts: list[Cut], settings: Config) -> dict[str, int]:
     if block.device != "cpu":
         return {}
     sizes = {one.name: sum(p.numel() for _, p in one.parameters if p.requires_grad) for one in cuts}
-    most, total, chosen = block.ratio * sum(sizes.values()), 0, {}
+    ratio = 1.0 if block.ratio == "auto" else block.ratio  # what fits on the device moves up later
+    most, total, chosen = ratio * sum(sizes.values()), 0, {}
     for name in reversed(sizes):
         total += sizes[name]
         if total > most:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Kernel:
     birth: Born  # the state before the first step
     threads: int = 1
     eight_bits: bool = False  # of Adam's moments
+    beside_gpu: bool = False  # whose torch would round otherwise than that of the CPU
 
     def born(self, master: Tensor, options: Options) -> dict[str, Any]:
         """The state before the first step."""
@@ -50,7 +51,7 @@ class Kernel:
         self, master: Tensor, gradient: Tensor, state: dict[str, Any], target: Target, span: slice = slice(None)
     ) -> None:
         """Compute one step over a stretch of masters, or a span of it; `advance` makes it count."""
-        rule, spare, out = self.rule(target.options, state), target.new, target.out[span]
+        rule, spare, out = self._rule(target.options, state), target.new, target.out[span]
         narrow = out if out.dtype.itemsize == 2 else None
         new = native.NewState(spare.master[span], self._kept(spare.state, span)) if spare is not None else None
         seed = int(state.get("step", 0)) + (span.start or 0)
@@ -60,6 +61,13 @@ class Kernel:
         stepped = (master if spare is None else spare.master)[span]
         if narrow is None and out.data_ptr() != stepped.data_ptr():
             out.copy_(stepped)
+
+    def _rule(self, options: Options, state: dict[str, Any]) -> native.Rule:
+        """With the bits that torch's optimizer would give on the device."""
+        rule = self.rule(options, state)
+        if not isinstance(rule, native.Adam) or not self.beside_gpu:
+            return rule
+        return replace(rule, like="cuda_fused" if options.get("fused") else "cuda")
 
     def _kept(self, state: dict[str, Any], span: slice) -> tuple[Tensor, ...] | native.Moments8:
         kept = [state[key] for key in self.keys if state.get(key) is not None]
@@ -94,7 +102,7 @@ class Target:
     new: Spare | None = None  # new masters and state; None: in place
 
 
-def kernel_for(inner: Optimizer, threads: int, *, eight_bits: bool = False) -> Kernel | None:
+def kernel_for(inner: Optimizer, threads: int, *, eight_bits: bool = False, beside_gpu: bool = False) -> Kernel | None:
     """How to step on the host what `inner` steps; None if that is not known."""
     if eight_bits and not isinstance(inner, torch.optim.Adam):
         raise ShardwellError(
@@ -103,7 +111,7 @@ def kernel_for(inner: Optimizer, threads: int, *, eight_bits: bool = False) -> K
     if any(group.get(name) for group in inner.param_groups for name in _NOT_THERE):
         return None
     known = _KERNELS.get(type(inner))
-    return None if known is None else Kernel(*known, threads, eight_bits)
+    return None if known is None else Kernel(*known, threads, eight_bits, beside_gpu)
 
 
 def _adam(decoupled: bool) -> RuleOf:
@@ -116,6 +124,7 @@ def _adam(decoupled: bool) -> RuleOf:
             options["eps"],
             options["weight_decay"],
             apart,
+            "cpu",
         )
 
     return rule

@@ -34,7 +34,7 @@ def host_updates(
         return None
     cores = context.device.update_cores()
     threads = torch.get_num_threads() if cores is None else len(cores)
-    kernel = kernel_for(inner, threads, eight_bits=eight_bits)
+    kernel = kernel_for(inner, threads, eight_bits=eight_bits, beside_gpu=context.device.is_cuda)
     groups = [group for unit in mine for group in unit.trainable if rests_on_host(group)]
     if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
         return None
