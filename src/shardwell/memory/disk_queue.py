@@ -1,0 +1,221 @@
+"""Who moves the bytes of the disk tier: io_uring, threads of the compiled library, or threads of Python.
+
+Which is the fastest depends on kernel, drive and cores, so it is measured, once for each set of paths. SHARDWELL_IO
+(io_uring, threads, python) decides instead.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwell.errors import ShardwellError
+from shardwell.memory.account import human
+from shardwell.memory.disk_file import DiskFile, disk_error, free_bytes, rounded
+from shardwell.native import io
+from shardwell.native.io import SECTOR, IoLibrary, Outcome, Part, Queue, Request, Shape
+from shardwell.native.io_reference import ThreadQueue
+from shardwell.native.library import UnusableLibraryError
+
+ENGINES = ("io_uring", "threads", "python")
+_MAX_THREADS = 64  # for each path
+_LARGEST_BLOCK = 1 << 30
+_TRIAL_BYTES = 32 << 20
+_MARGIN = 1.05
+_TICK = 200  # ms after which Python looks at signals and at the clock
+
+
+@dataclass(frozen=True)
+class DiskSettings:
+    """The keys of the `aio` block, and what the block does not have."""
+
+    block_size: int = 1 << 20  # bytes of one read or write, and of a stripe
+    queue_depth: int = 8  # blocks in flight at once, for each path
+    intra_op_parallelism: int = 1  # rings with queue_depth blocks each; threads: times queue_depth
+    single_submit: bool = False  # io_uring: a system call for each block, not for as many as there are
+    overlap_events: bool = True  # io_uring: a new block for each one that ends; else all in flight end first
+    engine: str = "auto"  # or one of ENGINES
+    patience: float = 300.0  # seconds in which not one block ends, until that is an error
+
+    def __post_init__(self) -> None:
+        if self.block_size % SECTOR or not SECTOR <= self.block_size <= _LARGEST_BLOCK:
+            raise ShardwellError(
+                f"block_size: found {self.block_size}, expected a multiple of {SECTOR} up to {_LARGEST_BLOCK}"
+            )
+        for name, most in (("queue_depth", 4096), ("intra_op_parallelism", 64)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ShardwellError(f"{name}: found {getattr(self, name)}, expected 1 to {most}")
+        if self.engine not in ("auto", *ENGINES):
+            raise ShardwellError(f"engine: found '{self.engine}', expected auto, {', '.join(ENGINES)}")
+        if self.patience <= 0:
+            raise ShardwellError(f"patience: found {self.patience}, expected seconds, more than 0")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Bytes a second."""
+
+    read: float
+    write: float
+
+    def __str__(self) -> str:
+        return f"reads {self.read / 1e9:.2f} GB/s, writes {self.write / 1e9:.2f} GB/s"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and why it is the one."""
+
+    engine: str
+    why: str
+
+
+def aligned(num_bytes: int) -> Tensor:
+    """Host memory that a disk can read and write: bytes from an address that is a multiple of SECTOR, not filled."""
+    memory = torch.empty(num_bytes + SECTOR, dtype=torch.uint8)
+    start = -memory.data_ptr() % SECTOR
+    return memory[start : start + num_bytes]
+
+
+def unusable() -> dict[str, str]:
+    """The engines that cannot run here, and why."""
+    try:
+        error = IoLibrary().uring_error()
+    except UnusableLibraryError as problem:
+        return {"io_uring": str(problem), "threads": str(problem)}
+    return {"io_uring": f"the system refuses: {os.strerror(error)}"} if error else {}
+
+
+def open_queue(engine: str, num_paths: int, settings: DiskSettings) -> Queue:
+    """A lane for each path."""
+    parallelism, depth = settings.intra_op_parallelism, settings.queue_depth
+    if engine != "io_uring":
+        depth, parallelism = min(depth * parallelism, _MAX_THREADS), 1
+    shape = Shape(settings.block_size, num_paths, depth, parallelism, settings.single_submit, settings.overlap_events)
+    try:
+        if engine == "python":
+            return ThreadQueue(shape)
+        return IoLibrary().open(io.IO_URING if engine == "io_uring" else io.THREADS, shape)
+    except OSError as error:
+        raise ShardwellError(
+            f"{engine}: no queue of {depth * parallelism} blocks for each of {num_paths} path(s) ({error.strerror}); "
+            "lower queue_depth or intra_op_parallelism, or set SHARDWELL_IO to another engine"
+        ) from error
+
+
+def settle(request: Request, patience: float) -> Outcome:
+    """How a request ended, or how it stands once the queue has stood still for so long."""
+    outcome = request.wait(0)
+    moved = time.monotonic()
+    while not outcome.is_done:
+        before = outcome.completed
+        outcome = request.wait(min(_TICK, int(1000 * patience) + 1))
+        if outcome.completed != before:
+            moved = time.monotonic()
+        elif not outcome.is_done and time.monotonic() - moved >= patience:
+            break
+    return outcome
+
+
+_choices: dict[tuple[object, ...], Choice] = {}
+
+
+def choose(paths: Sequence[Path], settings: DiskSettings) -> Choice:
+    """The engine that was asked for, or the fastest one."""
+    wish, source = settings.engine, "engine"
+    if wish == "auto" and (named := os.environ.get("SHARDWELL_IO")):
+        wish, source = named, "SHARDWELL_IO"
+        if named not in ENGINES:
+            raise ShardwellError(f"SHARDWELL_IO: found '{named}', expected one of {', '.join(ENGINES)}, or nothing")
+    reasons = unusable()
+    if wish != "auto":
+        if wish in reasons:
+            raise ShardwellError(f"{source}: '{wish}' cannot be used here ({reasons[wish]}); use another one")
+        return Choice(wish, f"{source} says so")
+    if "threads" in reasons:
+        return Choice("python", reasons["threads"])
+    if "io_uring" in reasons:
+        return Choice("threads", f"io_uring: {reasons['io_uring']}")
+    key = (tuple(os.stat(path).st_dev for path in paths), settings)
+    if key not in _choices:
+        _choices[key] = _faster(paths, settings)
+    return _choices[key]
+
+
+def _faster(paths: Sequence[Path], settings: DiskSettings) -> Choice:
+    if any((free_bytes(path) or 0) < 4 * _TRIAL_BYTES for path in paths):
+        return Choice("io_uring", f"not measured: less than {human(4 * _TRIAL_BYTES)} are free")
+    found = measure(paths, settings, _TRIAL_BYTES, ("io_uring", "threads"))
+    return Choice(fastest(found), "; ".join(f"{name} {speed}" for name, speed in found.items()))
+
+
+def fastest(speeds: Mapping[str, Speed]) -> str:
+    """For as many reads as writes. io_uring costs the processor less, so others must be clearly faster."""
+
+    def seconds(engine: str) -> float:
+        needed = 1 / speeds[engine].read + 1 / speeds[engine].write
+        return needed if engine == "io_uring" else needed * _MARGIN
+
+    return min(speeds, key=seconds)
+
+
+def measure(
+    paths: Sequence[Path], settings: DiskSettings, num_bytes: int, engines: Sequence[str], rounds: int = 2
+) -> dict[str, Speed]:
+    """The best of some rounds in turn: so many bytes at once to and from each path."""
+    size = max(rounded(num_bytes), settings.block_size)
+    memory = aligned(size * len(paths)).zero_()
+    files: list[DiskFile] = []
+    best = {engine: [float("inf"), float("inf")] for engine in engines}
+    try:
+        for path in paths:
+            files.append(DiskFile(path))
+            files[-1].take(size)
+        parts = [
+            Part(0, memory.data_ptr() + lane * size, size, file.descriptor, lane) for lane, file in enumerate(files)
+        ]
+        _time(engines[0], True, parts, files, settings)  # the first write to new space costs more than the others
+        for _ in range(rounds):
+            for engine in engines:
+                for is_write in (True, False):
+                    seconds = _time(engine, is_write, parts, files, settings)
+                    best[engine][is_write] = min(best[engine][is_write], seconds)
+    finally:
+        for file in files:
+            file.close()
+    return {name: Speed(memory.numel() / reads, memory.numel() / writes) for name, (reads, writes) in best.items()}
+
+
+def _time(
+    engine: str, is_write: bool, parts: Sequence[Part], files: Sequence[DiskFile], settings: DiskSettings
+) -> float:
+    queue = open_queue(engine, len(files), settings)
+    begin = time.perf_counter()
+    outcome = settle(queue.submit(is_write, parts), settings.patience)
+    seconds = time.perf_counter() - begin
+    if outcome.is_done:  # else its threads hang in the system, and closing it would too
+        queue.close()
+    check(outcome, is_write, parts, [file.path for file in files], settings.patience)
+    return seconds
+
+
+def check(outcome: Outcome, is_write: bool, parts: Sequence[Part], paths: Sequence[Path], patience: float) -> None:
+    """Raises if a request did not end well."""
+    verb = "writing" if is_write else "reading"
+    if not outcome.is_done:
+        where = ", ".join(str(paths[lane]) for lane in sorted({part.lane for part in parts}))
+        size = human(sum(part.size for part in parts))
+        raise ShardwellError(
+            f"{where}: {verb} {size} has not ended, and nothing else did for {patience:g} s; look for the drive in "
+            "the kernel's log (dmesg), and use another path"
+        )
+    if outcome.error:
+        part = parts[outcome.part]
+        doing = f"{verb} {human(part.size)}, at byte {outcome.offset} of the file,"
+        raise disk_error(paths[part.lane], doing, outcome.error)
