@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from shardwell.version import __version__
 _OLDEST_TORCH = (2, 11)
 _WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 _SMALL_SHM = 1 << 30
+_DISK_BYTES = 256 << 20
 _MARKS = {"broken": "[bold red]broken[/bold red]", "warning": "[yellow]warning[/yellow]", "note": "[cyan]note[/cyan]"}
 
 
@@ -39,6 +41,10 @@ class Finding:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    path: Annotated[
+        Path | None,
+        typer.Option("--disk", metavar="PATH", help="Measure reads and writes in this directory (256 MiB)."),
+    ] = None,
 ) -> None:
     """Check this machine. Exit code 0 unless something that training needs is broken."""
     sections = {
@@ -47,6 +53,7 @@ def doctor(
         "backends": backends(),
         "bf16_on_cpu": bf16_on_cpu(),
         "kernels": kernels(),
+        "disk": disk(path),
     }
     findings = check(sections)
     broken = any(finding.level == "broken" for finding in findings)
@@ -137,6 +144,21 @@ def kernels() -> dict[str, Any]:
     return asdict(native.describe())
 
 
+def disk(path: Path | None) -> dict[str, Any]:
+    """Who can move bytes between memory and drives; for a directory also how fast, which writes to it."""
+    from shardwell.memory.disk_queue import DiskSettings, choose, fastest, measure, unusable
+
+    reasons = unusable()
+    found: dict[str, Any] = {"unusable": reasons, "path": None if path is None else str(path)}
+    if path is None:
+        return found
+    compiled = [name for name in ("io_uring", "threads") if name not in reasons]
+    speeds = measure([path], DiskSettings(), _DISK_BYTES, compiled or ["python"])
+    forced = os.environ.get("SHARDWELL_IO")
+    engine = choose([path], DiskSettings()).engine if forced else fastest(speeds)
+    return {**found, "engine": engine, "speeds": {name: asdict(speed) for name, speed in speeds.items()}}
+
+
 def check(sections: dict[str, Any]) -> list[Finding]:
     """Hold what was found against what training needs."""
     findings = [*_check_torch(sections["versions"]), *_check_backends(sections), *_check_memory()]
@@ -201,6 +223,18 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def _disk_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if found["path"] is None:
+        reasons = found["unusable"]
+        usable = [name for name in ("io_uring", "threads") if name not in reasons] or ["threads of Python"]
+        why = "".join(f" ({name}: {reason})" for name, reason in list(reasons.items())[:1])
+        yield "disk I/O", " or ".join(usable) + why + "; --disk PATH measures"
+        return
+    yield "disk I/O", f"{found['engine']}, in {found['path']}"
+    for name, speed in found["speeds"].items():
+        yield f"  {name}", f"reads {speed['read'] / 1e9:.2f} GB/s, writes {speed['write'] / 1e9:.2f} GB/s"
+
+
 def _show(sections: dict[str, Any], findings: list[Finding]) -> None:
     from shardwell.memory.account import human
 
@@ -216,6 +250,8 @@ def _show(sections: dict[str, Any], findings: list[Finding]) -> None:
         table.add_row(name, "[green]works[/green]" if state == "works" else escape(state))
     kernels = sections["kernels"]
     table.add_row("kernels", f"compiled, {kernels['isa']}" if kernels["native"] else "torch operations")
+    for name, text in _disk_rows(sections["disk"]):
+        table.add_row(name, escape(text))
     console.print(table)
     for finding in findings:
         console.print(f"{_MARKS[finding.level]}: {escape(finding.found)}. {escape(finding.remedy)}", soft_wrap=True)
