@@ -1,0 +1,46 @@
+"""The engines that run on this machine, as parameters of tests, and a queue that never ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from shardwell.memory.disk import DiskSettings, aligned
+from shardwell.memory.disk_queue import ENGINES, unusable
+from shardwell.native.io import Outcome, Part
+
+BLOCK = 16384
+_REASONS = unusable()
+EACH = pytest.mark.parametrize(
+    "engine",
+    [pytest.param(e, marks=pytest.mark.skipif(e in _REASONS, reason=_REASONS.get(e, ""))) for e in ENGINES],
+)
+
+
+def settings(engine: str = "python", **others: object) -> DiskSettings:
+    return DiskSettings(engine=engine, block_size=BLOCK, queue_depth=3, **others)  # type: ignore[arg-type]
+
+
+def noise(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    """Aligned, and never the same as another seed's."""
+    return aligned(num_bytes).random_(generator=torch.Generator().manual_seed(seed))
+
+
+class Stuck:
+    """A queue whose requests are done when it is told so."""
+
+    is_done = False
+    is_closed = False
+
+    def submit(self, is_write: bool, parts: Sequence[Part]) -> Stuck:
+        return self
+
+    def wait(self, milliseconds: int) -> Outcome:
+        time.sleep(0 if self.is_done else milliseconds / 1000)
+        return Outcome(self.is_done, 0)
+
+    def close(self) -> None:
+        self.is_closed = True
