@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwell import native
+from shardwell.cli import doctor_command
 from shardwell.cli.doctor_command import check
 from shardwell.version import __version__
 from tests.cli.command import shardwell
@@ -40,6 +42,18 @@ def test_doctor_calls_an_old_torch_broken() -> None:
 
 def test_doctor_tells_which_kernels_run(machine: subprocess.CompletedProcess[str]) -> None:
     assert json.loads(machine.stdout)["kernels"] == asdict(native.describe())
+
+
+def test_doctor_measures_a_disk_only_when_asked(
+    machine: subprocess.CompletedProcess[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(machine.stdout)["disk"].keys() == {"unusable", "path"}
+    monkeypatch.setenv("SHARDWELL_IO", "python")
+    found = doctor_command.disk(tmp_path)
+    assert (found["engine"], found["path"], os.listdir(tmp_path)) == ("python", str(tmp_path), [])
+    assert list(found["speeds"]) == ["python"]
+    assert found["speeds"]["python"]["read"] > 0 < found["speeds"]["python"]["write"]
+    assert ["GB/s" in text for _, text in doctor_command._disk_rows(found)] == [False, True]
 
 
 @pytest.mark.parametrize("argument", ["version", "--version"])

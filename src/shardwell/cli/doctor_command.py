@@ -152,11 +152,11 @@ def disk(path: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {"unusable": reasons, "path": None if path is None else str(path)}
     if path is None:
         return found
-    compiled = [name for name in ("io_uring", "threads") if name not in reasons]
-    speeds = measure([path], DiskSettings(), _DISK_BYTES, compiled or ["python"])
-    forced = os.environ.get("SHARDWELL_IO")
-    engine = choose([path], DiskSettings()).engine if forced else fastest(speeds)
-    return {**found, "engine": engine, "speeds": {name: asdict(speed) for name, speed in speeds.items()}}
+    engines = [name for name in ("io_uring", "threads") if name not in reasons] or ["python"]
+    if "SHARDWELL_IO" in os.environ:
+        engines = [choose([path], DiskSettings()).engine]
+    speeds = measure([path], DiskSettings(), _DISK_BYTES, engines)
+    return {**found, "engine": fastest(speeds), "speeds": {name: asdict(speed) for name, speed in speeds.items()}}
 
 
 def check(sections: dict[str, Any]) -> list[Finding]:
