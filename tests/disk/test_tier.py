@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import disk
+from shardwell.memory import Device, disk
 from shardwell.memory.disk import DiskTier, Extent, Region, aligned
 from shardwell.native.io import SECTOR
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
@@ -217,8 +218,8 @@ def test_only_extents_of_an_open_tier_are_known(tmp_path: Path) -> None:
 
 
 def test_aligned_memory_is_aligned() -> None:
-    for num_bytes in (0, 1, 4096, 100_001):
-        memory = aligned(num_bytes)
+    for num_bytes, device in itertools.product((0, 1, 4096, 100_001), (None, Device("cpu", keep_pages=False))):
+        memory = aligned(num_bytes, device)
         assert (memory.numel(), memory.dtype) == (num_bytes, torch.uint8)
         assert num_bytes == 0 or memory.data_ptr() % SECTOR == 0
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.memory.account import human
+from shardwell.memory.device import Device
 from shardwell.memory.disk_file import DiskFile, disk_error, free_bytes, rounded
 from shardwell.native import io
 from shardwell.native.io import SECTOR, IoLibrary, Outcome, Part, Queue, Request, Shape
@@ -76,9 +77,13 @@ class Choice:
     why: str
 
 
-def aligned(num_bytes: int) -> Tensor:
-    """Host memory that a disk can read and write: bytes from an address that is a multiple of SECTOR, not filled."""
-    memory = torch.empty(num_bytes + SECTOR, dtype=torch.uint8)
+def aligned(num_bytes: int, device: Device | None = None) -> Tensor:
+    """Host memory that a drive, and a GPU if it is named, can copy to and from: bytes, not filled.
+
+    The address is a multiple of SECTOR.
+    """
+    size = num_bytes + SECTOR
+    memory = torch.empty(size, dtype=torch.uint8) if device is None else device.pinned(size)
     start = -memory.data_ptr() % SECTOR
     return memory[start : start + num_bytes]
 
