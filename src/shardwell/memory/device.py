@@ -120,7 +120,11 @@ class Device:
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Host memory that the device can copy to and from, of exactly that size (torch would round it up)."""
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.pin(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def pin(self, memory: Tensor) -> Tensor:
+        """The same memory, which the device can copy to and from until it is freed."""
+        num_bytes = memory.numel() * memory.element_size()
         if self.is_cuda and num_bytes:
             runtime: Any = torch.cuda.cudart()
             torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
