@@ -182,7 +182,7 @@ def fastest(speeds: Mapping[str, Speed]) -> str:
 
 
 def measure(
-    paths: Sequence[Path], settings: DiskSettings, num_bytes: int, engines: Sequence[str], rounds: int = 2
+    paths: Sequence[Path], settings: DiskSettings, num_bytes: int, engines: Sequence[str], rounds: int = 3
 ) -> dict[str, Speed]:
     """The best of some rounds in turn: so many bytes at once to and from each path."""
     size = max(rounded(num_bytes), settings.block_size)
