@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,9 @@ def test_a_drive_that_stops_answering_is_an_error(tmp_path: Path, monkeypatch: p
     queue = Stuck()
     monkeypatch.setattr(disk, "open_queue", lambda *_: queue)
     tier = DiskTier([tmp_path], settings(patience=0.1))
-    extent = tier.allocate(BLOCK)
-    transfer = tier.write(extent, 0, aligned(BLOCK))
+    extent, memory = tier.allocate(BLOCK), aligned(BLOCK)
+    alive = weakref.ref(memory)
+    transfer = tier.write(extent, 0, memory)
     begin = time.monotonic()
     with pytest.raises(ShardwellError, match=r"writing 16.0 KiB has not ended, and nothing else did for 0.1 s"):
         transfer.wait()
@@ -224,6 +226,9 @@ def test_a_drive_that_stops_answering_is_an_error(tmp_path: Path, monkeypatch: p
         tier.close()
     assert time.monotonic() - begin < 5
     assert not queue.is_closed  # that would hang
+    del tier, transfer, memory
+    gc.collect()
+    assert alive() is not None  # the drive may still write to it
 
 
 def test_waiting_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,10 +243,14 @@ def _check(is_write: bool, extent: Extent, start: int, memory: Tensor) -> int:
     return size
 
 
+_left: list[object] = []  # drives that wake up again may still write to the memory of transfers
+
+
 def _shut(process: int, queue: Queue, files: list[DiskFile], pending: deque[Transfer]) -> None:
     if os.getpid() == process:  # a fork has the files, but not the threads
         if not all(transfer.end() for transfer in pending):
             warnings.warn("the disk tier is left as it is: its drives have stopped answering", stacklevel=2)
+            _left.append((queue, files, pending))
             return
         queue.close()
     pending.clear()
