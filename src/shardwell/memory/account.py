@@ -7,6 +7,7 @@ and tier. The books are kept by the code that allocates; tests compare them with
 from __future__ import annotations
 
 import enum
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -80,31 +81,36 @@ class Account:
     _peak: dict[Entry, int] = field(default_factory=dict)
     _total: int = 0
     _peak_total: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # memory is also freed by workers
 
     def add(self, state: State, unit: str, tier: Tier, size: int) -> None:
-        self._now[state, unit, tier] += size
-        self._total += size
-        if self._total > self._peak_total:
-            self._peak_total = self._total
-            self._peak = {}  # copied lazily: the next decrease writes it down
+        with self._lock:
+            self._now[state, unit, tier] += size
+            self._total += size
+            if self._total > self._peak_total:
+                self._peak_total = self._total
+                self._peak = {}  # copied lazily: the next decrease writes it down
 
     def remove(self, state: State, unit: str, tier: Tier, size: int) -> None:
-        self._write_down_peak()
-        self._now[state, unit, tier] -= size
-        self._total -= size
-        assert self._now[state, unit, tier] >= 0, f"{unit} gave back more {state.value} than it held"
+        with self._lock:
+            self._write_down_peak()
+            self._now[state, unit, tier] -= size
+            self._total -= size
+            assert self._now[state, unit, tier] >= 0, f"{unit} gave back more {state.value} than it held"
 
     def set(self, state: State, unit: str, tier: Tier, size: int) -> None:
         """Enter a size that is measured as a whole, such as an optimizer's state."""
-        held = self._now[state, unit, tier]
-        if size > held:
-            self.add(state, unit, tier, size - held)
-        elif size < held:
-            self.remove(state, unit, tier, held - size)
+        with self._lock:
+            held = self._now[state, unit, tier]
+            if size > held:
+                self.add(state, unit, tier, size - held)
+            elif size < held:
+                self.remove(state, unit, tier, held - size)
 
     def report(self) -> MemoryReport:
-        self._write_down_peak()
-        return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak))
+        with self._lock:
+            self._write_down_peak()
+            return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak))
 
     def _write_down_peak(self) -> None:
         if not self._peak and self._total == self._peak_total:

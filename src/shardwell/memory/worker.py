@@ -1,13 +1,21 @@
-"""A lane on the host: a thread that does what it is given, one thing after the other, while the caller goes on."""
+"""A lane on the host: a thread that does one thing after the other, while those who gave it work go on.
+
+It does what is most urgent of what can be done already. Work that needs something of a device has a mark for it; if
+nothing can be done yet, the thread waits for what was given first, because a device does things in order. Work can have
+something to prepare, which is done while other work is still going on.
+"""
 
 from __future__ import annotations
 
-import queue
+import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from shardwell.memory.cores import stay_on
+from shardwell.memory.device import Mark
 
 
 class Ticket:
@@ -36,31 +44,102 @@ class Ticket:
             self._done.set()
 
 
+@dataclass
+class _Task:
+    number: int
+    urgency: int  # the lower, the sooner
+    work: Callable[[], None]
+    after: Mark
+    prepare: Callable[[], None] | None
+    ticket: Ticket = field(default_factory=Ticket)
+
+
+class _Agenda:
+    """What the thread has to do."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tasks: list[_Task] = []
+        self._is_over = False
+
+    def add(self, task: _Task) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+
+    def take(self) -> _Task | None:
+        """What is to be done now; None when all is done and no more will come."""
+        while True:
+            with self._changed:
+                while not self._tasks:
+                    if self._is_over:
+                        return None
+                    self._changed.wait()
+                task = self._best()
+                if task is not None:
+                    self._tasks.remove(task)
+                    return task
+                first = self._tasks[0].after
+            first.synchronize()
+
+    def following(self) -> _Task | None:
+        """What would be done next, as far as one can tell."""
+        with self._changed:
+            return self._best()
+
+    def _best(self) -> _Task | None:
+        possible = [task for task in self._tasks if task.after.has_passed]
+        return min(possible, key=lambda task: (task.urgency, task.number), default=None)
+
+
 class Worker:
-    """The thread starts with the first piece of work and ends with this object."""
+    """The thread starts with the first piece of work, and ends with this object or the process, when all is done."""
 
     def __init__(self, name: str, cores: Sequence[int] | None = None) -> None:
         """With `cores`, the thread and those that it starts stay on them."""
         self._name, self._cores = name, cores
-        self._queue: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._agenda = _Agenda()
+        self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None]) -> Ticket:
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        urgency: int = 0,
+        after: Mark | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Have something done. Of equal urgency, what was given first is done first."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._queue, self._cores), name=self._name, daemon=True
-            )
+            arguments = self._agenda, self._cores
+            self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-        ticket = Ticket()
-        self._queue.put((ticket, work))
-        return ticket
+            weakref.finalize(self, _end, self._agenda, self._thread)
+        task = _Task(next(self._numbers), urgency, work, after or Mark(), prepare)
+        self._agenda.add(task)
+        return task.ticket
 
 
-def _serve(waiting: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None], cores: Sequence[int] | None) -> None:
+def _serve(agenda: _Agenda, cores: Sequence[int] | None) -> None:
     if cores is not None:
         stay_on(cores)
-    while (item := waiting.get()) is not None:
-        ticket, work = item
-        ticket.run(work)
-        del item, ticket, work  # what they hold must not outlive them here
+    while (task := agenda.take()) is not None:
+        following = agenda.following()
+        if following is not None and following.prepare is not None:
+            with contextlib.suppress(Exception):  # what fails now will fail again when it is due, and be heard
+                following.prepare()
+        task.ticket.run(task.work)
+        del task, following  # what they hold must not outlive them here
+
+
+def _end(agenda: _Agenda, thread: threading.Thread) -> None:
+    """A thread that outlives the interpreter takes the process down with it."""
+    agenda.end()
+    if thread is not threading.current_thread():
+        thread.join()

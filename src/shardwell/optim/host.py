@@ -5,11 +5,12 @@
     worker               | update 3 | update 2 | update 1 |
     up                           | params 3 | params 2 | params 1 |
 
-A worker does the updates one after the other. The training loop waits for a unit's update only when it needs the unit's
-parameters. When an update may run is its row's commit policy:
+A worker does the updates one after the other, of those that can be done the one that the next forward needs first. The
+training loop waits for a unit's update only when it needs the unit's parameters. When an update may run is its row's
+commit policy:
 
-- *at once*: as soon as the gradients are down; their pinned memory is one of a few slots
-- *after the norm*: when the norm of all gradients is known, under the next forward; gradients are kept until then
+- *at once*: as soon as the gradients are made; they stay on the device until the worker has one of a few pinned slots
+- *after the norm*: when the norm of all gradients is known, under the next forward; gradients wait on the host
 - *shadow*: at once, but in other memory; when the norm shows that nothing was clipped and everything is finite, that
   memory becomes the truth, otherwise the unit is stepped again, if it may be, from its untouched old state
 
@@ -20,10 +21,11 @@ With accumulation the worker also adds up the gradients of the micro-steps, in h
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,8 +43,17 @@ from shardwell.rounding import narrow
 from shardwell.unit import Context, Group, Unit
 from shardwell.unit.table import ReduceAt
 
-Factor = Callable[[], float | None]  # waits for what gradients are multiplied by; None: the step is not applied
 
+class Factor(Protocol):
+    """What gradients are multiplied by, once it is known; None: the step is not applied."""
+
+    @property
+    def known(self) -> Mark: ...
+
+    def __call__(self) -> float | None: ...
+
+
+_NOW = -1  # more urgent than any unit
 _ALIGNMENT = 64  # bytes
 _CHUNK = 1 << 23  # elements that are updated and then sent up, while the next ones are updated
 _NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
@@ -57,9 +68,11 @@ def rests_on_host(group: Group) -> bool:
 class Parcel:
     """A unit's gradients on their way down."""
 
-    down: Mark
-    memory: Tensor | None = None  # pinned; None where they need not move
-    is_slot: bool = False
+    gradients: dict[Group, Tensor]  # 1D: where they are now
+    down: Mark = field(default_factory=Mark)  # passed when they are in host memory
+    slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
+    is_above: bool = False  # they are still on the device
+    leaving: dict[Group, Tensor] = field(default_factory=dict)  # device memory that is being copied from
 
 
 @dataclass
@@ -68,7 +81,6 @@ class Job:
 
     unit: Unit
     shards: list[Shard]
-    gradients: list[Tensor]  # of each shard: 1D, in host memory when the parcel is down
     options: list[dict[str, Any]]  # of each shard: the hyperparameters of this step
     parcel: Parcel
     added: list[Ticket]  # what the gradients are the sum of
@@ -77,6 +89,11 @@ class Job:
     shadow: Shadow | None = None  # where that went
     up: Mark = field(default_factory=Mark)  # passed when the parameters are on the device
     ticket: Ticket | None = None  # of what was queued last
+    final: Factor | None = None  # of a speculation, when the norm is asked for
+    is_settled: bool = False  # the update was done with that
+
+    def gradient(self, shard: Shard) -> Tensor:
+        return self.parcel.gradients[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
 
 class HostUpdates:
@@ -98,7 +115,9 @@ class HostUpdates:
         self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
         self._pinned = Pinned(context.device, context.account)
         largest = max(sum(_param_bytes(group) for group in unit.trainable if rests_on_host(group)) for unit in units)
-        self._inbox = Slots(self._pinned, num_slots, largest)
+        self._slots = Slots(self._pinned, num_slots, largest)  # for the worker
+        self._num_slots, self._num_taken = num_slots, 0
+        self._inbox = Slots(self._pinned, num_slots, largest)  # for the training loop: what is to be added
         self._outbox = Slots(self._pinned, _NUM_OUT, largest)
         self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
         self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
@@ -127,31 +146,34 @@ class HostUpdates:
     # ------------------------------------------------------------------------------------------------- gradients
 
     def bring_down(self, unit: Unit, *, waits: bool) -> None:
-        """Start moving a unit's averaged gradients to the host; `waits`: it is not stepped before the norm is known."""
+        """Take a unit's averaged gradients; those of a unit that `waits` for the norm are moved to the host now."""
         self._let_go(_NUM_LEAVING)
-        groups = [g for g in unit.trainable if rests_on_host(g) and g.gradients.result is not None]
-        moved = {group: group.gradients.result for group in groups if group not in self._adding}
-        self._parcels[unit.index], copies = self._send_down(unit, moved, waits=waits)
-        down = self._parcels[unit.index].down
-        for group, copy in copies.items():
-            before = group.gradients.lodge(copy, down.synchronize if waits else _gone)
-            if before is not None:
-                self._leaving.append((down, before))
+        found = {g: g.gradients.result for g in unit.trainable if rests_on_host(g) and g not in self._adding}
+        above = {group: result for group, result in found.items() if result is not None and result.is_cuda}
+        if not above:
+            return
+        if not waits:
+            self._parcels[unit.index] = Parcel(above, is_above=True)
+            for group, result in above.items():
+                group.gradients.lodge(result.new_empty(0), _gone)  # the worker's from now on
+            return
+        memory = self._keep(unit, sum(_sizes(above)))
+        parcel = self._parcels[unit.index] = Parcel(above)
+        self._send_down(parcel, memory, self._context.device.copies.after_current())
+        for group, copy in parcel.gradients.items():
+            group.gradients.lodge(copy, parcel.down.synchronize)
+            self._leaving.append((parcel.down, above[group]))
 
-    def _send_down(
-        self, unit: Unit, moved: dict[Group, Tensor | None], *, waits: bool
-    ) -> tuple[Parcel, dict[Group, Tensor]]:
-        """Start copying gradients to pinned memory; on the CPU they are where they belong."""
-        device = self._context.device
-        tensors = {group: tensor for group, tensor in moved.items() if tensor is not None and tensor.is_cuda}
-        if not tensors:
-            return Parcel(Mark()), {}
-        sizes = [_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors.values()]
-        memory = self._keep(unit, sum(sizes)) if waits else self._inbox.take(sum(sizes))
-        with device.copies.after_current():
+    def _send_down(self, parcel: Parcel, memory: Tensor, lane: contextlib.AbstractContextManager[None]) -> None:
+        """Start copying gradients to pinned memory."""
+        sizes = _sizes(parcel.gradients)
+        with lane, torch.no_grad():
             parts = memory[: sum(sizes)].split(sizes)
-            copies = {group: group.send_down(tensors[group], part) for group, part in zip(tensors, parts, strict=True)}
-        return Parcel(device.copies.mark(), memory, is_slot=not waits), copies
+            parcel.gradients = {
+                group: group.send_down(gradient, part)
+                for (group, gradient), part in zip(parcel.gradients.items(), parts, strict=True)
+            }
+        parcel.down = self._context.device.copies.mark()
 
     def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
         if unit.index in self._kept and self._kept[unit.index].numel() < num_bytes:
@@ -171,21 +193,24 @@ class HostUpdates:
             self._context.scratch.give(memory)
             self._leaving.popleft()
 
-    def add_up(self, unit: Unit) -> bool:
-        """Add what a micro-step gave to the sums on the host; false if nothing came that belongs there."""
+    def add_up(self, unit: Unit) -> None:
+        """Add what a micro-step gave to the sums on the host, if there is something that belongs there."""
         self._let_go(_NUM_LEAVING)
         handed = {group: group.gradients.hand_over() for group in unit.trainable}
         new = {group: one for group, one in handed.items() if one is not None}
         if not new:
-            return False
-        parcel, copies = self._send_down(unit, {group: tensor for group, (tensor, _) in new.items()}, waits=False)
-        parts = [(self._total_of(g), copies.get(g, t), f, g not in self._adding) for g, (t, f) in new.items()]
-        ticket = self._worker.submit(lambda: self._add(parcel, parts))
-        for group, (tensor, _) in new.items():
+            return
+        above = {group: tensor for group, (tensor, _) in new.items()}
+        parcel = Parcel(dict(above))
+        if self._context.device.is_cuda:
+            parcel.slot = self._inbox.take(sum(_sizes(above)))
+            self._send_down(parcel, parcel.slot, self._context.device.copies.after_current())
+        parts = [(self._total_of(g), parcel.gradients[g], f, g not in self._adding) for g, (_, f) in new.items()]
+        ticket = self._worker.submit(lambda: self._add(parcel, parts), urgency=_NOW, after=parcel.down)
+        for group, tensor in above.items():
             self._adding[group] = ticket
             group.gradients.lodge(self._totals[group], ticket.wait)
-            self._leaving.append((parcel.down if group in copies else ticket, tensor))
-        return True
+            self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
 
     def _total_of(self, group: Group) -> Tensor:
         if group not in self._totals:
@@ -196,15 +221,11 @@ class HostUpdates:
 
     def _add(self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]]) -> None:
         try:
-            parcel.down.synchronize()
             for total, gradient, factor, fresh in parts:
                 native.add(total, gradient, factor, self.kernel.threads, fresh=fresh)
         finally:
-            self._give_back(parcel, Mark())
-
-    def _give_back(self, parcel: Parcel, after: Mark) -> None:
-        if parcel.is_slot and parcel.memory is not None:
-            self._inbox.give(parcel.memory, after)
+            if parcel.slot is not None:
+                self._inbox.give(parcel.slot, Mark())
 
     def adds_up(self, group: Group) -> bool:
         """Whether its gradients of this boundary are added up here."""
@@ -213,7 +234,9 @@ class HostUpdates:
     def norm_later(self, gradient: Tensor) -> Callable[[], float]:
         """Have the norm of gradients computed once they are added up; returns what waits for it."""
         found: list[float] = []
-        ticket = self._worker.submit(lambda: found.append(native.sum_of_squares(gradient, self.kernel.threads) ** 0.5))
+        ticket = self._worker.submit(
+            lambda: found.append(native.sum_of_squares(gradient, self.kernel.threads) ** 0.5), urgency=_NOW
+        )
 
         def norm() -> float:
             ticket.wait()
@@ -226,7 +249,7 @@ class HostUpdates:
         self._adding.clear()
         self._let_go(0)
         for parcel in self._parcels.values():
-            self._give_back(parcel, parcel.down)
+            self._free_above(parcel)
         self._parcels.clear()
         self.caution.end_step()
 
@@ -244,29 +267,64 @@ class HostUpdates:
 
         With `assumed` it is done with that factor in other memory, until it is known whether `factor` is another.
         """
-        mine = [(shard, shard.gradient) for shard in shards if rests_on_host(shard.group) and shard.label >= 0]
-        ready = [(shard, gradient) for shard, gradient in mine if gradient is not None]
-        for shard, _ in ready:
+        ready = [s for s in shards if rests_on_host(s.group) and s.label >= 0 and s.gradient is not None]
+        for shard in ready:
             if shard.tensor not in self._states:
                 self._states[shard.tensor] = self.kernel.born(shard.tensor, options[shard.label])
+        found = {shard.group: shard.group.gradients.result for shard in ready}
+        parcel = self._parcels.pop(unit.index, None) or Parcel({g: r for g, r in found.items() if r is not None})
         job = Job(
             unit,
-            [shard for shard, _ in ready],
-            [gradient for _, gradient in ready],
-            [options[shard.label] for shard, _ in ready],
-            self._parcels.pop(unit.index, Parcel(Mark())),
-            [self._adding[shard.group] for shard, _ in ready if shard.group in self._adding],
+            ready,
+            [options[shard.label] for shard in ready],
+            parcel,
+            [self._adding[shard.group] for shard in ready if shard.group in self._adding],
             self._context.device.now(),
             assumed,
         )
+        for group, result in found.items():
+            if result is not None:
+                parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
         self._jobs[unit.index] = job
-        job.ticket = self._worker.submit(lambda: self._work(job, factor))
+        job.ticket = self._worker.submit(
+            lambda: self._work(job, factor),
+            urgency=unit.index,
+            after=parcel.down if assumed is not None else factor.known,
+            prepare=lambda: self._load(job, self._slot_to_spare),
+        )
+
+    def _load(self, job: Job, take: Callable[[int], Tensor | None]) -> None:
+        """Start bringing gradients down that are still on the device, if there is a slot for them."""
+        parcel = job.parcel
+        if not parcel.is_above:
+            return
+        slot = take(sum(_sizes(parcel.gradients)))
+        if slot is None:
+            return
+        above = dict(parcel.gradients)
+        parcel.slot, parcel.is_above = slot, False
+        self._send_down(parcel, slot, self._context.device.copies.after(Mark()))
+        parcel.leaving = above
+
+    def _slot_to_spare(self, num_bytes: int) -> Tensor | None:
+        """Only if another is left: what is prepared may have to wait for work that needs one too."""
+        if self._num_taken >= self._num_slots - 1:
+            return None
+        return self._take_slot(num_bytes)
+
+    def _take_slot(self, num_bytes: int) -> Tensor:
+        self._num_taken += 1
+        return self._slots.take(num_bytes)
 
     def _work(self, job: Job, factor: Factor) -> None:
         try:
+            self._load(job, self._take_slot)
             job.parcel.down.synchronize()
+            self._free_above(job.parcel)
             for ticket in job.added:
                 ticket.wait()
+            if job.final is not None and job.final.known.has_passed:
+                job.assumed, job.is_settled, factor = None, True, job.final  # too late to speculate
             if job.assumed is not None:
                 job.shadow = self._shadow_of(job)
                 self._step(job, job.assumed)
@@ -274,14 +332,23 @@ class HostUpdates:
                 self._step(job, known)
                 self._advance(job)
         finally:
-            self._give_back(job.parcel, job.up)
+            if job.parcel.slot is not None:
+                self._num_taken -= 1
+                self._slots.give(job.parcel.slot, job.up)
+
+    def _free_above(self, parcel: Parcel) -> None:
+        """Free gradients on the device that were copied, or that nobody will copy."""
+        leaving = parcel.gradients if parcel.is_above else parcel.leaving
+        for memory in leaving.values():
+            self._context.scratch.give(memory)
+        parcel.leaving, parcel.is_above = {}, False
 
     @torch.no_grad()
     def _step(self, job: Job, factor: float) -> None:
         outs, slot = self._outs(job)
-        for shard, gradient, options, out in zip(job.shards, job.gradients, job.options, outs, strict=True):
+        for shard, options, out in zip(job.shards, job.options, outs, strict=True):
             new = job.shadow.spares[shard] if job.shadow is not None else None
-            target = Target(options, factor, out, new)
+            target, gradient = Target(options, factor, out, new), job.gradient(shard)
             for span in _chunks(shard.tensor.numel()):
                 self.kernel.step(shard.tensor, gradient, self._states[shard.tensor], target, span)
                 job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
@@ -297,9 +364,10 @@ class HostUpdates:
         dtypes = [shard.group.precision.compute for shard in job.shards]
         if not any(shard.group.resting.is_cuda for shard in job.shards):
             return [shard.group.resting[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
-        same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(job.gradients, dtypes, strict=True))
-        if job.assumed is None and job.parcel.memory is not None and same_size and not job.added:
-            return [gradient.view(dtype) for gradient, dtype in zip(job.gradients, dtypes, strict=True)], None
+        gradients = [job.gradient(shard) for shard in job.shards]
+        same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(gradients, dtypes, strict=True))
+        if job.assumed is None and same_size and not job.added:
+            return [gradient.view(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True)], None
         numels = [shard.tensor.numel() for shard in job.shards]
         sizes = [_aligned(numel * dtype.itemsize) for numel, dtype in zip(numels, dtypes, strict=True)]
         slot = self._outbox.take(sum(sizes))
@@ -344,10 +412,13 @@ class HostUpdates:
         """Queue what follows when the norm is known: what was done stands, or is done again."""
         job = self._jobs[unit.index]
         if job.assumed is not None:
-            job.ticket = self._worker.submit(lambda: self._resolve(job, factor))
+            job.final = factor
+            job.ticket = self._worker.submit(lambda: self._resolve(job, factor), urgency=unit.index, after=factor.known)
 
     @torch.no_grad()
     def _resolve(self, job: Job, factor: Factor) -> None:
+        if job.is_settled:
+            return
         known = factor()
         shadow, job.shadow = job.shadow, None
         assert shadow is not None
@@ -382,6 +453,10 @@ def _gone() -> None:
 def _chunks(numel: int) -> Iterator[slice]:
     for start in range(0, numel, _CHUNK):
         yield slice(start, min(start + _CHUNK, numel))
+
+
+def _sizes(gradients: dict[Group, Tensor]) -> list[int]:
+    return [_aligned(gradient.numel() * gradient.element_size()) for gradient in gradients.values()]
 
 
 def _param_bytes(group: Group) -> int:

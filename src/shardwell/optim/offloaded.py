@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
+from shardwell.memory import Mark
 from shardwell.memory.worker import Worker
 from shardwell.native import Compact
 from shardwell.optim.host import Factor, HostUpdates, rests_on_host
@@ -82,38 +84,21 @@ class Offloaded:
         """Queue a unit's update before the norm is known."""
         if self.host.is_ahead(unit):
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
-        factor = self._factor(self._own_norm(unit), clips=False)
+        factor = FromNorm(*self._own_norm(unit), self._scale.value)
         assumed = 1.0 / self._scale.value if commit is Commit.SHADOW else None
         self.host.start(unit, self._shards.of(unit), self._options(), factor, assumed)
 
-    def _own_norm(self, unit: Unit) -> Callable[[], float]:
-        """Of a unit's gradients on this rank, once somebody waits for it."""
+    def _own_norm(self, unit: Unit) -> tuple[Callable[[], float], Mark]:
+        """Of a unit's gradients on this rank, and when it is known."""
         norms = [norm for norm, _ in self._norms[unit.index]]
         later = [norm for norm in norms if not isinstance(norm, Tensor)]
         here = sum_of_squares([norm for norm in norms if isinstance(norm, Tensor)], self._context.device).sqrt()
-        known = self._read_later(here)
-        return lambda: math.hypot(known(), *(norm() for norm in later))
-
-    def _read_later(self, value: Tensor) -> Callable[[], float]:
-        later = self._context.device.read_later(value)
-        return lambda: float(later.get())
+        read = self._context.device.read_later(here)
+        return lambda: math.hypot(float(read.get()), *(norm() for norm in later)), read.mark
 
     def _options(self) -> list[dict[str, Any]]:
         """The hyperparameters of this step, by parameter group."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self._inner.param_groups]
-
-    def _factor(self, norm: Callable[[], float], *, clips: bool) -> Factor:
-        """What gradients are multiplied by, once somebody waits for it; None if the norm is not finite."""
-        scale, clip = self._scale.value, self._clip
-
-        def factor() -> float | None:
-            known = norm()
-            if not math.isfinite(known):
-                return None
-            clipped = min(clip / (known / scale + 1e-6), 1.0) if clips and clip > 0 else 1.0
-            return clipped / scale
-
-        return factor
 
     # ----------------------------------------------------------------------------------------------------- step
 
@@ -132,7 +117,10 @@ class Offloaded:
 
         Without a norm the step is not applied: yields the units that must be waited for all the same.
         """
-        factor = self._factor(self._read_later(norm), clips=True) if norm is not None else _never
+        factor: Factor = Never()
+        if norm is not None:
+            read = self._context.device.read_later(norm)
+            factor = FromNorm(lambda: float(read.get()), read.mark, self._scale.value, self._clip)
         for unit in units:
             if self.host.is_ahead(unit):
                 self.host.settle(unit, factor)
@@ -178,5 +166,28 @@ def _on(where: torch.device, value: Any) -> Any:
     return value.to(where) if isinstance(value, Tensor) else value
 
 
-def _never() -> float | None:
-    return None
+@dataclass(frozen=True)
+class FromNorm:
+    """Unscales, and clips if there is a bound; None if the norm is not finite."""
+
+    norm: Callable[[], float]
+    known: Mark
+    scale: float
+    clip: float = 0.0
+
+    def __call__(self) -> float | None:
+        known = self.norm()
+        if not math.isfinite(known):
+            return None
+        clipped = min(self.clip / (known / self.scale + 1e-6), 1.0) if self.clip > 0 else 1.0
+        return clipped / self.scale
+
+
+@dataclass(frozen=True)
+class Never:
+    """The step is not applied."""
+
+    known: Mark = field(default_factory=Mark)
+
+    def __call__(self) -> float | None:
+        return None
