@@ -93,7 +93,8 @@ class _Agenda:
             return self._best()
 
     def _best(self) -> _Task | None:
-        possible = [task for task in self._tasks if task.after.has_passed]
+        """Newer ones are asked first: if one can be done, so can an older one whose mark comes before its own."""
+        possible = [task for task in reversed(self._tasks) if task.after.has_passed]
         return min(possible, key=lambda task: (task.urgency, task.number), default=None)
 
 

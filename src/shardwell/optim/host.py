@@ -88,7 +88,7 @@ class Job:
     assumed: float | None = None  # the factor of an update that was done before the norm was known
     shadow: Shadow | None = None  # where that went
     up: Mark = field(default_factory=Mark)  # passed when the parameters are on the device
-    ticket: Ticket | None = None  # of what was queued last
+    tickets: list[Ticket] = field(default_factory=list)  # of the update, and of what became of a speculation
     final: Factor | None = None  # of a speculation, when the norm is asked for
     is_settled: bool = False  # the update was done with that
 
@@ -122,6 +122,7 @@ class HostUpdates:
         self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
         self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
         self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
+        self._last_sum = Mark()  # passed when all that is to be added is down
         self.shadows: dict[int, Shadow] = {}  # by unit
         self.caution = Caution()
         for unit in units:
@@ -206,6 +207,7 @@ class HostUpdates:
             parcel.slot = self._inbox.take(sum(_sizes(above)))
             self._send_down(parcel, parcel.slot, self._context.device.copies.after_current())
         parts = [(self._total_of(g), parcel.gradients[g], f, g not in self._adding) for g, (_, f) in new.items()]
+        self._last_sum = parcel.down
         ticket = self._worker.submit(lambda: self._add(parcel, parts), urgency=_NOW, after=parcel.down)
         for group, tensor in above.items():
             self._adding[group] = ticket
@@ -235,7 +237,9 @@ class HostUpdates:
         """Have the norm of gradients computed once they are added up; returns what waits for it."""
         found: list[float] = []
         ticket = self._worker.submit(
-            lambda: found.append(native.sum_of_squares(gradient, self.kernel.threads) ** 0.5), urgency=_NOW
+            lambda: found.append(native.sum_of_squares(gradient, self.kernel.threads) ** 0.5),
+            urgency=_NOW,
+            after=self._last_sum,
         )
 
         def norm() -> float:
@@ -286,12 +290,17 @@ class HostUpdates:
             if result is not None:
                 parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
         self._jobs[unit.index] = job
-        job.ticket = self._worker.submit(
+        if assumed is None and not job.added:
+            after = factor.known
+        else:
+            after = self._last_sum if job.added else parcel.down
+        ticket = self._worker.submit(
             lambda: self._work(job, factor),
             urgency=unit.index,
-            after=parcel.down if assumed is not None else factor.known,
+            after=after,
             prepare=lambda: self._load(job, self._slot_to_spare),
         )
+        job.tickets.append(ticket)
 
     def _load(self, job: Job, take: Callable[[int], Tensor | None]) -> None:
         """Start bringing gradients down that are still on the device, if there is a slot for them."""
@@ -389,8 +398,8 @@ class HostUpdates:
             return None
 
         def wait() -> None:
-            assert job.ticket is not None
-            job.ticket.wait()
+            for ticket in job.tickets:
+                ticket.wait()
             job.up.wait()
 
         return wait
@@ -413,12 +422,15 @@ class HostUpdates:
         job = self._jobs[unit.index]
         if job.assumed is not None:
             job.final = factor
-            job.ticket = self._worker.submit(lambda: self._resolve(job, factor), urgency=unit.index, after=factor.known)
+            job.tickets.append(
+                self._worker.submit(lambda: self._resolve(job, factor), urgency=unit.index, after=factor.known)
+            )
 
     @torch.no_grad()
     def _resolve(self, job: Job, factor: Factor) -> None:
-        if job.is_settled:
-            return
+        if job.is_settled or not job.tickets[0].has_passed:
+            return  # or will be: the update comes later, and knows the factor by then
+        job.tickets[0].wait()
         known = factor()
         shadow, job.shadow = job.shadow, None
         assert shadow is not None

@@ -1,0 +1,86 @@
+"""A worker does the most urgent of what can be done, and ends with its process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from shardwell.memory import Mark
+from shardwell.memory.worker import Worker
+
+
+class Event:
+    """As much of a device's event as a mark needs."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+
+    def set(self) -> None:
+        self._set.set()
+
+    def query(self) -> bool:
+        return self._set.is_set()
+
+    def synchronize(self) -> None:
+        self._set.wait(5)
+
+
+def marked() -> tuple[Any, Mark]:
+    event: Any = Event()
+    return event, Mark(event)
+
+
+def test_the_most_urgent_first_and_of_equals_the_first() -> None:
+    worker, done = Worker("test"), list[str]()
+    gate, mark = marked()
+    worker.submit(lambda: mark.synchronize())  # holds the thread until all are there
+    tickets = [worker.submit(lambda n=n: done.append(n), urgency=int(n[0])) for n in ("2a", "1a", "2b", "0a", "1b")]
+    gate.set()
+    for ticket in tickets:
+        ticket.wait()
+    assert done == ["0a", "1a", "1b", "2a", "2b"]
+
+
+def test_what_cannot_be_done_yet_does_not_hold_up_the_rest() -> None:
+    worker, done = Worker("test"), list[str]()
+    late, mark = marked()
+    urgent = worker.submit(lambda: done.append("urgent"), urgency=-1, after=mark)
+    worker.submit(lambda: done.append("ready"), urgency=5).wait()
+    assert done == ["ready"]
+    late.set()
+    urgent.wait()
+    assert done == ["ready", "urgent"]
+
+
+def test_the_next_is_prepared_while_one_is_done() -> None:
+    worker, done = Worker("test"), list[str]()
+    gate, mark = marked()
+    worker.submit(lambda: mark.synchronize())
+    worker.submit(lambda: done.append("first"), urgency=1, prepare=lambda: done.append("prepare first"))
+    last = worker.submit(lambda: done.append("second"), urgency=2, prepare=lambda: done.append("prepare second"))
+    gate.set()
+    last.wait()
+    assert done[-3:] == ["prepare second", "first", "second"]
+
+
+def test_an_error_is_heard_by_who_waits_and_the_next_is_done() -> None:
+    worker = Worker("test")
+    ticket = worker.submit(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    worker.submit(lambda: None).wait()
+    with pytest.raises(ZeroDivisionError):
+        ticket.wait()
+
+
+def test_a_process_ends_when_all_is_done() -> None:
+    script = """
+import time
+from shardwell.memory.worker import Worker
+worker = Worker("test")
+worker.submit(lambda: (time.sleep(0.3), print("done", flush=True)))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "done\n"
