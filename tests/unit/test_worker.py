@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -56,15 +57,24 @@ def test_what_cannot_be_done_yet_does_not_hold_up_the_rest() -> None:
     assert done == ["ready", "urgent"]
 
 
-def test_the_next_is_prepared_while_one_is_done() -> None:
+def test_long_work_lets_in_what_is_more_urgent() -> None:
     worker, done = Worker("test"), list[str]()
     gate, mark = marked()
-    worker.submit(lambda: mark.synchronize())
-    worker.submit(lambda: done.append("first"), urgency=1, prepare=lambda: done.append("prepare first"))
-    last = worker.submit(lambda: done.append("second"), urgency=2, prepare=lambda: done.append("prepare second"))
+
+    def long() -> None:
+        done.append("begin")
+        mark.synchronize()
+        worker.let_in(5)
+        done.append("end")
+
+    first = worker.submit(long, urgency=5)
+    while not done:
+        time.sleep(0.01)
+    tickets = [worker.submit(lambda n=n: done.append(n), urgency=int(n)) for n in ("6", "5", "3", "4")]
     gate.set()
-    last.wait()
-    assert done[-3:] == ["prepare second", "first", "second"]
+    for ticket in (first, *tickets):
+        ticket.wait()
+    assert done == ["begin", "3", "4", "end", "5", "6"]
 
 
 def test_an_error_is_heard_by_who_waits_and_the_next_is_done() -> None:

@@ -1,18 +1,17 @@
 """A lane on the host: a thread that does one thing after the other, while those who gave it work go on.
 
 It does what is most urgent of what can be done already. Work that needs something of a device has a mark for it; if
-nothing can be done yet, the thread waits for what was given first, because a device does things in order. Work can have
-something to prepare, which is done while other work is still going on.
+nothing can be done yet, the thread waits for what was given first, because a device does things in order. Long work can
+let in what is more urgent.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwell.memory.cores import stay_on
 from shardwell.memory.device import Mark
@@ -39,9 +38,14 @@ class Ticket:
         try:
             work()
         except BaseException as error:
-            self._error = error
+            self.fail(error)
         finally:
             self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot be done."""
+        self._error = error
+        self._done.set()
 
 
 @dataclass
@@ -50,8 +54,7 @@ class _Task:
     urgency: int  # the lower, the sooner
     work: Callable[[], None]
     after: Mark
-    prepare: Callable[[], None] | None
-    ticket: Ticket = field(default_factory=Ticket)
+    ticket: Ticket
 
 
 class _Agenda:
@@ -87,10 +90,14 @@ class _Agenda:
                 first = self._tasks[0].after
             first.synchronize()
 
-    def following(self) -> _Task | None:
-        """What would be done next, as far as one can tell."""
+    def take_before(self, urgency: int) -> _Task | None:
+        """What is more urgent than that and can be done, if there is anything."""
         with self._changed:
-            return self._best()
+            task = self._best()
+            if task is None or task.urgency >= urgency:
+                return None
+            self._tasks.remove(task)
+            return task
 
     def _best(self) -> _Task | None:
         """Newer ones are asked first: if one can be done, so can an older one whose mark comes before its own."""
@@ -114,29 +121,30 @@ class Worker:
         *,
         urgency: int = 0,
         after: Mark | None = None,
-        prepare: Callable[[], None] | None = None,
+        ticket: Ticket | None = None,
     ) -> Ticket:
-        """Have something done. Of equal urgency, what was given first is done first."""
+        """Have something done. Of equal urgency, what was given first is done first. A ticket may exist already."""
         if self._thread is None:
             arguments = self._agenda, self._cores
             self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, _end, self._agenda, self._thread)
-        task = _Task(next(self._numbers), urgency, work, after or Mark(), prepare)
+        task = _Task(next(self._numbers), urgency, work, after or Mark(), ticket or Ticket())
         self._agenda.add(task)
         return task.ticket
+
+    def let_in(self, urgency: int) -> None:
+        """Called by work: do now what is more urgent than that."""
+        while (task := self._agenda.take_before(urgency)) is not None:
+            task.ticket.run(task.work)
 
 
 def _serve(agenda: _Agenda, cores: Sequence[int] | None) -> None:
     if cores is not None:
         stay_on(cores)
     while (task := agenda.take()) is not None:
-        following = agenda.following()
-        if following is not None and following.prepare is not None:
-            with contextlib.suppress(Exception):  # what fails now will fail again when it is due, and be heard
-                following.prepare()
         task.ticket.run(task.work)
-        del task, following  # what they hold must not outlive them here
+        del task  # what it holds must not outlive it here
 
 
 def _end(agenda: _Agenda, thread: threading.Thread) -> None:

@@ -25,6 +25,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +56,7 @@ class Factor(Protocol):
 
 _NOW = -1  # more urgent than any unit
 _ALIGNMENT = 64  # bytes
-_CHUNK = 1 << 23  # elements that are updated and then sent up, while the next ones are updated
+_CHUNK = 1 << 25  # elements that are updated and then sent up, while the next ones are updated
 _NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
 _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
 
@@ -115,8 +116,8 @@ class HostUpdates:
         self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
         self._pinned = Pinned(context.device, context.account)
         largest = max(sum(_param_bytes(group) for group in unit.trainable if rests_on_host(group)) for unit in units)
-        self._slots = Slots(self._pinned, num_slots, largest)  # for the worker
-        self._num_slots, self._num_taken = num_slots, 0
+        self._porter = Worker("shardwell porter")
+        self._slots = Slots(self._pinned, num_slots, largest)  # for the porter
         self._inbox = Slots(self._pinned, num_slots, largest)  # for the training loop: what is to be added
         self._outbox = Slots(self._pinned, _NUM_OUT, largest)
         self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
@@ -294,40 +295,29 @@ class HostUpdates:
             after = factor.known
         else:
             after = self._last_sum if job.added else parcel.down
-        ticket = self._worker.submit(
-            lambda: self._work(job, factor),
-            urgency=unit.index,
-            after=after,
-            prepare=lambda: self._load(job, self._slot_to_spare),
-        )
-        job.tickets.append(ticket)
+        job.tickets.append(Ticket())
+        if parcel.is_above:
+            self._porter.submit(lambda: self._load(job, factor), urgency=unit.index, after=after)
+        else:
+            self._submit(job, factor, after)
 
-    def _load(self, job: Job, take: Callable[[int], Tensor | None]) -> None:
-        """Start bringing gradients down that are still on the device, if there is a slot for them."""
-        parcel = job.parcel
-        if not parcel.is_above:
-            return
-        slot = take(sum(_sizes(parcel.gradients)))
-        if slot is None:
-            return
-        above = dict(parcel.gradients)
-        parcel.slot, parcel.is_above = slot, False
-        self._send_down(parcel, slot, self._context.device.copies.after(Mark()))
-        parcel.leaving = above
+    def _submit(self, job: Job, factor: Factor, after: Mark) -> None:
+        work = partial(self._work, job, factor)
+        self._worker.submit(work, urgency=job.unit.index, after=after, ticket=job.tickets[0])
 
-    def _slot_to_spare(self, num_bytes: int) -> Tensor | None:
-        """Only if another is left: what is prepared may have to wait for work that needs one too."""
-        if self._num_taken >= self._num_slots - 1:
-            return None
-        return self._take_slot(num_bytes)
-
-    def _take_slot(self, num_bytes: int) -> Tensor:
-        self._num_taken += 1
-        return self._slots.take(num_bytes)
+    def _load(self, job: Job, factor: Factor) -> None:
+        """The porter's work: bring gradients down that are still on the device, as soon as there is a slot for them."""
+        try:
+            parcel, above = job.parcel, job.parcel.gradients
+            parcel.slot = self._slots.take(sum(_sizes(above)))
+            self._send_down(parcel, parcel.slot, self._context.device.copies.after(Mark()))
+            parcel.leaving, parcel.is_above = above, False
+            self._submit(job, factor, parcel.down)
+        except BaseException as error:
+            job.tickets[0].fail(error)
 
     def _work(self, job: Job, factor: Factor) -> None:
         try:
-            self._load(job, self._take_slot)
             job.parcel.down.synchronize()
             self._free_above(job.parcel)
             for ticket in job.added:
@@ -342,7 +332,6 @@ class HostUpdates:
                 self._advance(job)
         finally:
             if job.parcel.slot is not None:
-                self._num_taken -= 1
                 self._slots.give(job.parcel.slot, job.up)
 
     def _free_above(self, parcel: Parcel) -> None:
@@ -361,6 +350,8 @@ class HostUpdates:
             for span in _chunks(shard.tensor.numel()):
                 self.kernel.step(shard.tensor, gradient, self._states[shard.tensor], target, span)
                 job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
+                if slot is None:  # who is let in may need one
+                    self._worker.let_in(job.unit.index)
         if slot is not None:
             self._outbox.give(slot, job.up)
 
