@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
 from shardwell.memory.worker import Worker
 
@@ -77,6 +78,20 @@ def test_long_work_lets_in_what_is_more_urgent() -> None:
     assert done == ["begin", "3", "4", "end", "5", "6"]
 
 
+def test_a_gate_lets_work_in_one_by_one_and_what_is_urgent_by_then() -> None:
+    gate = threading.Semaphore(0)
+    worker, done = Worker("test", gate=gate), list[int]()
+    tickets = {n: worker.submit(lambda n=n: done.append(n), urgency=n) for n in (3, 2)}
+    time.sleep(0.05)
+    assert not done
+    gate.release()
+    tickets[2].wait()
+    tickets[1] = worker.submit(lambda: done.append(1), urgency=1)
+    gate.release(2)
+    tickets[3].wait()
+    assert done == [2, 1, 3]
+
+
 def test_an_error_is_heard_by_who_waits_and_the_next_is_done() -> None:
     worker = Worker("test")
     ticket = worker.submit(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
@@ -85,12 +100,25 @@ def test_an_error_is_heard_by_who_waits_and_the_next_is_done() -> None:
         ticket.wait()
 
 
-def test_a_process_ends_when_all_is_done() -> None:
+def test_a_process_ends_with_what_was_begun() -> None:
     script = """
-import time
+import threading, time
 from shardwell.memory.worker import Worker
-worker = Worker("test")
-worker.submit(lambda: (time.sleep(0.3), print("done", flush=True)))
+worker, gate, begun = Worker("test"), threading.Semaphore(0), threading.Event()
+shut = Worker("shut", gate=gate)
+shut.submit(lambda: print("never"))
+worker.submit(lambda: (begun.set(), time.sleep(0.3), print("done", flush=True)))
+worker.submit(lambda: print("never"))
+begun.wait()
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "done\n"
+
+
+def test_who_waits_for_work_that_is_dropped_hears_so() -> None:
+    gate = threading.Semaphore(0)
+    worker = Worker("test", gate=gate)
+    ticket = worker.submit(lambda: None)
+    del worker
+    with pytest.raises(ShardwellError, match="the engine is gone"):
+        ticket.wait()

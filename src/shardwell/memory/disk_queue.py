@@ -94,9 +94,10 @@ def aligned(num_bytes: int, device: Device | None = None) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    if device is not None:
+        device.pin(memory)  # all of it: torch asks by the start of the storage
     start = -memory.data_ptr() % page
-    memory = memory[start : start + num_bytes]
-    return memory if device is None else device.pin(memory)
+    return memory[start : start + num_bytes]
 
 
 def unusable() -> dict[str, str]:

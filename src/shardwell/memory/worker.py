@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from shardwell.errors import ShardwellError
 from shardwell.memory.cores import stay_on
 from shardwell.memory.device import Mark
 
@@ -69,14 +70,20 @@ class _Agenda:
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
+        if self._is_over:
+            self.end()
 
     def end(self) -> None:
+        """What has not begun is not done any more."""
         with self._changed:
             self._is_over = True
+            dropped, self._tasks = self._tasks, []
             self._changed.notify()
+        for task in dropped:
+            task.ticket.fail(ShardwellError("the engine is gone, and with it what it had still to do"))
 
     def take(self) -> _Task | None:
-        """What is to be done now; None when all is done and no more will come."""
+        """What is to be done now; None when it is over."""
         while True:
             with self._changed:
                 while not self._tasks:
@@ -106,11 +113,13 @@ class _Agenda:
 
 
 class Worker:
-    """The thread starts with the first piece of work, and ends with this object or the process, when all is done."""
+    """The thread starts with the first piece of work, and ends with this object or the process, after what it does."""
 
-    def __init__(self, name: str, cores: Sequence[int] | None = None) -> None:
-        """With `cores`, the thread and those that it starts stay on them."""
-        self._name, self._cores = name, cores
+    def __init__(self, name: str, cores: Sequence[int] | None = None, gate: threading.Semaphore | None = None) -> None:
+        """With `cores`, the thread and those that it starts stay on them. With a `gate`, each piece of work is chosen
+        and done when that lets it.
+        """
+        self._name, self._cores, self._gate = name, cores, gate
         self._agenda = _Agenda()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -125,10 +134,10 @@ class Worker:
     ) -> Ticket:
         """Have something done. Of equal urgency, what was given first is done first. A ticket may exist already."""
         if self._thread is None:
-            arguments = self._agenda, self._cores
+            arguments = self._agenda, self._cores, self._gate
             self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, _end, self._agenda, self._thread)
+            weakref.finalize(self, _end, self._agenda, self._thread, self._gate)
         task = _Task(next(self._numbers), urgency, work, after or Mark(), ticket or Ticket())
         self._agenda.add(task)
         return task.ticket
@@ -139,16 +148,23 @@ class Worker:
             task.ticket.run(task.work)
 
 
-def _serve(agenda: _Agenda, cores: Sequence[int] | None) -> None:
+def _serve(agenda: _Agenda, cores: Sequence[int] | None, gate: threading.Semaphore | None) -> None:
     if cores is not None:
         stay_on(cores)
-    while (task := agenda.take()) is not None:
+    while True:
+        if gate is not None:
+            gate.acquire()
+        task = agenda.take()
+        if task is None:
+            return
         task.ticket.run(task.work)
         del task  # what it holds must not outlive it here
 
 
-def _end(agenda: _Agenda, thread: threading.Thread) -> None:
+def _end(agenda: _Agenda, thread: threading.Thread, gate: threading.Semaphore | None) -> None:
     """A thread that outlives the interpreter takes the process down with it."""
     agenda.end()
+    if gate is not None:
+        gate.release()
     if thread is not threading.current_thread():
         thread.join()

@@ -22,6 +22,7 @@ With accumulation the worker also adds up the gradients of the micro-steps, in h
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -116,7 +117,8 @@ class HostUpdates:
         self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
         self._pinned = Pinned(context.device, context.account)
         largest = max(sum(_param_bytes(group) for group in unit.trainable if rests_on_host(group)) for unit in units)
-        self._porter = Worker("shardwell porter")
+        self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
+        self._porter = Worker("shardwell porter", gate=self._ahead)
         self._slots = Slots(self._pinned, num_slots, largest)  # for the porter
         self._inbox = Slots(self._pinned, num_slots, largest)  # for the training loop: what is to be added
         self._outbox = Slots(self._pinned, _NUM_OUT, largest)
@@ -314,10 +316,13 @@ class HostUpdates:
             parcel.leaving, parcel.is_above = above, False
             self._submit(job, factor, parcel.down)
         except BaseException as error:
+            self._ahead.release()
             job.tickets[0].fail(error)
 
     def _work(self, job: Job, factor: Factor) -> None:
         try:
+            if job.parcel.slot is not None:
+                self._ahead.release()
             job.parcel.down.synchronize()
             self._free_above(job.parcel)
             for ticket in job.added:

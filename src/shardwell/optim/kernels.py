@@ -34,7 +34,10 @@ class Kernel:
 
     def born(self, master: Tensor, options: Options) -> dict[str, Any]:
         """The state before the first step."""
-        return self.packed(self.birth(master, options))
+        if not self.eight_bits:
+            return self.birth(master, options)
+        zeros = {key: native.Compact.zeros(master.numel(), is_second=key == _MOMENTS[1]) for key in _MOMENTS}
+        return {"step": torch.tensor(0.0), **zeros}
 
     def packed(self, state: dict[str, Any]) -> dict[str, Any]:
         """State as it is kept here, from state as torch keeps it."""
