@@ -194,7 +194,9 @@ class OffloadOptimizerConfig(Block):
     device: Device = Field(default="none", description="Where optimizer state rests; none and cpu are built.")
     nvme_path: StrictStr | None = Field(default=None, description="Folder for nvme; no effect while device is none.")
     pin_memory: Flag = Field(default=False, description="Pin host copies; no effect while device is none.")
-    buffer_count: PositiveCount = Field(default=4, description="Staging buffers; no effect while device is none.")
+    buffer_count: PositiveCount = Field(
+        default=4, description="Pinned slots for gradients on their way to the host, as large as the largest unit."
+    )
     pipeline_read: Flag = Field(default=False, description="Read ahead; no effect while device is none.")
     pipeline_write: Flag = Field(default=False, description="Write behind; no effect while device is none.")
     fast_init: Flag = Field(default=False, description="Skip the first write; no effect while device is none.")
