@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,29 @@ def test_commit_policies_give_the_same_bits_on_the_gpu(ranks: Ranks, stage: int,
     for other in others:
         for name in first:
             assert (first[name] == other[name]).all(), name
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_few_slots_give_the_same_bits(ranks: Ranks, num_slots: int) -> None:
+    """Units wait for a slot on the device, for the porter, and for each other."""
+    cases = []
+    for policy in ("after_norm", "at_once"):
+        case = host_case(policy, groups=True, steps=5, model={"blocks": 8})
+        block = {"offload_optimizer": {"device": "cpu", "buffer_count": num_slots}}
+        cases.append(replace(case, config={**case.config, "zero_optimization": block}))
+    first, other = ranks.run(1, on_the_gpu, cases, 2)[0]
+    for name in first:
+        assert (first[name] == other[name]).all(), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_where_parameters_rest_makes_no_difference_on_the_gpu(ranks: Ranks, precision: str) -> None:
+    case = host_case("auto", precision, steps=4, clip=0.5, accumulation=2)
+    blocks = [{**HOST, "offload_param": {"device": device}} for device in ("none", "cpu")]
+    cases = [replace(case, config={**case.config, "zero_optimization": block}) for block in blocks]
+    first, other = ranks.run(2, on_the_gpu, cases, 3)[0]
+    for name in first:
+        assert (first[name] == other[name]).all(), name
 
 
 def first_step(stage: int, offload: bool, precision: str, clip: float) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class Device:
         """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned unless only the host uses it."""
         if tier is Tier.DEVICE or self.is_virtual:
             return torch.empty(numel, dtype=dtype, device=self.torch_device)
+        if self.is_cuda and not pinned:
+            return torch.empty(numel, dtype=dtype).zero_()  # touched by all threads: a copy would fault page by page
         return torch.empty(numel, dtype=dtype, pin_memory=self.is_cuda and pinned)
 
     def pinned(self, num_bytes: int) -> Tensor:
