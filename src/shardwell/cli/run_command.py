@@ -18,7 +18,7 @@ def run(
         typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False),
     ],
     num_ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on this node.  [default: one per GPU, or one]")
+        int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on this node; one per GPU, or one, if not given.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
     max_restarts: Annotated[
