@@ -70,12 +70,9 @@ inline __m128i moved(__m128i value) {
 
 inline __m128i load_16(const uint8_t* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
 
-// At least 64 bytes, in four lanes; what is left of them is congruent to them and 16 bytes long.
-inline uint32_t crc_by_products(uint32_t sum, const uint8_t* data, int64_t n) {
-    __m128i lanes[4];
-    for (int lane = 0; lane < 4; ++lane) lanes[lane] = load_16(data + 16 * lane);
-    lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(sum)));
-    for (data += 64, n -= 64; n >= 64; data += 64, n -= 64) {
+// Goes on from four lanes over what follows them, and ends: what is left of them is congruent to them and 16 bytes long.
+inline uint32_t crc_from_lanes(__m128i (&lanes)[4], const uint8_t* data, int64_t n) {
+    for (; n >= 64; data += 64, n -= 64) {
         for (int lane = 0; lane < 4; ++lane) {
             lanes[lane] = _mm_xor_si128(moved<512>(lanes[lane]), load_16(data + 16 * lane));
         }
@@ -87,9 +84,49 @@ inline uint32_t crc_by_products(uint32_t sum, const uint8_t* data, int64_t n) {
     return crc_by_tables(crc_by_tables(0, bytes, 16), data, n);
 }
 
+// At least 64 bytes.
+inline uint32_t crc_by_products(uint32_t sum, const uint8_t* data, int64_t n) {
+    __m128i lanes[4];
+    for (int lane = 0; lane < 4; ++lane) lanes[lane] = load_16(data + 16 * lane);
+    lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(sum)));
+    return crc_from_lanes(lanes, data + 64, n - 64);
+}
+
+#if defined(__AVX512F__)
+#define SHARDWELL_WIDE __attribute__((target("vpclmulqdq")))  // not every machine with AVX-512 has it
+
+template <int distance>
+SHARDWELL_WIDE inline __m512i moved_wide(__m512i value, __m512i data) {
+    constexpr int64_t far = static_cast<int64_t>(power(distance + 64 - 1)), near = static_cast<int64_t>(power(distance - 1));
+    const __m512i factors = _mm512_set4_epi64(near, far, near, far);
+    const __m512i low = _mm512_clmulepi64_epi128(value, factors, 0x00);
+    const __m512i high = _mm512_clmulepi64_epi128(value, factors, 0x11);
+    return _mm512_ternarylogic_epi64(low, high, data, 0x96);  // the sum of the three
+}
+
+// At least 256 bytes, in four registers of four lanes.
+SHARDWELL_WIDE inline uint32_t crc_by_wide_products(uint32_t sum, const uint8_t* data, int64_t n) {
+    __m512i wide[4];
+    for (int i = 0; i < 4; ++i) wide[i] = _mm512_loadu_si512(data + 64 * i);
+    wide[0] = _mm512_xor_si512(wide[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(sum))));
+    for (data += 256, n -= 256; n >= 256; data += 256, n -= 256) {
+        for (int i = 0; i < 4; ++i) wide[i] = moved_wide<2048>(wide[i], _mm512_loadu_si512(data + 64 * i));
+    }
+    __m512i rest = wide[0];
+    for (int i = 1; i < 4; ++i) rest = moved_wide<512>(rest, wide[i]);
+    __m128i lanes[4];
+    std::memcpy(lanes, &rest, sizeof lanes);
+    return crc_from_lanes(lanes, data, n);
+}
+#endif
+
 #endif
 
 inline uint32_t crc32(uint32_t value, const uint8_t* data, int64_t n) {
+#if defined(__AVX512F__)
+    static const bool has_wide = __builtin_cpu_supports("vpclmulqdq");
+    if (has_wide && n >= 256) return ~crc_by_wide_products(~value, data, n);
+#endif
 #if defined(__PCLMUL__)
     if (n >= 64) return ~crc_by_products(~value, data, n);
 #endif
