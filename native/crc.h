@@ -70,7 +70,7 @@ inline __m128i moved(__m128i value) {
 
 inline __m128i load_16(const uint8_t* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
 
-// Goes on from four lanes over what follows them, and ends: what is left of them is congruent to them and 16 bytes long.
+// Goes on from four lanes over what follows, and ends: what is left of them is congruent to them and 16 bytes long.
 inline uint32_t crc_from_lanes(__m128i (&lanes)[4], const uint8_t* data, int64_t n) {
     for (; n >= 64; data += 64, n -= 64) {
         for (int lane = 0; lane < 4; ++lane) {
@@ -97,7 +97,8 @@ inline uint32_t crc_by_products(uint32_t sum, const uint8_t* data, int64_t n) {
 
 template <int distance>
 SHARDWELL_WIDE inline __m512i moved_wide(__m512i value, __m512i data) {
-    constexpr int64_t far = static_cast<int64_t>(power(distance + 64 - 1)), near = static_cast<int64_t>(power(distance - 1));
+    constexpr auto near = static_cast<int64_t>(power(distance - 1));
+    constexpr auto far = static_cast<int64_t>(power(distance + 64 - 1));
     const __m512i factors = _mm512_set4_epi64(near, far, near, far);
     const __m512i low = _mm512_clmulepi64_epi128(value, factors, 0x00);
     const __m512i high = _mm512_clmulepi64_epi128(value, factors, 0x11);

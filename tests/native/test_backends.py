@@ -88,7 +88,7 @@ def test_bf16_rounds_as_everywhere(backend: native.Backend) -> None:
 @EACH
 def test_crc32_is_zlibs(backend: native.Backend) -> None:
     data = bytes(any_bits(5000, torch.float32, 0).view(torch.uint8).tolist())
-    for length in (0, 1, 7, 63, 64, 65, 127, 128, 1000, 19_999):
+    for length in (0, 1, 7, 63, 64, 65, 127, 128, 255, 256, 257, 511, 512, 579, 1000, 19_999):
         for part in (data[:length], data[1 : length + 1]):
             assert backend.crc32(part, 0) == zlib.crc32(part)
             assert backend.crc32(memoryview(bytearray(part)), 0xDEADBEEF) == zlib.crc32(part, 0xDEADBEEF)
