@@ -126,6 +126,17 @@ def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: floa
             assert (first[name] == other[name]).all(), name
 
 
+def test_units_with_small_parameters_that_stay_whole_are_updated_once(ranks: Ranks) -> None:
+    cases = []
+    for policy in ("after_norm", "at_once"):
+        case = host_case(policy, steps=3)
+        block = {**HOST, "stage3_param_persistence_threshold": 100}
+        cases.append(replace(case, config={**case.config, "zero_optimization": block}))
+    first, other = ranks.run(2, all_sharded, cases, 3)[0]
+    for name in first:
+        assert (first[name] == other[name]).all(), name
+
+
 def placed(case: Case, parameters: str, optimizer: str, chunk: int | None = None) -> dict[str, torch.Tensor]:
     """Stage 3 with parameters and optimizer on a tier each."""
     blocks = {"offload_param": {"device": parameters}, "offload_optimizer": {"device": optimizer}}

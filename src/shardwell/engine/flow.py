@@ -213,7 +213,8 @@ class Flow:
             unit.in_backward = True
             self.note(Action.BACKWARD, unit)
             # What is larger than the unit that runs next (a head before the blocks) would make the peak if it waited.
-            self._finish_reduces([group for group in self._reducing if group.layout.padded > unit.numel > 0])
+            large = {group.unit for group in self._reducing if group.layout.padded > unit.numel > 0}
+            self._finish_reduces([group for group in self._reducing if group.unit in large])
         if unit.releasable:
             self._make_whole(unit, self._backward)
 
