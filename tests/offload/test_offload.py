@@ -389,6 +389,29 @@ def test_checkpoints_go_from_the_device_to_the_host_and_back(ranks: Ranks, tmp_p
     check_equal(last["loaded"], middle["ended"])
 
 
+def set_before_the_first_step() -> list[float]:
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(2, zero_optimization=HOST, shardwell={"moments": "8bit"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    weight = model.head.weight
+    for key in ("exp_avg", "exp_avg_sq"):
+        shardwell.utils.safe_set_full_optimizer_state(weight, torch.ones_like(weight), key)
+    shardwell.utils.safe_set_full_optimizer_state(weight, torch.tensor(1.0), "step")
+    found = float(safe_get_full_optimizer_state(weight, "exp_avg_sq").mean())
+    for batch in batches(2, 4):
+        engine.backward(engine(batch))
+        engine.step()
+    return [found, float(safe_get_full_optimizer_state(weight, "exp_avg_sq").mean())]
+
+
+def test_8_bit_moments_can_be_set_where_there_were_none(ranks: Ranks) -> None:
+    before, after = ranks.run(1, set_before_the_first_step)[0]
+    assert before == 1.0
+    assert after == pytest.approx(0.999**2, rel=0.01)
+
+
 def test_checkpoints_go_to_8_bit_moments_and_back(ranks: Ranks, tmp_path: Path) -> None:
     case, wide = Case(dtype=torch.float32), {**PRECISIONS["bf16"], "zero_optimization": HOST}
     narrow = {**wide, "shardwell": {"moments": "8bit"}}

@@ -200,7 +200,8 @@ class Access:
         elif isinstance(state.get(key), Tensor | Compact):
             state[key].copy_(value)
         else:
-            state[key] = value.to(shard.tensor, copy=True)
+            wide = {**state, key: value.to(shard.tensor, copy=True)}
+            self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.packed(shard, wide)
 
     def _shard(self) -> Shard | None:
         if self._unit.optimizer is None or not self._group.trainable:
