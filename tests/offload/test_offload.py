@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,27 @@ def test_checkpoints_go_from_the_device_to_the_host_and_back(ranks: Ranks, tmp_p
     check_equal(middle["loaded"], saved)
     last = ranks.run(2, run_leg, Leg(stage, 4, 4, case, device, saves=False), str(tmp_path))[0]
     check_equal(last["loaded"], middle["ended"])
+
+
+def loaded_in_between(commit: str) -> dict[str, torch.Tensor]:
+    """Training in the middle of which the optimizer gets its own state again, as torch gives and takes it."""
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(2, zero_optimization=HOST, bf16={"enabled": True}, shardwell={"commit": commit})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    for number, batch in enumerate(batches(4, 4)):
+        if number == 2:
+            engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    return {**whole_parameters(model), "moment": safe_get_full_optimizer_state(model.head.weight, "exp_avg")}
+
+
+def test_state_that_torch_loads_is_what_is_stepped(ranks: Ranks) -> None:
+    expected, found = (ranks.run(2, loaded_in_between, commit)[0] for commit in ("after_norm", "shadow"))
+    for name in expected:
+        assert (expected[name] == found[name]).all(), name
 
 
 def set_before_the_first_step() -> list[float]:

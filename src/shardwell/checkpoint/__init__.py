@@ -3,9 +3,10 @@
 Files and CPU tensors only. This package knows no engine, no process group and no device.
 """
 
-from shardwell.checkpoint.files import DTYPES, Entry, FileRecord, Reader, stream, write
+from shardwell.checkpoint.files import Entry, FileRecord, Reader, stream, write
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import VERSION, Extent, Manifest, Piece, TensorRecord, plan
+from shardwell.checkpoint.parsing import DTYPES
 
 __all__ = [
     "DTYPES",

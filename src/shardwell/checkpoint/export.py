@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.files import Entry, failing, stream
+from shardwell.checkpoint.files import Entry, stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest, Piece, TensorRecord
+from shardwell.checkpoint.parsing import failing
 from shardwell.checkpoint.sources.base import MODEL, STATE, Source, Stored
 from shardwell.checkpoint.sources.reading import Progress, in_order, parts, weights
 from shardwell.checkpoint.sources.safetensors import CONFIG, INDEX, SINGLE

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwell.checkpoint.files import failing
+from shardwell.checkpoint.parsing import failing
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
 from shardwell.checkpoint.sources.reading import Progress, is_contiguous, weights, whole
 from shardwell.errors import CheckpointError

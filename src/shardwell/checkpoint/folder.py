@@ -29,8 +29,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwell.checkpoint.files import FileRecord, Reader, failing, open_plain
-from shardwell.checkpoint.manifest import MAX_BYTES, MAX_NAME, NAME, Manifest, plain_name
+from shardwell.checkpoint.files import FileRecord, Reader
+from shardwell.checkpoint.manifest import MAX_NAME, NAME, Manifest, plain_name, read_manifest
+from shardwell.checkpoint.parsing import failing, open_plain
 from shardwell.errors import CheckpointError
 
 LATEST = "latest"
@@ -418,18 +419,6 @@ def _is_locked(path: Path) -> bool:
 def _close(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # nothing was written through it
         os.close(descriptor)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """What a checkpoint's directory says that it holds; whether the files are there is not looked at."""
-    where = path / NAME
-    file, size = open_plain(where)
-    with file:
-        if size > MAX_BYTES:
-            raise CheckpointError(f"{where}: {size} bytes; expected at most {MAX_BYTES}")
-        with failing(f"{where}: cannot be read"):
-            text = file.readall()
-    return Manifest.from_json(text, str(where))
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

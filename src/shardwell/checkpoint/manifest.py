@@ -18,18 +18,19 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwell.checkpoint.files import (
-    ALGORITHM,
-    CHECKSUM,
+from shardwell.checkpoint.files import ALGORITHM, CHECKSUM, FileRecord
+from shardwell.checkpoint.parsing import (
     CODES,
     LIMIT,
     MAX_BITS,
-    FileRecord,
+    failing,
     is_size,
+    open_plain,
     parse_dtype,
     parse_json,
     parse_shape,
@@ -202,6 +203,18 @@ class Manifest:
                         f"{entry}.pieces[{index}]: more bytes than {piece.file} has ({self.files[piece.file].size})"
                     )
         _check_json(self.values, f"{where}: values", MAX_DEPTH)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a checkpoint's directory says that it holds; whether the files are there is not looked at."""
+    where = path / NAME
+    file, size = open_plain(where)
+    with file:
+        if size > MAX_BYTES:
+            raise CheckpointError(f"{where}: {size} bytes; expected at most {MAX_BYTES}")
+        with failing(f"{where}: cannot be read"):
+            text = file.readall()
+    return Manifest.from_json(text, str(where))
 
 
 def is_text(value: Any) -> bool:

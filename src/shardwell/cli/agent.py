@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -19,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwell.cli.ends import End, Restarts, can_be_cured, ends_of
+from shardwell.memory.device import num_gpus
 
 GRACE = 5  # seconds that ranks get to end after Ctrl-C, before they are killed
 _EARLY_FAILURES = 2  # in a row, until there is one rank less
@@ -80,7 +80,7 @@ class Agent(LocalElasticAgent):
 
     def _leave_out(self, local_rank: int) -> None:
         """One rank less; where each rank has a GPU of its own, the GPU of the rank that failed is not used again."""
-        gpus = visible_gpus(os.environ.get(_GPUS), torch.cuda.device_count())
+        gpus = visible_gpus(os.environ.get(_GPUS), num_gpus())
         if self._spec.local_world_size <= len(gpus):
             del gpus[local_rank]
             os.environ[_GPUS] = ",".join(gpus)
@@ -100,8 +100,8 @@ class Agent(LocalElasticAgent):
         Console(stderr=True).print(Text(f"{what} with {now}", "yellow"), soft_wrap=True)
 
 
-def visible_gpus(setting: str | None, num_gpus: int) -> list[str]:
+def visible_gpus(setting: str | None, num: int) -> list[str]:
     """The GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them."""
     if setting is None:
-        return [str(index) for index in range(num_gpus)]
-    return [name.strip() for name in setting.split(",")][:num_gpus]
+        return [str(index) for index in range(num)]
+    return [name.strip() for name in setting.split(",")][:num]

@@ -213,7 +213,7 @@ def _opened(path: Path, tag: str | None) -> Iterator[Source]:
 
 def _check_own(path: Path, tag: str | None) -> str | None:
     """Ends the command if a checkpoint of shardwell's own is damaged; None if it is no such checkpoint."""
-    from shardwell.checkpoint.folder import read_manifest
+    from shardwell.checkpoint.manifest import read_manifest
     from shardwell.checkpoint.sources import locate_own
     from shardwell.checkpoint.verify import damages
 

@@ -71,6 +71,6 @@ def _check(script: str, module: bool, max_nodes: int, master_addr: str, ranks_he
 
 
 def _one_per_gpu() -> int:
-    import torch
+    from shardwell.memory.device import num_gpus
 
-    return max(1, torch.cuda.device_count())
+    return max(1, num_gpus())

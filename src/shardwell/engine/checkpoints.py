@@ -395,8 +395,9 @@ def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
 
 def _random_state(engine: Engine) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(engine.device)
+    on_device = engine._context.device.random_state()
+    if on_device is not None:
+        state["cuda"] = on_device
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
     return state
@@ -405,8 +406,8 @@ def _random_state(engine: Engine) -> dict[str, Any]:
 def _set_random_state(engine: Engine, state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if engine.device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], engine.device)
+    if "cuda" in state:
+        engine._context.device.set_random_state(state["cuda"])
     if "numpy" in sys.modules and "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from shardwell.engine.inputs import moved
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
 from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
+from shardwell.engine.precision import dtype_of, mixed_dtype
 from shardwell.engine.refit import Builder, refit
+from shardwell.engine.room import room_for_frozen
 from shardwell.engine.trace import Trace
 from shardwell.errors import BackwardError, NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import MemoryReport
@@ -32,28 +35,7 @@ from shardwell.optim.access import Access
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Context, guard
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that a configuration's word means."""
-    return None if name is None else _DTYPES[name]
-
-
-def mixed_dtype(config: Config) -> torch.dtype | None:
-    """What the model computes in, if that is not what its parameters are given in."""
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.fp16.enabled else None
-
-
-class _Carried:
-    """The loss scale that the gradients of the running backward carry outside of models."""
-
-    scale = 1.0
-
-
-_carried = _Carried()
+_carried = SimpleNamespace(scale=1.0)  # the loss scale of the running backward's gradients outside of models
 
 
 class Engine(nn.Module):
@@ -122,7 +104,7 @@ class Engine(nn.Module):
         block = self.config.torch_autocast
         if not block.enabled:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, _DTYPES[block.dtype], cache_enabled=False)
+        return torch.autocast(self.device.type, dtype_of(block.dtype), cache_enabled=False)
 
     # Gradients carry a loss scale: that of the engine whose `backward` was called, or none after a plain
     # `loss.backward()`. Where they enter an engine's model they get its own scale, and where they leave it they go on
@@ -200,28 +182,12 @@ class Engine(nn.Module):
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.global_steps == 1:
-            self._flow.keep_frozen(self._room_for_frozen())
+            self._flow.keep_frozen(room_for_frozen(self.config, self._flow.units, self._context))
         if self.global_steps == STEPS_UNTIL_KNOWN and self.config.zero_optimization.offload_optimizer.ratio == "auto":
             self.offload = self.offload.fill_device(self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
         self._print_progress()
-
-    def _room_for_frozen(self) -> int:
-        """Elements of frozen parameters that may stay whole; the same on every rank."""
-        asked = self.config.shardwell.keep_frozen
-        if asked != "auto":
-            return asked
-        sizes = [
-            (group.layout.padded, group.precision.compute.itemsize)
-            for unit in self._flow.units
-            for group in unit.releasable
-            if not group.trainable
-        ]
-        if not sizes:
-            return 0
-        free = self._context.world.least(self._context.device.free_bytes() / 2, "ROOM")
-        return int(free) // max(itemsize for _, itemsize in sizes)
 
     def _print_progress(self) -> None:
         every = self.config.steps_per_print

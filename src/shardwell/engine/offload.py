@@ -8,6 +8,8 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from shardwell.comm.mesh import Mesh
 from shardwell.config import Config
+from shardwell.engine.precision import is_scaled
+from shardwell.engine.room import room
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
 from shardwell.memory.account import human
@@ -34,8 +36,7 @@ class Offload:
 
     def fill_device(self, optimizer: ShardedOptimizer, context: Context) -> Offload:
         """Move state up to the device, as much as it has room for; all ranks the same."""
-        free = context.world.least(_FILL * context.device.free_bytes(), "ROOM")
-        moved = optimizer.move_up(free)
+        moved = optimizer.move_up(room(context, _FILL))
         return Offload({name: commit for name, commit in self.commits.items() if name not in moved})
 
     def __str__(self) -> str:
@@ -94,12 +95,8 @@ def _on_host(cuts: list[Cut], settings: Config) -> dict[str, int]:
 
 def commit_policy(settings: Config) -> Commit:
     """When updates on the host become the truth."""
-    scaled = settings.fp16.enabled or (settings.torch_autocast.enabled and settings.torch_autocast.dtype == "fp16")
-    waits = [
-        name
-        for name, needs in (("gradient_clipping", settings.gradient_clipping > 0), ("a loss scale", scaled))
-        if needs
-    ]
+    needs = {"gradient_clipping": settings.gradient_clipping > 0, "a loss scale": is_scaled(settings)}
+    waits = [name for name, is_on in needs.items() if is_on]
     asked = settings.shardwell.commit
     if asked == "at_once" and waits:
         raise ConfigError(

@@ -18,10 +18,11 @@ from shardwell import checkpointing
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
 from shardwell.comm.mesh import node_mesh, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
-from shardwell.engine.engine import Engine, dtype_of, mixed_dtype
+from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.offload import Offload, plan_offload
+from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
 from shardwell.engine.refit import Builder
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch, Tier
@@ -98,29 +99,36 @@ def initialize(
     flow.needs_scale = engine._scale.is_on
     checkpointing.follow(settings, model)
     if recipe is not None:
-        engine.optimizer = ShardedOptimizer(
-            recipe,
-            units,
-            context,
-            terms=Terms(
-                engine._scale,
-                settings.gradient_clipping,
-                settings.shardwell.nonfinite == "error",
-                zero.offload_optimizer.buffer_count,
-                settings.shardwell.moments == "8bit",
-            ),
-            before_step=flow.finish,
-            look_again=_weakly(engine.fit_to_model),
-            after_update=flow.after_update,
-        )
-        flow.gradients_reduced = engine.optimizer.gradients_reduced
-        for unit in units:
-            unit.optimizer = weakref.proxy(engine.optimizer)
+        engine.optimizer = _optimizer(recipe, engine, flow, context)
     engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
     ledger.close_step()
     agreement.turn_page()
     engine.training_dataloader = _loader(training_data, engine, collate_fn)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> ShardedOptimizer:
+    settings = engine.config
+    terms = Terms(
+        engine._scale,
+        settings.gradient_clipping,
+        settings.shardwell.nonfinite == "error",
+        settings.zero_optimization.offload_optimizer.buffer_count,
+        settings.shardwell.moments == "8bit",
+    )
+    optimizer = ShardedOptimizer(
+        recipe,
+        flow.units,
+        context,
+        terms=terms,
+        before_step=flow.finish,
+        look_again=_weakly(engine.fit_to_model),
+        after_update=flow.after_update,
+    )
+    flow.gradients_reduced = optimizer.gradients_reduced
+    for unit in flow.units:
+        unit.optimizer = weakref.proxy(optimizer)
+    return optimizer
 
 
 def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledger, Agreement]:
@@ -263,10 +271,9 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _loss_scale(settings: Config) -> LossScale:
-    """fp16 needs one, in the model or in autocast."""
-    fp16, autocast = settings.fp16, settings.torch_autocast
-    if not fp16.enabled and not (autocast.enabled and autocast.dtype == "fp16"):
+    if not is_scaled(settings):
         return NoScale()
+    fp16 = settings.fp16
     if fp16.loss_scale > 0:
         return LossScale(fp16.loss_scale)
     rules = Rules(fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwell.memory.account import Tier
-from shardwell.memory.cores import allowed_cores, update_cores
+from shardwell.memory.cores import update_cores
 
 _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys
@@ -186,6 +186,14 @@ class Device:
         rank = int(os.environ.get("LOCAL_RANK", "0")) % num_ranks
         return update_cores(rank, [_bus_of(other % torch.cuda.device_count()) for other in range(num_ranks)])
 
+    def random_state(self) -> Tensor | None:
+        """Of the generator on the device; None if it has none of its own."""
+        return torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
+
+    def set_random_state(self, state: Tensor) -> None:
+        if self.is_cuda:
+            torch.cuda.set_rng_state(state, self.torch_device)
+
     def trim(self) -> None:
         """Return freed memory to the system."""
         if self.is_cuda:
@@ -223,11 +231,6 @@ def default_device() -> torch.device:
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")
-
-
-def num_cores() -> int:
-    """That this process may use."""
-    return len(allowed_cores())
 
 
 def num_gpus() -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.shards import Shard
@@ -38,11 +39,11 @@ class Ahead:
 
     def __init__(
         self,
-        states: dict[Tensor, Any],
+        inner: Optimizer,
         shards_of: Callable[[Unit], list[Shard]],
         update: Callable[[Unit, Tensor | None], None],
     ) -> None:
-        self._states, self._shards_of, self._update = states, shards_of, update
+        self._inner, self._shards_of, self._update = inner, shards_of, update
         self._units: dict[int, tuple[Unit, Shadow | None]] = {}
 
     def update(self, unit: Unit) -> None:
@@ -56,9 +57,9 @@ class Ahead:
                 raise ShardwellError(
                     f"unit '{unit.name}' got another gradient after its update at once; commit after the norm"
                 )
-            shadow.restore(self._states)
+            shadow.restore(self._inner.state)
         else:
-            shadow = Shadow(self._shards_of(unit), self._states) if commit is Commit.SHADOW else None
+            shadow = Shadow(self._shards_of(unit), self._inner.state) if commit is Commit.SHADOW else None
         self._units[unit.index] = unit, shadow
         self._update(unit, None)
 
@@ -69,7 +70,7 @@ class Ahead:
         elif factor is not None and self._units and float(factor) < 1.0:
             for unit, shadow in self._units.values():
                 assert shadow is not None, "an update that is clipped must not be committed at once"
-                shadow.restore(self._states)
+                shadow.restore(self._inner.state)
                 self._update(unit, factor)
         done = set(self._units)
         self._units = {}
@@ -79,7 +80,7 @@ class Ahead:
         """The step is not applied after all."""
         for unit, shadow in self._units.values():
             if shadow is not None:
-                shadow.restore(self._states)
+                shadow.restore(self._inner.state)
                 for group in unit.trainable:
                     group.close_master()
         self._units = {}

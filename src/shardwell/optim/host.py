@@ -431,7 +431,7 @@ class HostUpdates:
         shadow, job.shadow = job.shadow, None
         assert shadow is not None
         if known == job.assumed:
-            shadow.commit()
+            shadow.commit(self._states)
             self._advance(job)
             return
         self.caution.note_failure()

@@ -82,7 +82,7 @@ class ShardedOptimizer(Optimizer):
         self._verdict: Later | None = None
         self._num_states = -1
         self._offloaded = self._make_offloaded()
-        self._ahead = Ahead(self.state, self._stepped_here, lambda unit, factor: self._update([unit], factor))
+        self._ahead = Ahead(self.inner, self._stepped_here, lambda unit, factor: self._update([unit], factor))
         self.overflow = False
         self.skipped_steps = 0
 

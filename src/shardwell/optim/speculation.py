@@ -20,7 +20,7 @@ class Shadow:
     """A unit's second memory for masters and state. What is computed there becomes the truth by changing places."""
 
     def __init__(self, unit: Unit, shards: list[Shard], states: dict[Tensor, Any], account: Account) -> None:
-        self._shards, self._states = shards, states
+        self._shards = shards
         self._masters: dict[Group, Tensor] = {
             shard.group: torch.zeros_like(shard.group.master) for shard in shards
         }  # all of a group's: padding too
@@ -35,14 +35,14 @@ class Shadow:
     def _stretch(self, shard: Shard) -> Tensor:
         return self._masters[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
-    def commit(self) -> None:
-        """Change places."""
+    def commit(self, states: dict[Tensor, Any]) -> None:
+        """Change places with what the optimizer holds."""
         for group, masters in self._masters.items():
             group.exchange_masters(masters)
         for shard, spare in self.spares.items():
             shard.tensor.data = shard.group.cut_master(shard.start, shard.tensor.numel())
             spare.master.data = self._stretch(shard)
-            live = self._states[shard.tensor]
+            live = states[shard.tensor]
             for key, value in spare.state.items():
                 _exchange(live[key], value)
 

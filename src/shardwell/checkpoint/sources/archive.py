@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.files import failing, is_size, open_plain, parse_shape, show
+from shardwell.checkpoint.parsing import failing, is_size, open_plain, parse_shape, show
 from shardwell.checkpoint.sources import pickles
 from shardwell.errors import CheckpointError
 from shardwell.layout import contiguous_stride, product

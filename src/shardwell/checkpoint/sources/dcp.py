@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.files import failing, is_size, open_plain, parse_shape, show
 from shardwell.checkpoint.manifest import plain_name
+from shardwell.checkpoint.parsing import failing, is_size, open_plain, parse_shape, show
 from shardwell.checkpoint.sources import pickles
 from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, File, Saved, load_value, locate
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shardwell.checkpoint.files import failing, is_size, parse_shape, show
 from shardwell.checkpoint.folder import LATEST
 from shardwell.checkpoint.manifest import MAX_NAME, plain_name
+from shardwell.checkpoint.parsing import failing, is_size, parse_shape, show
 from shardwell.checkpoint.sources.base import MODEL, Stored
 from shardwell.checkpoint.sources.flat import Part, Parts, Shapes, cut_each, cut_together
 from shardwell.checkpoint.sources.torch_files import Stub, json_entries, load, number

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.files import show
+from shardwell.checkpoint.parsing import show
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
 from shardwell.checkpoint.sources.torch_files import number
 from shardwell.errors import CheckpointError

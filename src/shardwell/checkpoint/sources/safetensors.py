@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwell.checkpoint.files import Entry, Reader, failing, open_plain, parse_json, show
+from shardwell.checkpoint.files import Entry, Reader
 from shardwell.checkpoint.manifest import plain_name
+from shardwell.checkpoint.parsing import failing, open_plain, parse_json, show
 from shardwell.checkpoint.sources.base import MODEL, Stored
 from shardwell.errors import CheckpointError
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.files import CODES, MAX_BITS
 from shardwell.checkpoint.manifest import MAX_DEPTH
+from shardwell.checkpoint.parsing import CODES, MAX_BITS
 from shardwell.errors import CheckpointError
 
 STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")

@@ -1,0 +1,127 @@
+"""What files say, before it is believed: plain files only, JSON without surprises, sizes and shapes within limits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwell.errors import CheckpointError
+from shardwell.layout import product
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+LIMIT = 2**63  # sizes in bytes and elements stay below this
+MAX_DIMS = 64  # what torch can hold
+MAX_DIGITS, MAX_BITS = 1000, 3300  # of a whole number in JSON; that many bits have fewer digits
+
+
+def open_plain(path: Path) -> tuple[FileIO, int]:
+    """A regular file, open for reading, and its size. Links are not followed, pipes are not waited for."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: a symbolic link; expected a file")
+    with failing(f"{path}: cannot be read"):
+        descriptor = os.open(path, flags)
+        status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: not a regular file")
+    return open(descriptor, "rb", buffering=0), status.st_size
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """JSON without repeated keys, without numbers that are not finite or absurdly long."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in items:
+            if key in found:
+                raise CheckpointError(f"{where}: {show(key)}: written twice in the same object")
+            found[key] = value
+        return found
+
+    def whole(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            raise CheckpointError(f"{where}: a number of {len(digits)} digits")
+        return int(digits)
+
+    def real(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else refuse(digits)
+
+    def refuse(constant: str) -> Any:
+        raise CheckpointError(f"{where}: {constant[:100]} is not a finite number")
+
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return json.loads(text, object_pairs_hook=pairs, parse_int=whole, parse_float=real, parse_constant=refuse)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"{where}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
+    except RecursionError:
+        raise CheckpointError(f"{where}: nested too deeply") from None
+
+
+def parse_dtype(code: Any, where: str) -> torch.dtype:
+    if not isinstance(code, str) or code not in DTYPES:
+        raise CheckpointError(f"{where}: dtype: expected one of {', '.join(DTYPES)}, found {show(code)}")
+    return DTYPES[code]
+
+
+def parse_shape(shape: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(is_size(size) for size in shape):
+        raise CheckpointError(f"{where}: shape: expected a list of at most {MAX_DIMS} sizes, found {show(shape)}")
+    if product([max(size, 1) for size in shape]) >= LIMIT:
+        raise CheckpointError(f"{where}: shape: {show(shape)} has more than 2**63 elements")
+    return tuple(shape)
+
+
+def is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LIMIT
+
+
+def show(value: Any) -> str:
+    """A value for a message, never longer than a line."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        text = str(list(value)) if len(value) <= MAX_DIMS and all(is_size(item) for item in value) else "a list"
+    elif value is None or isinstance(value, (str, bool, int, float)):
+        text = json.dumps(value) if not isinstance(value, int) or value.bit_length() <= MAX_BITS else "a huge number"
+    else:
+        text = type(value).__name__
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+@contextlib.contextmanager
+def failing(sentence: str) -> Iterator[None]:
+    """Turns what the system refuses into an error that says what was tried."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{sentence} ({error.strerror or error})") from error
