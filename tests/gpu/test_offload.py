@@ -14,6 +14,7 @@ import torch
 from shardwell.utils import safe_get_full_fp32_param
 from tests.checkpoint.legs import Leg, run_leg
 from tests.gpu.test_gpu import nccl_engine, on_the_gpu
+from tests.offload.test_disk_state import disk_case
 from tests.offload.test_offload import HOST, PRECISIONS, host_case
 from tests.parity.loops import Case
 from tests.ranks import Ranks
@@ -54,6 +55,17 @@ def test_where_parameters_rest_makes_no_difference_on_the_gpu(ranks: Ranks, prec
     first, other = ranks.run(2, on_the_gpu, cases, 3)[0]
     for name in first:
         assert (first[name] == other[name]).all(), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("clip", [0.0, 1.2], ids=["never clipped", "sometimes"])
+def test_state_on_disk_gives_the_bits_of_state_on_the_host(
+    ranks: Ranks, tmp_path: Path, stage: int, clip: float
+) -> None:
+    case = host_case("auto", clip=clip, groups=True, steps=4)
+    below, deeper = ranks.run(2, on_the_gpu, [case, disk_case(case, tmp_path)], stage)[0]
+    for name, value in below.items():
+        assert (deeper[name] == value).all(), name
 
 
 def first_step(stage: int, offload: bool, precision: str, clip: float) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from shardwell.config.load import AUTO, BATCH, PARAMS
 from shardwell.config.schema import Block, block_of
 from shardwell.config.unsupported import NOT_YET_BLOCKS, ONLY, REMOVED, RENAMED
 from shardwell.errors import ConfigError
+from shardwell.memory.disk import DiskSettings
 from shardwell.version import __version__
 
 
@@ -351,7 +352,7 @@ def test_all_problems_come_in_one_error_sorted_by_path() -> None:
     )
     keys = [line.strip().split(":")[0] for line in text.splitlines()[1:]]
     outer = ["activation_checkpointing.profile", "amp", "fp16.hysteresis", "gradient_clipping", "scheduler.type"]
-    inner = [f"zero_optimization.{key}" for key in ("offload_optimizer.device", "stage", "stagee")]
+    inner = [f"zero_optimization.{key}" for key in ("offload_optimizer.nvme_path", "stage", "stagee")]
     assert keys == [*outer, "wall_clock_breakdown", *inner]
 
 
@@ -386,7 +387,7 @@ def test_an_old_spelling_names_the_new_one(old: str, new: str) -> None:
 NOT_YET = """
 wall_clock_breakdown true  torch_autocast.lower_precision_safe_modules ["torch.nn.Linear"]
 torch_autocast.lower_precision_safe_modules []  activation_checkpointing.profile true
-zero_optimization.offload_optimizer.device "nvme"
+aio.use_gds true
 zero_optimization.zero_hpz_partition_size 8  zero_optimization.zero_quantized_weights true
 zero_optimization.zero_quantized_nontrainable_weights true  zero_optimization.zero_quantized_gradients true
 """
@@ -446,6 +447,20 @@ def test_two_divisions_before_the_sum_contradict() -> None:
 def test_parameter_offload_below_stage_3_contradicts_and_shows_the_stage(stage: int) -> None:
     text = refusal({"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}})
     assert f'"cpu" contradicts zero_optimization.stage {stage}' in text
+
+
+@pytest.mark.parametrize("paths", [None, "", " , "])
+def test_state_on_disk_needs_a_path(paths: str | None) -> None:
+    block = {"offload_optimizer": {"device": "nvme", "nvme_path": paths}}
+    text = refusal({"zero_optimization": block})
+    assert 'offload_optimizer.nvme_path: missing, and offload_optimizer.device is "nvme"; name a folder' in text
+
+
+def test_the_settings_of_disks_are_those_of_the_disk_tier() -> None:
+    block = {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2, "single_submit": True}
+    found = load({"aio": {**block, "overlap_events": False}}).aio
+    assert DiskSettings(**found.model_dump(exclude={"use_gds"})) == DiskSettings(**block, overlap_events=False)
+    assert DiskSettings(**load({}).aio.model_dump(exclude={"use_gds"})) == DiskSettings()
 
 
 def test_parameters_on_disk_are_not_built_yet() -> None:

@@ -7,6 +7,7 @@ write an equal share, and no element twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,8 @@ class Contents:
         self.parts: dict[str, Part] = {}
         self.scalars: dict[str, float] = {}
         self._rank = rank
-        self._open: Group | None = None  # its masters are readable
+        self._open = ExitStack()
+        self._opened: Group | Unit | None = None  # a group's masters, or a unit's state, are readable
         for unit in units:
             unit.wait()
             for group in unit.groups:
@@ -85,10 +87,16 @@ class Contents:
         self.parts[name] = Part(name, kind, tensor.dtype, shape, stride, 0, tensor.numel(), lambda: flat)
 
     def close(self) -> None:
-        """Leave the masters as they rest."""
-        if self._open is not None:
-            self._open.close_master()
-            self._open = None
+        """Leave masters and state as they rest."""
+        self._opened = None
+        self._open.close()
+
+    def _hold(self, what: Group | Unit, opening: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have something readable, in place of what was before."""
+        if self._opened is not what:
+            self.close()
+            self._open.enter_context(opening())
+            self._opened = what
 
     def _add_masters(self, group: Group) -> None:
         dtype = group.precision.master
@@ -108,10 +116,7 @@ class Contents:
 
     def _reader_of_masters(self, group: Group, at: int, numel: int) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            if self._open is not group:
-                self.close()
-                group.open_master()
-                self._open = group
+            self._hold(group, group.opened_master)
             return group.master[at : at + numel]
 
         return read
@@ -124,17 +129,26 @@ class Contents:
                 for piece in shard.pieces:
                     at, start, numel = shares.get(piece.slot.name, (0, 0, 0))
                     if numel and has_each:
-                        self._add_state(piece.slot, key, value, (at - shard.start, start, numel))
+                        read = self._reader_of_state(unit, optimizer, value, at - shard.start, numel)
+                        self._add_state(piece.slot, key, value.dtype, (start, numel), read)
                     elif numel and start == 0 and value is not None:
                         self.scalars[f"{SCALAR}{piece.slot.name}/{key}"] = float(value)
 
-    def _add_state(self, slot: Slot, key: str, value: Tensor | Compact, where: tuple[int, int, int]) -> None:
-        """`where`: first element in `value`, first in the parameter, length."""
-        first, start, numel = where
+    def _reader_of_state(
+        self, unit: Unit, optimizer: ShardedOptimizer, value: Tensor | Compact, first: int, numel: int
+    ) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            self._hold(unit, lambda: optimizer.states_of(unit))
+            return value[first : first + numel]
+
+        return read
+
+    def _add_state(
+        self, slot: Slot, key: str, dtype: torch.dtype, where: tuple[int, int], read: Callable[[], Tensor]
+    ) -> None:
+        """`where`: first element in the parameter, length."""
         name = f"{STATE}{slot.name}/{key}"
-        self.parts[name] = Part(
-            name, "state", value.dtype, slot.shape, slot.stride, start, numel, lambda: value[first : first + numel]
-        )
+        self.parts[name] = Part(name, "state", dtype, slot.shape, slot.stride, *where, read)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

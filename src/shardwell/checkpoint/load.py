@@ -2,7 +2,7 @@
 
 First everything is read and checked; then the ranks agree that all of them could; only then is anything changed. What
 was read waits in host memory in between. Where there is too little of it, it is read twice. On the CPU, optimizer state
-is read to where it stays.
+is read to where it stays. State that rests on disk is written there unit by unit.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ class Loading:
         if self._optimizer is not None:
             for unit in self._units:
                 if unit.trainable:
-                    for shard in list(self._optimizer.shards.of(unit)):
-                        self._restore(self._optimizer, unit, shard)
+                    with self._optimizer.states_of(unit, changes=True):
+                        for shard in list(self._optimizer.shards.of(unit)):
+                            self._restore(self._optimizer, unit, shard)
             self._optimizer.count_states()
 
     def _fill(self, wants: list[Want]) -> Any:
@@ -251,7 +252,7 @@ class Loading:
         """Give a shard its state. Parameters that differ in what they have do not stay together in one shard."""
         stocks = [(self._stock.keys(p.slot.name), self._stock.scalars(p.slot.name)) for p in shard.pieces]
         if any(stock != stocks[0] for stock in stocks):
-            for part in optimizer.shards.part(unit, shard, optimizer.inner):
+            for part in optimizer.part(unit, shard):
                 self._restore(optimizer, unit, part)
             return
         keys, scalars = stocks[0]

@@ -228,10 +228,12 @@ class Snapshot:
             self._account.set(State.STAGING, "(snapshot)", Tier.HOST, size)
         memory = self._memory
         copies = {}
-        for name, part in contents.parts.items():
-            copies[name] = memory[starts[name] : starts[name] + part.num_bytes].view(part.dtype)
-            copies[name].copy_(part.read(), non_blocking=True)
-        contents.close()
+        try:
+            for name, part in contents.parts.items():
+                copies[name] = memory[starts[name] : starts[name] + part.num_bytes].view(part.dtype)
+                copies[name].copy_(part.read(), non_blocking=True)
+        finally:
+            contents.close()
         mark = self._device.now()
 
         def read(name: str) -> Tensor:

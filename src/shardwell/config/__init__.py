@@ -4,6 +4,7 @@ from shardwell.config.explain import Line, explain, table
 from shardwell.config.load import load
 from shardwell.config.schema import (
     SCHEDULERS,
+    AioConfig,
     AutocastConfig,
     Bf16Config,
     Block,
@@ -22,6 +23,7 @@ from shardwell.config.schema import (
 
 __all__ = [
     "SCHEDULERS",
+    "AioConfig",
     "AutocastConfig",
     "Bf16Config",
     "Block",

@@ -191,15 +191,19 @@ class SavingConfig(Block):
 class OffloadOptimizerConfig(Block):
     """Where the optimizer's state rests."""
 
-    device: Device = Field(default="none", description="Where optimizer state rests; none and cpu are built.")
-    nvme_path: StrictStr | None = Field(default=None, description="Folder for nvme; no effect while device is none.")
-    pin_memory: Flag = Field(default=False, description="Pin host copies; no effect while device is none.")
-    buffer_count: PositiveCount = Field(
-        default=4, description="Pinned slots for gradients on their way to the host, as large as the largest unit."
+    device: Device = Field(default="none", description="Where optimizer state rests: the GPU, the host, or disk.")
+    nvme_path: StrictStr | None = Field(
+        default=None, description="Folders for nvme, one on each local drive, with ',' between them."
     )
-    pipeline_read: Flag = Field(default=False, description="Read ahead; no effect while device is none.")
-    pipeline_write: Flag = Field(default=False, description="Write behind; no effect while device is none.")
-    fast_init: Flag = Field(default=False, description="Skip the first write; no effect while device is none.")
+    pin_memory: Flag = Field(default=False, description="No effect: what travels is pinned, what rests is not.")
+    buffer_count: PositiveCount = Field(
+        default=4,
+        description="Pinned slots for gradients on their way to the host, as large as the largest unit; with nvme also "
+        "the units whose state may be in host memory at once, at least 3.",
+    )
+    pipeline_read: Flag = Field(default=False, description="No effect: the next unit is always read ahead.")
+    pipeline_write: Flag = Field(default=False, description="No effect: the last unit is always written behind.")
+    fast_init: Flag = Field(default=False, description="No effect: state is first written when it was first changed.")
     ratio: ShareOrAuto = Field(
         default=1.0, description="Share of the model whose state rests there, from its end; auto = what the GPU lacks."
     )
@@ -214,6 +218,17 @@ class OffloadParamConfig(Block):
     buffer_count: PositiveCount = Field(default=5, description="Staging buffers; no effect while device is none.")
     buffer_size: PositiveCount = Field(default=100_000_000, description="Buffer elements; no effect with device none.")
     max_in_cpu: Count = Field(default=1_000_000_000, description="Elements kept in RAM; no effect with device none.")
+
+
+class AioConfig(Block):
+    """How bytes move between host memory and drives."""
+
+    block_size: PositiveCount = Field(default=1_048_576, description="Bytes of one read or write, and of a stripe.")
+    queue_depth: PositiveCount = Field(default=8, description="Blocks in flight at once, for each path.")
+    intra_op_parallelism: PositiveCount = Field(default=1, description="Rings of that depth for each path.")
+    single_submit: Flag = Field(default=False, description="A system call for each block.")
+    overlap_events: Flag = Field(default=True, description="A new block starts when one ends; false: when all have.")
+    use_gds: Flag = Field(default=False, description="From drives straight to the GPU; only false is built.")
 
 
 class LeafModuleConfig(Block):
@@ -351,6 +366,7 @@ class Config(Block):
         default=CheckpointingConfig(), description="How checkpointed inputs are kept."
     )
     checkpoint: SavingConfig = Field(default=SavingConfig(), description="How checkpoints are saved and loaded.")
+    aio: AioConfig = Field(default=AioConfig(), description="How bytes move to and from drives.")
     zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="What is sharded, and how it moves.")
     shardwell: ShardwellConfig = Field(default=ShardwellConfig(), description="What only shardwell has.")
 

@@ -45,9 +45,7 @@ ONLY: dict[str, Only] = {
     "zero_optimization.stage3_module_granularity_threshold": Only(
         (0,), _not_yet("units by granularity", "use 0 or remove it, and name units in leaf_module")
     ),
-    "zero_optimization.offload_optimizer.device": Only(
-        ("none", "cpu"), _not_yet("optimizer state on disk", 'use "cpu" or "none"')
-    ),
+    "aio.use_gds": Only((False,), _not_yet("reads from drives straight to the GPU", _OFF)),
     "zero_optimization.offload_param.device": Only(
         ("none", "cpu"), _not_yet("parameters on disk", 'use "cpu" or "none"')
     ),
@@ -63,7 +61,6 @@ _DROP = 'remove the block, or set "enabled": false in it'
 
 # Accepted when empty or when they switch themselves off.
 NOT_YET_BLOCKS: dict[str, str] = {
-    "aio": _not_yet("asynchronous disk I/O", _DROP),
     "flops_profiler": _not_yet("a FLOPs profiler", _DROP),
     "tensorboard": _not_yet("a TensorBoard writer", _DROP),
     "wandb": _not_yet("a Weights & Biases writer", _DROP),
@@ -98,6 +95,7 @@ REMOVED_OPTIMIZERS: dict[str, str] = {
 
 # Old spelling -> what to write instead.
 RENAMED: dict[str, str] = {
+    "aio.thread_count": "aio.intra_op_parallelism",
     "bfloat16": "bf16",
     "fp32_allreduce": 'communication_data_type: "fp32"',
     "allgather_size": "zero_optimization.allgather_bucket_size",

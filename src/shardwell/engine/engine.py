@@ -475,6 +475,8 @@ class Engine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self.optimizer.state.clear()
+        if self._context.disk is not None:
+            self._context.disk.close()
         self._context.world.mesh.close()
         self.trim()
 

@@ -1,8 +1,11 @@
-"""What rests on the host, when its updates commit, and whether it fits there."""
+"""What rests on the host or on disk, when its updates commit, and whether it fits there."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
@@ -13,7 +16,10 @@ from shardwell.engine.room import room
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
 from shardwell.memory.account import human
+from shardwell.memory.disk import DiskSettings, DiskTier
+from shardwell.memory.disk_file import free_bytes
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.store import FEWEST_SEATS
 from shardwell.unit import Context, Cut
 from shardwell.unit.table import Commit
 
@@ -25,7 +31,7 @@ _ADAM, _ADAM_8BIT = 12, 6  # bytes a parameter: fp32 master and moments
 
 @dataclass(frozen=True)
 class Offload:
-    """Which units have their optimizer state on the host, and when each of them commits."""
+    """Which units have their optimizer state on the host or on disk, and when each of them commits."""
 
     commits: dict[str, Commit]  # by the name of the unit
 
@@ -46,10 +52,10 @@ class Offload:
 
 
 def plan_offload(cuts: list[Cut], settings: Config, mesh: Mesh, device: Device) -> Offload:
-    """Decide, and raise before anything is allocated if it will not fit into host memory."""
+    """Decide, and raise before anything is allocated if it will not fit into host memory or on disk."""
     if settings.shardwell.moments == "8bit" and settings.zero_optimization.offload_optimizer.device == "none":
         raise ConfigError(
-            'shardwell.moments "8bit" is for optimizer state on the host, but '
+            'shardwell.moments "8bit" is for optimizer state on the host or on disk, but '
             'zero_optimization.offload_optimizer.device is "none": use "fp32", or offload'
         )
     on_host = _on_host(cuts, settings)
@@ -57,21 +63,48 @@ def plan_offload(cuts: list[Cut], settings: Config, mesh: Mesh, device: Device) 
     policy = commit_policy(settings)
     free = psutil.virtual_memory().available
     shadowed = set(on_host) if policy is Commit.SHADOW else set()
-    if settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda:
+    if settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda and not need.disk:
         shadowed = need.that_fit(on_host, _SHARE * (free - need.total(policy)))
     share = sum(on_host[name] for name in shadowed)
     needed = need.total(policy, share)
+    over = f"over {mesh.size} rank(s), {mesh.node_size} of them here"
+    smaller = ', or set shardwell.moments to "8bit".' if need.state == _ADAM else "."
     if on_host and needed > free:
         raise ShardwellError(
-            f"optimizer state on the host needs {human(needed)} on this node: {need.each(policy)} bytes for each of "
-            f"{need.numel:,} parameters"
+            f"optimizer state {'on disk' if need.disk else 'on the host'} needs {human(needed)} of host memory on this "
+            f"node: {need.each(policy)} bytes for each of {need.numel:,} parameters"
             + (f", {need.state} more for {share:,} of them" if share else "")
-            + f", over {mesh.size} rank(s), {mesh.node_size} of them here, and {human(need.buffers)} of buffers. Free "
-            f"are {human(free)}. Lower offload_optimizer.ratio, use more ranks"
-            + (', set shardwell.commit to "after_norm"' if shadowed else "")
-            + (', or set shardwell.moments to "8bit".' if need.state == _ADAM else ".")
+            + f", {over}, and {human(need.buffers)} of buffers. Free are {human(free)}. Lower offload_optimizer.ratio, "
+            "use more ranks" + (', set shardwell.commit to "after_norm"' if shadowed else "") + smaller
         )
+    for path, part in _parts(need.disk, _paths(settings)):
+        found = free_bytes(path)
+        if found is not None and part > found:
+            raise ShardwellError(
+                f"optimizer state on disk needs {human(need.disk)} on this node: {need.state} bytes for each of "
+                f"{need.numel:,} parameters, {over}. {human(part)} of that go to {path}, where {human(found)} are "
+                "free. Free space there, name a path on another drive in offload_optimizer.nvme_path too, lower "
+                f"offload_optimizer.ratio, use more ranks{smaller}"
+            )
     return Offload({name: Commit.SHADOW if name in shadowed else policy for name in on_host})
+
+
+def open_disk(settings: Config) -> DiskTier | None:
+    """The drives that optimizer state rests on, if it does."""
+    if settings.zero_optimization.offload_optimizer.device != "nvme":
+        return None
+    return DiskTier(_paths(settings), DiskSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+
+
+def _paths(settings: Config) -> list[Path]:
+    named = settings.zero_optimization.offload_optimizer.nvme_path or ""
+    return [Path(path.strip()) for path in named.split(",") if path.strip()]
+
+
+def _parts(num_bytes: int, paths: list[Path]) -> list[tuple[Path, int]]:
+    """What goes to the file system of each path; a path that does not answer is left to who opens it."""
+    drives = Counter(os.stat(path).st_dev for path in paths if path.exists())
+    return [(p, num_bytes * drives[os.stat(p).st_dev] // len(paths)) for p in paths if p.exists()]
 
 
 def _on_host(cuts: list[Cut], settings: Config) -> dict[str, int]:
@@ -80,7 +113,7 @@ def _on_host(cuts: list[Cut], settings: Config) -> dict[str, int]:
     Updates of the first units come last, and the next forward waits for them.
     """
     block = settings.zero_optimization.offload_optimizer
-    if block.device != "cpu":
+    if block.device == "none":
         return {}
     sizes = {one.name: sum(p.numel() for _, p in one.parameters if p.requires_grad) for one in cuts}
     ratio = 1.0 if block.ratio == "auto" else block.ratio  # what fits on the device moves up later
@@ -94,7 +127,7 @@ def _on_host(cuts: list[Cut], settings: Config) -> dict[str, int]:
 
 
 def commit_policy(settings: Config) -> Commit:
-    """When updates on the host become the truth."""
+    """When updates on the host become the truth. Of what rests on disk there is no second state in memory."""
     needs = {"gradient_clipping": settings.gradient_clipping > 0, "a loss scale": is_scaled(settings)}
     waits = [name for name, is_on in needs.items() if is_on]
     asked = settings.shardwell.commit
@@ -105,11 +138,12 @@ def commit_policy(settings: Config) -> Commit:
         )
     if asked == "auto":
         return Commit.AFTER_NORM if waits else Commit.AT_ONCE
-    return Commit[asked.upper()]
+    on_disk = settings.zero_optimization.offload_optimizer.device == "nvme"
+    return Commit.AFTER_NORM if on_disk and asked == "shadow" else Commit[asked.upper()]
 
 
 class Need:
-    """The host memory that a number of parameters needs on this node."""
+    """The memory of the host, and of its drives, that a number of parameters needs on this node."""
 
     def __init__(self, numel: int, largest: int, settings: Config, mesh: Mesh, device: Device) -> None:
         zero = settings.zero_optimization
@@ -120,12 +154,15 @@ class Need:
         self._adds_up = zero.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1
         self._here = mesh.node_size / (mesh.size if zero.stage else 1)
         slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
-        self.buffers = int(slots * largest * self._param * self._here)
+        on_disk = zero.offload_optimizer.device == "nvme"
+        self.disk = int(self.state * numel * self._here) if on_disk else 0
+        seats = max(FEWEST_SEATS, zero.offload_optimizer.buffer_count) if on_disk else 0
+        self.buffers = int((slots * self._param + seats * self.state) * largest * self._here)
 
     def each(self, policy: Commit) -> int:
         """Bytes a parameter."""
         kept = 0 if policy is Commit.AT_ONCE else self._param
-        return self.state + self._params + (4 if self._adds_up else kept)
+        return (0 if self.disk else self.state) + self._params + (4 if self._adds_up else kept)
 
     def total(self, policy: Commit, shadowed: int = 0) -> int:
         """Bytes, with shadows for some of the parameters."""

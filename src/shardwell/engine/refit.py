@@ -6,6 +6,7 @@ and built anew from the model as it is now. All ranks must change the model alik
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ def refit(
         if optimizer is not None:
             optimizer.enter(unit)
             unit.optimizer = before[next(iter(before))].optimizer
-            _give_back(unit, remembered)
+            if unit.trainable:
+                with optimizer.states_of(unit, changes=True):
+                    _give_back(unit, remembered)
     return now
 
 
@@ -111,12 +114,16 @@ def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dic
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
-    for group in unit.groups:
-        for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
-            if tuple(parameter.shape) == slot.shape:
-                access = Access(parameter)
-                values.append((parameter, access.master()))
-                states[id(parameter)] = access.states() if optimizer is not None and group.trainable else {}
+    with contextlib.ExitStack() as stack:
+        if optimizer is not None and unit.trainable:
+            stack.enter_context(optimizer.states_of(unit))
+        for group in unit.groups:
+            with group.fetched():
+                for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+                    if tuple(parameter.shape) == slot.shape:
+                        access = Access(parameter)
+                        values.append((parameter, access.master()))
+                        states[id(parameter)] = access.states() if optimizer is not None and group.trainable else {}
     if optimizer is not None:
         optimizer.leave(unit)
     for group in unit.groups:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
-from shardwell.engine.offload import Offload, plan_offload
+from shardwell.engine.offload import Offload, open_disk, plan_offload
 from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
 from shardwell.engine.refit import Builder
 from shardwell.errors import ConfigError, ShardwellError
@@ -35,6 +35,8 @@ from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
 from shardwell.unit.table import Commit, Wire, Wish
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 class Initialized(NamedTuple):
@@ -77,6 +79,7 @@ def initialize(
     context, ledger, agreement = _context(home, world, settings)
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
     offload = plan_offload(_cut(model, settings), settings, world, home)
+    context = replace(context, disk=None if home.is_virtual else open_disk(settings))
     units = build_units(model, settings, recipe, context, offload)
     statistics = _statistics(model)
     for name, buffer in model.named_buffers():
@@ -184,8 +187,8 @@ def _groups(
         kinds[dtype, trains, id(parameter) in persistent].append(Member(name, parameter, label, trains))
     wish = Wish(
         second_copy_in_node=zero.zero_hpz_partition_size > 1,
-        parameter_tier=Tier.HOST if zero.offload_param.device == "cpu" else Tier.DEVICE,
-        optimizer_tier=Tier.HOST if one.name in places.offload.commits else Tier.DEVICE,
+        parameter_tier=_TIERS[zero.offload_param.device],
+        optimizer_tier=_TIERS[zero.offload_optimizer.device] if one.name in places.offload.commits else Tier.DEVICE,
         commit=places.offload.commits.get(one.name, Commit.AFTER_NORM),
     )
     groups = []

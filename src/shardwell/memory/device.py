@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,30 @@ _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys
 _MADV_POPULATE_WRITE = 23  # Linux's, since 5.14
 _PAGE, _WORTH_IT = 4096, 1 << 21
+
+
+class Passing(Protocol):
+    """Something that the host can wait for."""
+
+    @property
+    def has_passed(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class All:
+    """Passed when all of some others have."""
+
+    of: Sequence[Passing]
+
+    @property
+    def has_passed(self) -> bool:
+        return all(one.has_passed for one in self.of)
+
+    def synchronize(self) -> None:
+        for one in self.of:
+            one.synchronize()
 
 
 @dataclass(frozen=True)

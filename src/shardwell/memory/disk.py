@@ -77,6 +77,14 @@ class Transfer:
             self._note(request.wait(0))
         return self._outcome is not None
 
+    @property
+    def has_passed(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        """Block until it is done, well or not."""
+        self.end()
+
     def wait(self) -> None:
         """Block until it is done; raises a ShardwellError if it failed, or if the drives have stopped answering."""
         self.end()

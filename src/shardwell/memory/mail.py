@@ -1,4 +1,4 @@
-"""Pinned host memory for what travels between device and host."""
+"""Host memory for what travels: pinned, to and from the device; aligned, to and from drives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import queue
 from torch import Tensor
 
 from shardwell.memory.account import Account, State, Tier
-from shardwell.memory.device import Device, Mark
+from shardwell.memory.device import Device, Passing
+from shardwell.memory.disk_queue import aligned
 
 
 class Pinned:
@@ -19,11 +20,21 @@ class Pinned:
     def make(self, num_bytes: int, unit: str = "") -> Tensor:
         """1D, bytes."""
         self._account.add(State.STAGING, unit, Tier.HOST, num_bytes)
+        return self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> Tensor:
         return self._device.pinned(num_bytes)
 
     def drop(self, memory: Tensor, unit: str = "") -> None:
         """Strike memory out; it is freed when nobody holds it."""
         self._account.remove(State.STAGING, unit, Tier.HOST, memory.numel())
+
+
+class Aligned(Pinned):
+    """Makes memory for drives, which the device has no part in, by the books."""
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return aligned(num_bytes)
 
 
 class Slots:
@@ -34,21 +45,25 @@ class Slots:
 
     def __init__(self, pinned: Pinned, num: int, num_bytes: int) -> None:
         self._pinned, self._unmade, self._num_bytes = pinned, num, num_bytes
-        self._free: queue.SimpleQueue[tuple[Tensor, Mark]] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[tuple[Tensor, Passing]] = queue.SimpleQueue()
+
+    def at_least(self, num_bytes: int) -> None:
+        """Pieces that are made from now on are that large."""
+        self._num_bytes = max(self._num_bytes, num_bytes)
 
     def take(self, num_bytes: int) -> Tensor:
         """1D, that many bytes or more."""
-        self._num_bytes = max(self._num_bytes, num_bytes)
+        self.at_least(num_bytes)
         if self._unmade and self._free.empty():
             self._unmade -= 1
             return self._pinned.make(self._num_bytes)
         memory, mark = self._free.get()
         mark.synchronize()
-        if memory.numel() < num_bytes:
+        if memory.numel() < num_bytes or not mark.has_passed:  # a drive that hangs may still write to it
             self._pinned.drop(memory)
             memory = self._pinned.make(self._num_bytes)
         return memory
 
-    def give(self, memory: Tensor, after: Mark) -> None:
+    def give(self, memory: Tensor, after: Passing) -> None:
         """Take a piece back, which is free once the mark has passed."""
         self._free.put((memory, after))

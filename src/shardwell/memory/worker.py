@@ -1,8 +1,8 @@
 """A lane on the host: a thread that does one thing after the other, while those who gave it work go on.
 
-It does what is most urgent of what can be done already. Work that needs something of a device has a mark for it; if
-nothing can be done yet, the thread waits for what was given first, because a device does things in order. Long work can
-let in what is more urgent.
+It does what is most urgent of what can be done already. Work that needs something of a device or a drive has a mark
+for it; if nothing can be done yet, the thread waits for what was given first, because devices do things in order. Long
+work can let in what is more urgent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shardwell.errors import ShardwellError
 from shardwell.memory.cores import stay_on
-from shardwell.memory.device import Mark
+from shardwell.memory.device import Mark, Passing
 
 
 class Ticket:
@@ -54,7 +54,7 @@ class _Task:
     number: int
     urgency: int  # the lower, the sooner
     work: Callable[[], None]
-    after: Mark
+    after: Passing
     ticket: Ticket
 
 
@@ -129,7 +129,7 @@ class Worker:
         work: Callable[[], None],
         *,
         urgency: int = 0,
-        after: Mark | None = None,
+        after: Passing | None = None,
         ticket: Ticket | None = None,
     ) -> Ticket:
         """Have something done. Of equal urgency, what was given first is done first. A ticket may exist already."""

@@ -27,8 +27,12 @@ class Compact:
 
     @classmethod
     def zeros(cls, numel: int, *, is_second: bool) -> Compact:
-        blocks = -(-numel // BLOCK)
+        blocks = cls.num_blocks(numel)
         return cls(torch.zeros(numel, dtype=torch.uint8), torch.zeros(blocks, dtype=torch.uint8), is_second)
+
+    @staticmethod
+    def num_blocks(numel: int) -> int:
+        return -(-numel // BLOCK)
 
     @classmethod
     def of(cls, values: Tensor, *, is_second: bool) -> Compact:
@@ -72,6 +76,13 @@ class Compact:
     def cut(self, first: int, numel: int) -> Compact:
         """A stretch of it, in memory of its own."""
         return Compact.of(self[first : first + numel], is_second=self.is_second)
+
+    def clone(self) -> Compact:
+        return Compact(self.codes.clone(), self.exponents.clone(), self.is_second)
+
+    def detach(self) -> Compact:
+        """Another one of the same memory."""
+        return Compact(self.codes.detach(), self.exponents.detach(), self.is_second)
 
     def empty_like(self) -> Compact:
         return Compact(torch.empty_like(self.codes), torch.empty_like(self.exponents), self.is_second)

@@ -40,30 +40,25 @@ class Access:
     def master(self) -> Tensor:
         """ND, what the optimizer steps (or would step)."""
         self._unit.wait()
-        self._group.open_master()
-        whole = self._assemble(self._group.precision.master, self._part(self._group.master))
-        self._group.close_master()
-        return whole
+        with self._group.opened_master():
+            return self._assemble(self._group.precision.master, self._part(self._group.master))
 
     def local_master(self) -> Tensor | None:
         """1D, this rank's part; None if it holds none."""
         self._unit.wait()
-        self._group.open_master()
-        part = self._part(self._group.master)
-        part = None if part is None else part.clone()
-        self._group.close_master()
-        return part
+        with self._group.opened_master():
+            part = self._part(self._group.master)
+            return None if part is None else part.clone()
 
     def set_master(self, value: Tensor) -> None:
         """Change the truth, and the whole parameter where it is whole. Every rank passes the same values."""
         self._unit.wait()
         wide = self._flat_of(value, self._group.precision.master)
-        self._group.open_master()
-        part = self._part(self._group.master)
-        if part is not None and self._piece is not None:
-            part.copy_(wide[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel])
-            self._group.remember(self._piece.in_shard, part)
-        self._group.close_master()
+        with self._group.opened_master(changes=True):
+            part = self._part(self._group.master)
+            if part is not None and self._piece is not None:
+                part.copy_(wide[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel])
+                self._group.remember(self._piece.in_shard, part)
         self._group.forget_second_copy()
         if self._group.flat.present:
             narrow(wide, self._group.flat.tensor[self._slot.offset : self._slot.end])
@@ -75,9 +70,11 @@ class Access:
                 f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
                 "part: use safe_set_full_fp32_param."
             )
-        part = self._part(self._group.master)
-        if part is not None:
-            part.copy_(value.reshape(-1))
+        self._unit.wait()
+        with self._group.opened_master(changes=True):
+            part = self._part(self._group.master)
+            if part is not None:
+                part.copy_(value.reshape(-1))
 
     # ------------------------------------------------------------------------------------------------- gradients
 
@@ -127,16 +124,17 @@ class Access:
     # ----------------------------------------------------------------------------------------------------- state
 
     def local_state(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state by name: 1D views, and scalars as they are."""
+        """This rank's part of the optimizer's state by name: 1D, to read, and scalars as they are."""
         self._unit.wait()
         shard = self._shard()
         if shard is None or self._piece is None:
             return {}
         first = self._piece.in_shard - shard.start
-        return {
-            key: value[first : first + self._piece.numel] if is_elementwise(value, shard) else value
-            for key, value in self._unit.optimizer.state.get(shard.tensor, {}).items()
-        }
+        with self._unit.optimizer.states_of(self._unit):
+            return {
+                key: value[first : first + self._piece.numel] if is_elementwise(value, shard) else value
+                for key, value in self._unit.optimizer.state.get(shard.tensor, {}).items()
+            }
 
     def state(self, key: str) -> Any:
         """ND, or a scalar; None if no rank has it."""
@@ -175,14 +173,15 @@ class Access:
         if len(text) == length:
             letters.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         world.broadcast(letters, source, Kind.GATHER, f"READ {self._slot.name} names")
-        return {key: self.state(key) for key in bytes(letters.tolist()).decode().split("\n")}
+        with self._unit.optimizer.states_of(self._unit):
+            return {key: self.state(key) for key in bytes(letters.tolist()).decode().split("\n")}
 
     def set_state(self, key: str, value: Any) -> None:
         """Change one entry of the state; a tensor is the whole parameter's. Every rank passes the same values."""
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        before = self.local_state().get(key)
+        before = self._unit.optimizer.state.get(shard.tensor, {}).get(key)
         is_count = isinstance(before, Tensor) and before.ndim == 0
         if isinstance(value, Tensor) and (value.ndim or (self._slot.shape == () and not is_count)):
             flat = self._flat_of(value, self._group.precision.master)
@@ -193,15 +192,17 @@ class Access:
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
-        state = self._unit.optimizer.state[shard.tensor]
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
-        elif isinstance(state.get(key), Tensor | Compact):
-            state[key].copy_(value)
-        else:
-            wide = {**state, key: value.to(shard.tensor, copy=True)}
-            self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.packed(shard, wide)
+        self._unit.wait()
+        with self._unit.optimizer.states_of(self._unit, changes=True):
+            shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
+            state = self._unit.optimizer.state[shard.tensor]
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
+            elif isinstance(state.get(key), Tensor | Compact):
+                state[key].copy_(value)
+            else:
+                wide = {**state, key: value.to(shard.tensor, copy=True)}
+                self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.packed(shard, wide)
 
     def _shard(self) -> Shard | None:
         if self._unit.optimizer is None or not self._group.trainable:

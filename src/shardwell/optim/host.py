@@ -17,6 +17,8 @@ commit policy:
 All three step a unit by the same arithmetic, from the same state, with the same factor: they give the same bits.
 
 With accumulation the worker also adds up the gradients of the micro-steps, in host memory.
+
+Masters and state of a unit that rest on disk are first brought into a seat by a reader, and written back from there.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from torch.optim import Optimizer
 from shardwell import native
 from shardwell.errors import ShardwellError
 from shardwell.memory import Mark, State, Tier
+from shardwell.memory.device import All, Passing
 from shardwell.memory.mail import Pinned, Slots
 from shardwell.memory.worker import Ticket, Worker
 from shardwell.optim.kernels import Kernel, Target
 from shardwell.optim.shards import Shard
 from shardwell.optim.speculation import Caution, Shadow, covers
+from shardwell.optim.store import Seat, Store, blank
 from shardwell.rounding import narrow
 from shardwell.unit import Context, Group, Unit
 from shardwell.unit.table import ReduceAt
@@ -62,8 +66,9 @@ _NUM_LEAVING = 1  # gradients that are being copied while the next unit's are ma
 _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
 
 
-def rests_on_host(group: Group) -> bool:
-    return group.trainable and group.row.optimizer.tier is Tier.HOST
+def is_stepped_on_host(group: Group) -> bool:
+    """Its optimizer state rests there, or on disk."""
+    return group.trainable and group.row.optimizer.tier is not Tier.DEVICE
 
 
 @dataclass
@@ -89,6 +94,7 @@ class Job:
     after: Mark  # what the device was given before: it still reads the old parameters
     assumed: float | None = None  # the factor of an update that was done before the norm was known
     shadow: Shadow | None = None  # where that went
+    seat: Seat | None = None  # where masters and state are that rest on disk
     up: Mark = field(default_factory=Mark)  # passed when the parameters are on the device
     tickets: list[Ticket] = field(default_factory=list)  # of the update, and of what became of a speculation
     final: Factor | None = None  # of a speculation, when the norm is asked for
@@ -109,14 +115,19 @@ class HostUpdates:
         units: list[Unit],
         worker: Worker,
         num_slots: int,
+        store: Store | None,
     ) -> None:
         self._context, self._inner, self.kernel = context, inner, kernel
         self._worker = worker
+        self.store = store
+        self._reader = Worker("shardwell reader", gate=store.free_seats) if store is not None else None
         self._jobs: dict[int, Job] = {}  # of this boundary, by unit
         self._parcels: dict[int, Parcel] = {}  # by unit: gradients that no job has yet
         self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
         self._pinned = Pinned(context.device, context.account)
-        largest = max(sum(_param_bytes(group) for group in unit.trainable if rests_on_host(group)) for unit in units)
+        largest = max(
+            sum(_param_bytes(group) for group in unit.trainable if is_stepped_on_host(group)) for unit in units
+        )
         self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
         self._porter = Worker("shardwell porter", gate=self._ahead)
         self._slots = Slots(self._pinned, num_slots, largest)  # for the porter
@@ -128,13 +139,15 @@ class HostUpdates:
         self._last_sum = Mark()  # passed when all that is to be added is down
         self.shadows: dict[int, Shadow] = {}  # by unit
         self.caution = Caution()
+        if store is not None:
+            store.expect(units, kernel)
         for unit in units:
             self.enter(unit)
 
     def enter(self, unit: Unit) -> None:
         """Take in a unit."""
         for group in unit.trainable:
-            group.gradients.hands_over = rests_on_host(group) and group.row.reduce_at is ReduceAt.MICRO_STEP
+            group.gradients.hands_over = is_stepped_on_host(group) and group.row.reduce_at is ReduceAt.MICRO_STEP
 
     def leave(self, group: Group) -> None:
         """Let go of a group, whose state will rest elsewhere."""
@@ -152,7 +165,7 @@ class HostUpdates:
     def bring_down(self, unit: Unit, *, waits: bool) -> None:
         """Take a unit's averaged gradients; those of a unit that `waits` for the norm are moved to the host now."""
         self._let_go(_NUM_LEAVING)
-        found = {g: g.gradients.result for g in unit.trainable if rests_on_host(g) and g not in self._adding}
+        found = {g: g.gradients.result for g in unit.trainable if is_stepped_on_host(g) and g not in self._adding}
         above = {group: result for group, result in found.items() if result is not None and result.is_cuda}
         if not above:
             return
@@ -274,10 +287,12 @@ class HostUpdates:
 
         With `assumed` it is done with that factor in other memory, until it is known whether `factor` is another.
         """
-        ready = [s for s in shards if rests_on_host(s.group) and s.label >= 0 and s.gradient is not None]
+        ready = [s for s in shards if is_stepped_on_host(s.group) and s.label >= 0 and s.gradient is not None]
         for shard in ready:
             if shard.tensor not in self._states:
-                self._states[shard.tensor] = self.kernel.born(shard.tensor, options[shard.label])
+                self._states[shard.tensor] = self._born(shard, options[shard.label])
+        if self.store is not None:
+            self.store.take_in(unit)
         found = {shard.group: shard.group.gradients.result for shard in ready}
         parcel = self._parcels.pop(unit.index, None) or Parcel({g: r for g, r in found.items() if r is not None})
         job = Job(
@@ -298,14 +313,39 @@ class HostUpdates:
         else:
             after = self._last_sum if job.added else parcel.down
         job.tickets.append(Ticket())
-        if parcel.is_above:
-            self._porter.submit(lambda: self._load(job, factor), urgency=unit.index, after=after)
+        if self._reader is not None and any(shard.group.chest is not None for shard in ready):
+            self._reader.submit(lambda: self._fetch(job, factor, after), urgency=unit.index)
+        else:
+            self._pass_on(job, factor, after)
+
+    def _born(self, shard: Shard, options: dict[str, Any]) -> dict[str, Any]:
+        """The state before the first step."""
+        if shard.group.chest is None:
+            return self.kernel.born(shard.tensor, options)
+        return blank(self.kernel.born(shard.tensor[:1], options), shard)
+
+    def _fetch(self, job: Job, factor: Factor, after: Mark) -> None:
+        """The reader's work: bring masters and state from the disk."""
+        assert self.store is not None
+        try:
+            job.seat = self.store.seat(job.unit)
+        except BaseException as error:
+            self._free_above(job.parcel)
+            job.tickets[0].fail(error)
+            return
+        self._pass_on(job, factor, after)
+
+    def _pass_on(self, job: Job, factor: Factor, after: Mark) -> None:
+        """To the worker, or to the porter first."""
+        if job.parcel.is_above:
+            self._porter.submit(lambda: self._load(job, factor), urgency=job.unit.index, after=after)
         else:
             self._submit(job, factor, after)
 
     def _submit(self, job: Job, factor: Factor, after: Mark) -> None:
         work = partial(self._work, job, factor)
-        self._worker.submit(work, urgency=job.unit.index, after=after, ticket=job.tickets[0])
+        ready: Passing = after if job.seat is None else All([*job.seat.reads, after])
+        self._worker.submit(work, urgency=job.unit.index, after=ready, ticket=job.tickets[0])
 
     def _load(self, job: Job, factor: Factor) -> None:
         """The porter's work: bring gradients down that are still on the device, as soon as there is a slot for them."""
@@ -317,9 +357,16 @@ class HostUpdates:
             self._submit(job, factor, parcel.down)
         except BaseException as error:
             self._ahead.release()
+            self._clear_seat(job, changed=False)
             job.tickets[0].fail(error)
 
+    def _clear_seat(self, job: Job, *, changed: bool) -> None:
+        seat, job.seat = job.seat, None
+        if seat is not None and self.store is not None:
+            self.store.clear(seat, changed=changed)
+
     def _work(self, job: Job, factor: Factor) -> None:
+        is_stepped = False
         try:
             if job.parcel.slot is not None:
                 self._ahead.release()
@@ -327,6 +374,8 @@ class HostUpdates:
             self._free_above(job.parcel)
             for ticket in job.added:
                 ticket.wait()
+            if job.seat is not None:
+                job.seat.wait()
             if job.final is not None and job.final.known.has_passed:
                 job.assumed, job.is_settled, factor = None, True, job.final  # too late to speculate
             if job.assumed is not None:
@@ -335,9 +384,11 @@ class HostUpdates:
             elif (known := factor()) is not None:
                 self._step(job, known)
                 self._advance(job)
+                is_stepped = True
         finally:
             if job.parcel.slot is not None:
                 self._slots.give(job.parcel.slot, job.up)
+            self._clear_seat(job, changed=is_stepped)
 
     def _free_above(self, parcel: Parcel) -> None:
         """Free gradients on the device that were copied, or that nobody will copy."""
@@ -403,7 +454,7 @@ class HostUpdates:
     # --------------------------------------------------------------------------------------------------- shadows
 
     def may_speculate(self, shards: list[Shard]) -> bool:
-        mine = [shard for shard in shards if rests_on_host(shard.group) and shard.label >= 0]
+        mine = [shard for shard in shards if is_stepped_on_host(shard.group) and shard.label >= 0]
         return self.caution.may_speculate and covers(mine)
 
     def _shadow_of(self, job: Job) -> Shadow:

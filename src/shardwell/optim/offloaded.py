@@ -15,11 +15,12 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
 from shardwell.memory.worker import Worker
 from shardwell.native import Compact
-from shardwell.optim.host import Factor, HostUpdates, rests_on_host
+from shardwell.optim.host import Factor, HostUpdates, is_stepped_on_host
 from shardwell.optim.kernels import kernel_for
 from shardwell.optim.norms import norm_of, sum_of_squares
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards
+from shardwell.optim.store import Store
 from shardwell.unit import Context, Unit
 from shardwell.unit.table import Commit
 
@@ -28,23 +29,35 @@ Arrival = Callable[[], None]
 
 
 def host_updates(
-    inner: Optimizer, units: list[Unit], context: Context, num_slots: int, *, eight_bits: bool
+    inner: Optimizer,
+    units: list[Unit],
+    context: Context,
+    num_slots: int,
+    store: Store | None,
+    *,
+    eight_bits: bool,
 ) -> HostUpdates | None:
-    """Who steps beside the training loop, if there is something on the host that can be stepped so."""
-    mine = [unit for unit in units if any(rests_on_host(group) for group in unit.trainable)]
+    """Who steps beside the training loop, if there is something below the device that can be stepped so."""
+    mine = [unit for unit in units if any(is_stepped_on_host(group) for group in unit.trainable)]
     if not mine:
         return None
     cores = context.device.update_cores()
     threads = torch.get_num_threads() if cores is None else len(cores)
     kernel = kernel_for(inner, threads, eight_bits=eight_bits, beside_gpu=context.device.is_cuda)
-    groups = [group for unit in mine for group in unit.trainable if rests_on_host(group)]
+    groups = [group for unit in mine for group in unit.trainable if is_stepped_on_host(group)]
     if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
+        if any(group.chest is not None for group in groups):
+            raise ShardwellError(
+                f"optimizer state on disk is stepped by kernels, and there is none for {type(inner).__name__} with "
+                f"these options over {groups[0].precision.master}: use AdamW, Adam, SGD, Adagrad or Lion over fp32 "
+                'masters, or set offload_optimizer.device to "cpu"'
+            )
         return None
-    return HostUpdates(context, inner, kernel, mine, Worker("shardwell host updates", cores), num_slots)
+    return HostUpdates(context, inner, kernel, mine, Worker("shardwell host updates", cores), num_slots, store)
 
 
 class Offloaded:
-    """The units whose optimizer state rests on the host."""
+    """The units whose optimizer state rests on the host or on disk."""
 
     def __init__(
         self, host: HostUpdates, inner: Optimizer, shards: Shards, context: Context, scale: LossScale, clip: float
@@ -58,11 +71,11 @@ class Offloaded:
 
     def take(self, unit: Unit, *, is_complete: bool) -> None:
         """A unit's gradients of this boundary are reduced: bring them down; update it if that need not wait."""
-        commit = next((group.row.commit for group in unit.trainable if rests_on_host(group)), None)
+        commit = next((group.row.commit for group in unit.trainable if is_stepped_on_host(group)), None)
         if commit is None:
             return
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
-        shards = [s for s in self._shards.of(unit) if rests_on_host(s.group) and s.gradient is not None]
+        shards = [s for s in self._shards.of(unit) if is_stepped_on_host(s.group) and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
         self.host.bring_down(unit, waits=not goes_ahead or commit is Commit.SHADOW)
         if goes_ahead:
@@ -126,7 +139,7 @@ class Offloaded:
                 self.host.settle(unit, factor)
                 if norm is None:
                     yield unit, self.host.arrival(unit)
-            elif norm is not None and any(rests_on_host(group) for group in unit.trainable):
+            elif norm is not None and any(is_stepped_on_host(group) for group in unit.trainable):
                 self.host.start(unit, list(shards_of(unit)), self._options(), factor)
 
     def forget_gradients(self) -> None:
@@ -140,12 +153,13 @@ class Offloaded:
         """Let a unit's optimizer state rest on the device from now on. `scalar` makes a number of a state."""
         unit.wait()
         where = self._context.device.torch_device
-        for group in [group for group in unit.trainable if rests_on_host(group)]:
+        if self.host.store is not None:
+            self.host.store.empty(unit)
+        for group in [group for group in unit.trainable if is_stepped_on_host(group)]:
             self.host.leave(group)
             group.raise_masters()
             for shard in self._shards.of(unit):
                 if shard.group is group:
-                    shard.tensor.data = group.cut_master(shard.start, shard.tensor.numel())
                     state = self._inner.state.get(shard.tensor, {})
                     for key, value in state.items():
                         is_number = isinstance(value, Tensor) and value.ndim == 0
@@ -154,7 +168,7 @@ class Offloaded:
 
     def bytes_above(self, unit: Unit) -> int:
         """What the device needs for a unit's state if it rests there: masters, moments, and the gradients that wait."""
-        groups = [group for group in unit.trainable if rests_on_host(group)]
+        groups = [group for group in unit.trainable if is_stepped_on_host(group)]
         per_element = 4 * (1 + len(self.host.kernel.keys))
         return sum((g.own[1] - g.own[0]) * (per_element + g.precision.compute.itemsize) for g in groups)
 

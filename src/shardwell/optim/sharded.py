@@ -6,6 +6,7 @@ was updated can be sent to the other ranks while the next units are stepped.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +23,12 @@ from shardwell.memory.device import Later
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
-from shardwell.optim.host import rests_on_host
+from shardwell.optim.host import is_stepped_on_host
 from shardwell.optim.norms import norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards
+from shardwell.optim.store import Store
 from shardwell.optim.whole import OverShards
 from shardwell.unit import Context, Group, Unit, guard
 from shardwell.unit.table import Commit
@@ -41,7 +43,7 @@ class Terms:
     scale: LossScale
     clip: float = 0.0  # the norm that gradients may have; 0: any
     raise_on_nonfinite: bool = True
-    buffer_count: int = 4  # pinned slots for gradients on their way to the host
+    buffer_count: int = 4  # pinned slots for gradients on their way to the host; seats for state from disk
     eight_bit_moments: bool = False  # Adam's, on the host
 
 
@@ -81,6 +83,11 @@ class ShardedOptimizer(Optimizer):
         self._all_seen: Tensor | None = None
         self._verdict: Later | None = None
         self._num_states = -1
+        self._store: Store | None = None
+        if context.disk is not None:
+            self._store = Store(context.disk, self.inner, self.shards, context, terms.buffer_count)
+            for unit in self._units:
+                self._store.take_in(unit)
         self._offloaded = self._make_offloaded()
         self._ahead = Ahead(self.inner, self._stepped_here, lambda unit, factor: self._update([unit], factor))
         self.overflow = False
@@ -97,7 +104,12 @@ class ShardedOptimizer(Optimizer):
     def _make_offloaded(self) -> Offloaded | None:
         terms = self._terms
         host = host_updates(
-            self.inner, self._units, self._context, terms.buffer_count, eight_bits=terms.eight_bit_moments
+            self.inner,
+            self._units,
+            self._context,
+            terms.buffer_count,
+            self._store,
+            eight_bits=terms.eight_bit_moments,
         )
         if host is None:
             return None
@@ -105,7 +117,7 @@ class ShardedOptimizer(Optimizer):
 
     def _is_stepped_here(self, group: Group) -> bool:
         """By the torch optimizer inside, in line."""
-        return self._offloaded is None or not rests_on_host(group)
+        return self._offloaded is None or not is_stepped_on_host(group)
 
     def _stepped_here(self, unit: Unit) -> list[Shard]:
         return [shard for shard in self.shards.of(unit) if self._is_stepped_here(shard.group)]
@@ -138,7 +150,9 @@ class ShardedOptimizer(Optimizer):
                 raise ValueError("some parameters appear in more than one parameter group")
             self._recipe.labels[id(parameter)] = label
             if keeper in self._units:
-                tensors += [s.tensor for s in self.shards.relabel(keeper, parameter, label, self.inner)]
+                keeper.wait()
+                with self.states_of(keeper, changes=True):
+                    tensors += [s.tensor for s in self.shards.relabel(keeper, parameter, label, self.inner)]
         self.inner.add_param_group({**param_group, "params": tensors})
 
     @torch.no_grad()
@@ -181,9 +195,22 @@ class ShardedOptimizer(Optimizer):
         """Reduce what backward has left so far; more may still be added."""
         self._before_step()
 
+    @contextlib.contextmanager
+    def states_of(self, unit: Unit, *, changes: bool = False) -> Iterator[None]:
+        """Have a unit's state in memory, wherever it rests; what changes there counts. May be nested."""
+        with contextlib.nullcontext() if self._store is None else self._store.opened(unit, changes=changes):
+            yield
+
+    def part(self, unit: Unit, shard: Shard) -> list[Shard]:
+        """Cut a shard into its parameters, and its state with it."""
+        if len(shard.pieces) == 1:
+            return [shard]
+        with self.states_of(unit, changes=True):
+            return self.shards.part(unit, shard, self.inner)
+
     def alone(self, unit: Unit, shard: Shard, name: str) -> Shard:
         """The shard of one parameter; a longer one is cut."""
-        return next(part for part in self.shards.part(unit, shard, self.inner) if part.pieces[0].slot.name == name)
+        return next(part for part in self.part(unit, shard) if part.pieces[0].slot.name == name)
 
     def scalar(self, tensor: Tensor, before: Any, value: float) -> Any:
         """A number of a state as torch's optimizers keep it: a tensor, beside the parameter for their fused kernels."""
@@ -195,7 +222,7 @@ class ShardedOptimizer(Optimizer):
 
     def packed(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         """A shard's state as it is kept, from state as torch keeps it."""
-        if self._offloaded is None or not rests_on_host(shard.group):
+        if self._offloaded is None or not is_stepped_on_host(shard.group):
             return state
         return self._offloaded.host.kernel.packed(state)
 
@@ -221,9 +248,13 @@ class ShardedOptimizer(Optimizer):
                 self.param_groups[shard.label]["params"].append(shard.tensor)
                 if self._has_state_at_birth:
                     self._give_birth_state(shard)
+        if self._store is not None:
+            self._store.take_in(unit)
 
     def leave(self, unit: Unit) -> None:
         """Forget a unit and its state."""
+        if self._store is not None:
+            self._store.forget(unit)
         self._units = [other for other in self._units if other is not unit]
         gone = {id(shard.tensor) for shard in self.shards.leave(unit)}
         for group in self.param_groups:
@@ -314,7 +345,7 @@ class ShardedOptimizer(Optimizer):
         if self._offloaded is not None:
             yield from self._offloaded.norms(unit)
         for shard in self.shards.of(unit):
-            if shard.gradient is not None and not (gone and rests_on_host(shard.group)):
+            if shard.gradient is not None and not (gone and is_stepped_on_host(shard.group)):
                 yield norm_of(shard)
 
     def _flags(self, seen: list[bool]) -> Tensor:
@@ -432,7 +463,7 @@ class ShardedOptimizer(Optimizer):
             if not any(unseen):
                 yield shard
             elif not all(unseen):
-                for part in self.shards.part(unit, shard, self.inner):
+                for part in self.part(unit, shard):
                     if part.pieces[0].slot.name not in self._unseen:
                         yield part
 
@@ -458,20 +489,36 @@ class ShardedOptimizer(Optimizer):
                 sizes.update(group.master_bytes())
             for shard in self.shards.of(unit):
                 for value in self.state.get(shard.tensor, {}).values():
-                    if isinstance(value, Tensor):
-                        sizes[shard.group.row.optimizer.tier] += value.untyped_storage().nbytes()
-                    elif isinstance(value, Compact):
+                    if isinstance(value, Tensor | Compact):
                         sizes[shard.group.row.optimizer.tier] += value.nbytes
-            for tier, size in sizes.items():
-                self._context.account.set(State.OPTIMIZER, unit.name, tier, size)
+            for tier in Tier:
+                self._context.account.set(State.OPTIMIZER, unit.name, tier, sizes[tier])
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""
         for unit in self._units:
             unit.wait()
-        return self.inner.state_dict()
+        found = self.inner.state_dict()
+        numbers = {id(tensor): i for i, tensor in enumerate(t for g in self.param_groups for t in g["params"])}
+        for unit in self._units if self._store is not None else ():
+            with self.states_of(unit):
+                for shard in self.shards.of(unit):
+                    if shard.group.chest is not None and shard.tensor in self.state:
+                        found["state"][numbers[id(shard.tensor)]] = _copied(self.state[shard.tensor])
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of the same rank, world and stage gave."""
+        for unit in self._units:
+            unit.wait()
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        if self._store is not None:
+            for state in self.state.values():  # the caller's tensors keep their memory
+                state.update({key: v.detach() for key, v in state.items() if isinstance(v, Tensor | Compact)})
+            for unit in self._units:
+                self._store.take_in(unit)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor | Compact) else value for key, value in state.items()}

@@ -40,7 +40,6 @@ class Shadow:
         for group, masters in self._masters.items():
             group.exchange_masters(masters)
         for shard, spare in self.spares.items():
-            shard.tensor.data = shard.group.cut_master(shard.start, shard.tensor.numel())
             spare.master.data = self._stretch(shard)
             live = states[shard.tensor]
             for key, value in spare.state.items():

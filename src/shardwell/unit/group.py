@@ -3,13 +3,15 @@
 - flat: compute dtype, all parameters back to back; the parameters are views of it
 - shard: this rank's slice in storage of its own (rows that release their parameters)
 - remainder: the lower halves of this rank's fp32 masters (rows that keep bf16 parameters whole)
-- master: the truth, as the optimizer steps it: a copy apart (on the host, or for whole fp16 parameters, which are no
-  half of anything), the shard, a slice of `flat`, or upper and lower halves joined for the step
+- master: the truth, as the optimizer steps it: a copy apart (on the host, on disk, or for whole fp16 parameters, which
+  are no half of anything), the shard, a slice of `flat`, or upper and lower halves joined for the step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from shardwell.comm import Axis, Collectives, Kind, Pending
 from shardwell.layout import Run, Slot, Spec, dense_stride, lay_out
 from shardwell.memory import Account, Buffer, Device, Mark, Scratch, State, Tier
+from shardwell.memory.chest import Chest
+from shardwell.memory.disk import DiskTier
 from shardwell.rounding import join, narrow, split
 from shardwell.unit import guard
 from shardwell.unit.gradients import Gradients
@@ -32,6 +36,7 @@ class Context:
     account: Account
     scratch: Scratch
     comm: dict[Axis, Collectives]
+    disk: DiskTier | None = None
 
     @property
     def world(self) -> Collectives:
@@ -71,11 +76,14 @@ class Group:
         self.shard: Buffer | None = None
         self.remainder: Buffer | None = None
         self._apart: Buffer | None = None  # masters that rest apart from the parameters
+        self.chest: Chest | None = None  # that those are in, if they rest on disk
         self._joined: Buffer | None = None
+        self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
         self._second: Tensor | None = None  # this rank's slice of the second copy
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
+        self._store_masters(context)
         self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
 
     def _buffer(self, state: State, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Buffer:
@@ -119,6 +127,19 @@ class Group:
             self.flat.drop()
             guard.send_away(self.parameters)
 
+    def _store_masters(self, context: Context) -> None:
+        """Masters that rest on disk go there now."""
+        if self._apart is not None and self.row.optimizer.tier is Tier.DISK and context.disk is not None:
+            me = weakref.ref(self)
+
+            def on_move() -> None:
+                group = me()
+                if group is not None:
+                    group._cut_anew()
+
+            self.chest = Chest(context.disk, context.account, self.unit, on_move)
+            self.chest.keep([self._apart.tensor])
+
     def _hang(self, parameter: nn.Parameter, slot: Slot) -> None:
         """Make a parameter a view of the flat buffer."""
         parameter.data = self.flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
@@ -152,13 +173,15 @@ class Group:
         flat, (start, end) = self.flat.tensor, self.own
         self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
         truth = flat[start:end].to(self.master.device, self.precision.master)
-        if self._before is not None:
-            rounded = narrow(self._before, torch.empty_like(self._before, dtype=self.precision.compute))
-            truth = torch.where(truth == rounded.to(truth.dtype), self._before, truth)
+        with self.fetched(changes=True):
+            before = self._before if self._apart is None else self._apart.tensor
+            if before is not None and self.precision.is_mixed:
+                rounded = narrow(before, torch.empty_like(before, dtype=self.precision.compute))
+                truth = torch.where(truth == rounded.to(truth.dtype), before, truth)
+            if self._apart is not None:
+                self._apart.tensor.copy_(truth)
         if self.remainder is not None:
             split(truth, flat[start:end], self.remainder.tensor)
-        if self._apart is not None:
-            self._apart.tensor.copy_(truth)
         if self.shard is not None:
             self.shard.tensor.copy_(truth)
         if self._before is not None:
@@ -166,9 +189,8 @@ class Group:
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
         """Let `fill` write this rank's part of the truth. Where parameters are whole, all ranks are sent theirs."""
-        self.open_master()
-        fill(self.master)
-        self.close_master()
+        with self.opened_master(changes=True):
+            fill(self.master)
         self.forget_second_copy()
         if self.flat.present and self.shard is not None:
             narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
@@ -176,11 +198,10 @@ class Group:
             self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
 
     def open_for_writing(self) -> None:
-        """Remember the masters, because the user may now overwrite their upper halves."""
-        if self.precision.is_mixed:
-            self.open_master()
-            self._before = self.master.clone()
-            self.close_master()
+        """Remember the masters, if the user may now overwrite their upper halves."""
+        if self.precision.is_mixed and self._apart is None:
+            with self.opened_master():
+                self._before = self.master.clone()
 
     def remember(self, start: int, values: Tensor) -> None:
         """A stretch of the masters was changed for good while the user may overwrite their upper halves."""
@@ -213,6 +234,8 @@ class Group:
         """Let go of everything; the parameters belong to somebody else."""
         self.gradients.clear()
         self.forget_second_copy()
+        if self.chest is not None:
+            self.chest.free()
         for buffer in (self.flat, self.shard, self.remainder, self._apart, self._joined):
             if buffer is not None:
                 buffer.drop()
@@ -303,24 +326,33 @@ class Group:
         return self.flat.tensor[self.own[0] : self.own[1]]
 
     def raise_masters(self) -> None:
-        """Masters that rest apart on the host go to the device, for good. Who holds a stretch must cut anew."""
+        """Masters that rest apart, on the host or on disk, go to the device for good."""
         assert self._apart is not None
+        if self.chest is not None:
+            self.chest.empty()
+            self.chest = None
         before = self._apart
         self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE), commit=Commit.AFTER_NORM)
         self._apart = self._buffer(State.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
         self._apart.tensor.copy_(before.tensor)
         before.drop()
-        for run, tensor in self.runs:
-            tensor.data = self._apart.tensor[run.start : run.start + run.numel]
+        self._cut_anew()
 
     def exchange_masters(self, spare: Tensor) -> None:
-        """Masters that rest apart change places with `spare`, memory like theirs. Who holds a stretch must cut anew."""
+        """Masters that rest apart change places with `spare`, memory like theirs."""
         assert self._apart is not None
         masters = self._apart.tensor
         before, masters.data = masters.data, spare.data
         spare.data = before
-        for run, tensor in self.runs:
-            tensor.data = masters[run.start : run.start + run.numel]
+        self._cut_anew()
+
+    def _cut_anew(self) -> None:
+        """The masters have other memory: stretches that were cut are of that, too."""
+        self._cuts = [(cut, start) for cut, start in self._cuts if cut() is not None]
+        for cut, start in self._cuts:
+            tensor = cut()
+            if tensor is not None:
+                tensor.data = self.master[start : start + tensor.numel()]
 
     def cut_master(self, start: int, numel: int) -> Tensor:
         """A view of a stretch of the masters; one of dropped storage refuses new views, so it is grown for the cut."""
@@ -330,6 +362,7 @@ class Group:
         view = self.master[start : start + numel]
         if self._joined is not None and away:
             self._joined.drop()
+        self._cuts.append((weakref.ref(view), start))
         return view
 
     def master_bytes(self) -> dict[Tier, int]:
@@ -337,22 +370,48 @@ class Group:
         held = {Tier.DEVICE: self.remainder} if self._apart is None else {self.row.optimizer.tier: self._apart}
         return {tier: buffer.nbytes for tier, buffer in held.items() if buffer is not None}
 
+    @contextlib.contextmanager
+    def fetched(self, *, changes: bool = False) -> Iterator[None]:
+        """Have masters that rest on disk in memory. May be nested."""
+        if self.chest is None:
+            yield
+            return
+        self.chest.open()
+        try:
+            yield
+        finally:
+            self.chest.close(changed=changes)
+
+    @contextlib.contextmanager
+    def opened_master(self, *, changes: bool = False) -> Iterator[None]:
+        """Have `master` readable; what changes there counts."""
+        self.open_master()
+        try:
+            yield
+        finally:
+            self.close_master(changed=changes)
+
     def open_master(self) -> None:
         """Make `master` readable."""
+        if self.chest is not None:
+            self.chest.open()
         if self._joined is not None and self.remainder is not None:
             self._joined.grow()
             join(self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor, self._joined.tensor)
 
-    def close_master(self) -> None:
-        """Take over what the optimizer wrote."""
-        if self._apart is not None:
+    def close_master(self, *, changed: bool = True) -> None:
+        """Take over what was written, if anything was."""
+        if self._apart is not None and changed:
             rounded = self._apart.tensor
             if self.precision.is_mixed:
                 rounded = narrow(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
             above = self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
             above.copy_(rounded)
+        if self.chest is not None:
+            self.chest.close(changed=changed)
         if self._joined is not None and self.remainder is not None:
-            split(self._joined.tensor, self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor)
+            if changed:
+                split(self._joined.tensor, self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor)
             self._joined.drop()
 
 

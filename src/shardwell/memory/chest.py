@@ -1,0 +1,190 @@
+"""Tensors that rest on the disk tier: they keep identity, shape and dtype, and their memory comes and goes.
+
+A tensor that is away is one number, repeated: NaN, so that whoever forgets to fetch it will notice, or what it was
+filled with when it was made, as long as nothing else was written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwell.memory.account import Account, State, Tier
+from shardwell.memory.disk import DiskTier, Extent, Transfer, aligned
+from shardwell.memory.disk_file import rounded
+from shardwell.native.io import SECTOR
+
+
+@dataclass(eq=False)
+class _Item:
+    tensor: Tensor  # 1D
+    extent: Extent
+    stand_in: Tensor  # the number that it is while it is away
+    is_written: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.extent.num_bytes
+
+
+class Chest:
+    """Some tensors that come and go together: into memory of its own (`open`), or into somebody else's (`fetch`).
+
+    Who wants them while somebody else has them waits.
+    """
+
+    def __init__(self, tier: DiskTier, account: Account, unit: str, on_move: Callable[[], None] = lambda: None) -> None:
+        """`on_move` is called when the tensors have other memory: who has views of them must cut them anew."""
+        self._tier, self._account, self._unit, self._on_move = tier, account, unit, on_move
+        self._items: list[_Item] = []
+        self._writes: list[Transfer] = []  # may still be on their way
+        self._is_free = threading.Semaphore()
+        self._holders = 0
+        self._is_changed = False
+        self._opened = 0  # bytes of its own memory
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that the tensors need."""
+        return sum(rounded(item.num_bytes) for item in self._items)
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """These are the contents from now on. New ones are written, unless they are a number, repeated.
+
+        Those that the chest had and that are not among them are forgotten.
+        """
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        known = {id(item.tensor) for item in self._items}
+        wanted = {id(tensor) for tensor in tensors}
+        gone = [item for item in self._items if id(item.tensor) not in wanted]
+        self._items = [item for item in self._items if id(item.tensor) in wanted]
+        self._free(gone)
+        new = [self._item(tensor) for tensor in tensors if id(tensor) not in known]
+        self._items += new
+        if self._holders:
+            self._is_changed = self._is_changed or bool(new)
+            return
+        for item in new:
+            if not is_one_number(item.tensor):
+                self._write(item).wait()
+            _send_away(item)
+        if new:
+            self._on_move()
+
+    def fetch(self, memory: Tensor) -> list[Transfer]:
+        """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended."""
+        self._is_free.acquire()
+        try:
+            self._finish_writes()
+            reads, start = [], 0
+            for item in self._items:
+                place = memory[start : start + item.num_bytes]
+                start += rounded(item.num_bytes)
+                if item.is_written:
+                    reads.append(self._tier.read(item.extent, 0, place))
+                item.tensor.data = place.view(item.tensor.dtype)
+                if not item.is_written:
+                    item.tensor.fill_(item.stand_in[0])
+            self._on_move()
+            return reads
+        except BaseException:
+            self._leave()
+            raise
+
+    def put_back(self, *, changed: bool) -> list[Transfer]:
+        """Send the tensors away; what changed is being written: their memory is free when all of that has ended."""
+        try:
+            self._writes = [self._write(item) for item in self._items] if changed else []
+        finally:
+            self._leave()
+        return self._writes
+
+    def open(self) -> None:
+        """Bring the tensors into memory of the chest's own. May be nested."""
+        if not self._holders:
+            memory = aligned(self.num_bytes)
+            reads = self.fetch(memory)
+            try:
+                for transfer in reads:
+                    transfer.wait()
+            except BaseException:
+                self._leave()
+                raise
+            self._opened, self._is_changed = memory.numel(), False
+            self._account.add(State.STAGING, self._unit, Tier.HOST, self._opened)
+        self._holders += 1
+
+    def close(self, *, changed: bool) -> None:
+        """Undo an `open`; returns when what changed is on the disk."""
+        assert self._holders, f"{self._unit}: closed, but not open"
+        self._is_changed = self._is_changed or changed
+        self._holders -= 1
+        if self._holders:
+            return
+        try:
+            for item in self._items if self._is_changed else ():
+                self._writes.append(self._write(item))
+                self._writes[-1].wait()
+        finally:
+            self._leave()
+            self._account.remove(State.STAGING, self._unit, Tier.HOST, self._opened)
+
+    def empty(self) -> None:
+        """Leave the tensors in ordinary memory for good, and forget them."""
+        self.open()
+        for item in self._items:
+            item.tensor.data = item.tensor.data.clone()
+        self._account.remove(State.STAGING, self._unit, Tier.HOST, self._opened)
+        self._holders = 0
+        self.free()
+        self._on_move()
+        self._is_free.release()
+
+    def free(self) -> None:
+        """Forget the tensors, as they are."""
+        self._free(self._items)
+        self._items = []
+
+    def _item(self, tensor: Tensor) -> _Item:
+        extent = self._tier.allocate(tensor.numel() * tensor.element_size())
+        stand_in = tensor[:1].clone() if is_one_number(tensor) else _alarm(tensor.dtype)
+        return _Item(tensor, extent, stand_in)
+
+    def _write(self, item: _Item) -> Transfer:
+        source = item.tensor.data.contiguous().view(torch.uint8)
+        if source.data_ptr() % SECTOR:
+            source = aligned(item.num_bytes).copy_(source)
+        item.stand_in, item.is_written = _alarm(item.tensor.dtype), True
+        return self._tier.write(item.extent, 0, source)
+
+    def _finish_writes(self) -> None:
+        for transfer in self._writes:
+            transfer.wait()
+        self._writes = []
+
+    def _leave(self) -> None:
+        for item in self._items:
+            _send_away(item)
+        self._on_move()
+        self._is_free.release()
+
+    def _free(self, items: Sequence[_Item]) -> None:
+        for item in items:
+            self._tier.free(item.extent)
+
+
+def is_one_number(tensor: Tensor) -> bool:
+    """Whether it is a number, repeated, in the memory of one."""
+    return tensor.numel() > 1 and tensor.stride() == (0,)
+
+
+def _send_away(item: _Item) -> None:
+    item.tensor.data = item.stand_in.expand(item.tensor.numel())
+
+
+def _alarm(dtype: torch.dtype) -> Tensor:
+    return torch.full((1,), float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype)

@@ -1,0 +1,162 @@
+"""Optimizer state that rests on disk, and the seats in host memory where units are updated.
+
+    reader   | read 3 | read 2      | read 1      |
+    worker            | update 3    | update 2    | update 1    |
+    drive                           | write 3     | write 2     | write 1 |
+
+Masters are in chests of their groups, state in one chest for each unit. A seat holds all of that for one unit. There
+are a few of them, so that the next unit is read and the last one written while this one is updated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwell.memory.chest import Chest
+from shardwell.memory.device import All
+from shardwell.memory.disk import DiskTier, Transfer
+from shardwell.memory.disk_file import rounded
+from shardwell.memory.mail import Aligned, Slots
+from shardwell.native import Compact
+from shardwell.optim.kernels import Kernel
+from shardwell.optim.shards import Shard, Shards, is_elementwise
+from shardwell.unit import Context, Unit
+
+FEWEST_SEATS = 3  # one being read, one updated, one written
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a unit's masters and state are while it is updated."""
+
+    memory: Tensor
+    chests: list[Chest]
+    reads: list[Transfer]
+
+    def wait(self) -> None:
+        """Until everything is there; raises what went wrong on the way."""
+        for read in self.reads:
+            read.wait()
+
+
+class Store:
+    """The optimizer state of an engine's units on disk."""
+
+    def __init__(self, tier: DiskTier, inner: Optimizer, shards: Shards, context: Context, num_seats: int) -> None:
+        self._tier, self._inner, self._shards, self._context = tier, inner, shards, context
+        self._chests: dict[int, Chest] = {}  # by unit
+        num_seats = max(FEWEST_SEATS, num_seats)
+        self._seats = Slots(Aligned(context.device, context.account), num_seats, 0)
+        self.free_seats = threading.Semaphore(num_seats)
+
+    def has(self, unit: Unit) -> bool:
+        return any(group.chest is not None for group in unit.trainable)
+
+    def take_in(self, unit: Unit) -> None:
+        """Keep the state that a unit has now. What is new is written, unless it is blank."""
+        if self.has(unit):
+            self._chest_of(unit).keep(list(self._tensors(unit)))
+
+    @contextlib.contextmanager
+    def opened(self, unit: Unit, *, changes: bool) -> Iterator[None]:
+        """Have a unit's state in memory. May be nested."""
+        if not self.has(unit):
+            yield
+            return
+        chest = self._chest_of(unit)
+        chest.open()
+        try:
+            yield
+        finally:
+            try:
+                if changes:
+                    chest.keep(list(self._tensors(unit)))
+            finally:
+                chest.close(changed=changes)
+
+    def empty(self, unit: Unit) -> None:
+        """Leave a unit's state in ordinary memory for good."""
+        if self.has(unit):
+            self._chest_of(unit).empty()
+            del self._chests[unit.index]
+
+    def forget(self, unit: Unit) -> None:
+        """Give up a unit's state."""
+        chest = self._chests.pop(unit.index, None)
+        if chest is not None:
+            chest.free()
+
+    def _chest_of(self, unit: Unit) -> Chest:
+        if unit.index not in self._chests:
+            self._chests[unit.index] = Chest(self._tier, self._context.account, unit.name)
+        return self._chests[unit.index]
+
+    def _tensors(self, unit: Unit) -> Iterator[Tensor]:
+        for shard in self._shards.of(unit):
+            for value in self._inner.state.get(shard.tensor, {}).values():
+                if shard.group.chest is not None and is_elementwise(value, shard):
+                    yield from (value.codes, value.exponents) if isinstance(value, Compact) else (value,)
+
+    # --------------------------------------------------------------------------------------------------- updates
+
+    def expect(self, units: list[Unit], kernel: Kernel) -> None:
+        """Make seats as large as the largest of these units needs, once it has state."""
+
+        def size(numel: int) -> int:
+            state = [numel, Compact.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
+            return rounded(4 * numel) + len(kernel.keys) * sum(rounded(part) for part in state)
+
+        self._seats.at_least(
+            max(sum(size(g.own[1] - g.own[0]) for g in unit.trainable if g.chest is not None) for unit in units)
+        )
+
+    def seat(self, unit: Unit) -> Seat:
+        """Begin to bring a unit's masters and state into a seat; waits until one is free."""
+        chests = [*(group.chest for group in unit.trainable if group.chest is not None), self._chest_of(unit)]
+        sizes = [chest.num_bytes for chest in chests]
+        try:
+            seat = Seat(self._seats.take(sum(sizes)), [], [])
+        except BaseException:
+            self.free_seats.release()
+            raise
+        try:
+            for chest, part in zip(chests, seat.memory[: sum(sizes)].split(sizes), strict=True):
+                seat.reads.extend(chest.fetch(part))
+                seat.chests.append(chest)
+        except BaseException:
+            self.clear(seat, changed=False)
+            raise
+        return seat
+
+    def clear(self, seat: Seat, *, changed: bool) -> None:
+        """Send what is in a seat away, and write it if it changed; the seat is free when that has ended."""
+        transfers = list(seat.reads)
+
+        def put_back(chest: Chest) -> None:
+            transfers.extend(chest.put_back(changed=changed))
+
+        with contextlib.ExitStack() as last_first:  # all of it, also if a drive fails
+            last_first.callback(self.free_seats.release)
+            last_first.callback(lambda: self._seats.give(seat.memory, All(transfers)))
+            for chest in seat.chests:
+                last_first.callback(put_back, chest)
+
+
+def blank(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """The state of a shard, from that of its first element: the same for all of them, in the memory of one."""
+    numel = shard.tensor.numel()
+    spread: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Compact):
+            codes, exponents = value.codes.expand(numel), value.exponents.expand(Compact.num_blocks(numel))
+            spread[key] = Compact(codes, exponents, value.is_second)
+        else:
+            spread[key] = value.expand(numel) if isinstance(value, Tensor) and value.ndim else value
+    return spread

@@ -1,0 +1,503 @@
+"""Optimizer state on disk: the bits of state on the host, with nothing but seats in host memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwell
+from shardwell.errors import ShardwellError
+from shardwell.memory import Account, MemoryReport, State, Tier
+from shardwell.memory.chest import Chest
+from shardwell.memory.disk import DiskTier
+from shardwell.memory.disk_file import rounded
+from shardwell.optim import host
+from shardwell.optim.lion import Lion
+from shardwell.optim.store import Store
+from shardwell.unit import Unit
+from shardwell.unit.table import Commit
+from shardwell.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from tests.checkpoint.legs import Leg, everything, run_leg
+from tests.disk.engines import settings
+from tests.disk.test_trouble import replace as replace_file
+from tests.models import Gpt, batches, share, whole_parameters, zero
+from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
+from tests.parity.loops import Case, all_sharded
+from tests.ranks import Ranks
+
+AIO = {"block_size": 8192, "queue_depth": 4}
+
+
+def on_disk(*paths: Path, **others: Any) -> dict[str, Any]:
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": ", ".join(map(str, paths)), **others}}
+
+
+def disk_case(case: Case, *paths: Path) -> Case:
+    return replace(case, config={**case.config, "zero_optimization": on_disk(*paths), "aio": AIO})
+
+
+def run_all(cases: list[Case], stage: int) -> list[dict[str, Tensor]]:
+    quickly()
+    return all_sharded(cases, stage)
+
+
+def quickly() -> None:
+    os.environ["SHARDWELL_IO"] = "threads"  # without measuring which engine is the fastest
+
+
+def check_same_bits(ranks: Ranks, case: Case, stage: int, *paths: Path) -> None:
+    below, deeper = ranks.run(2, run_all, [case, disk_case(case, *paths)], stage)[0]
+    for name, value in below.items():
+        assert (deeper[name] == value).all(), name
+    assert [os.listdir(path) for path in paths] == [[] for _ in paths]
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("commit", ["at_once", "after_norm", "shadow"])
+def test_state_on_disk_gives_the_bits_of_state_on_the_host(
+    ranks: Ranks, tmp_path: Path, stage: int, commit: str
+) -> None:
+    clip = 0.0 if commit == "at_once" else 0.8
+    case = host_case(commit, clip=clip, accumulation=stage, groups=True, steps=4)
+    check_same_bits(ranks, case, stage, tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_other_precisions_and_8_bit_moments_too(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    case = host_case("auto", precision, moments="8bit", groups=True, steps=4)
+    check_same_bits(ranks, case, 3, tmp_path)
+
+
+def test_small_parameters_of_a_unit_may_stay_on_the_device(ranks: Ranks, tmp_path: Path) -> None:
+    case = host_case("at_once", groups=True, steps=3)
+    small = {"stage3_param_persistence_threshold": 300}
+    cases = [replace(case, config={**case.config, "zero_optimization": {**HOST, **small}}), disk_case(case, tmp_path)]
+    cases[1].config["zero_optimization"].update(small)
+    below, deeper = ranks.run(2, run_all, cases, 3)[0]
+    check_equal(deeper, below)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "Lion": lambda p: Lion(p, lr=1e-3),
+}
+
+
+def stepped(name: str, block: dict[str, Any]) -> dict[str, Tensor | float]:
+    quickly()
+    engine = engine_with(block, OPTIMIZERS[name])
+    for batch in batches(3, 4):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    found: dict[str, Any] = dict(whole_parameters(engine.module))
+    for key in ("momentum_buffer", "sum", "exp_avg"):
+        value = safe_get_full_optimizer_state(engine.module.blocks[1].up.weight, key)
+        found |= {} if value is None else {key: value}
+    return found
+
+
+def engine_with(
+    block: dict[str, Any], optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, stage: int = 3, **own: Any
+) -> shardwell.Engine:
+    torch.manual_seed(0)
+    model = Gpt()
+    make = optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2))
+    config = zero(
+        stage, zero_optimization=block, bf16={"enabled": True}, shardwell={"shard_at_world_one": True, **own}, aio=AIO
+    )
+    return shardwell.initialize(model=model, optimizer=make(model.parameters()), config=config, device="cpu").engine
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_optimizers_with_kernels_step_it(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    below = ranks.run(2, stepped, name, HOST)[0]
+    deeper = ranks.run(2, stepped, name, on_disk(tmp_path))[0]
+    assert len(below) == len(list(Gpt().named_parameters())) + (name != "SGD")
+    check_equal(deeper, below)
+
+
+def test_an_optimizer_without_a_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWELL_IO", "threads")
+    with pytest.raises(ShardwellError, match=r"none for NAdam .* use AdamW, Adam, SGD, Adagrad or Lion"):
+        engine_with(on_disk(tmp_path), lambda p: torch.optim.NAdam(p))
+
+
+# ------------------------------------------------------------------------------------------------------ everyone else
+
+
+class Fork(nn.Module):
+    """Two layers, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: Tensor, short: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return x if short else x + self.second(x)
+
+
+class Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Fork() for _ in range(3)])
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x: Tensor, short: bool) -> Tensor:
+        for block in self.blocks:
+            x = block(x, short)
+        return self.head(x).float().square().mean()
+
+
+def story(block: dict[str, Any], stage: int, moments: str) -> dict[str, Any]:
+    """All that can happen to masters and state between steps."""
+    quickly()
+    torch.manual_seed(0)
+    model = Forked()
+    own = {"moments": moments, "commit": "after_norm", "shard_at_world_one": True}
+    config = zero(stage, zero_optimization=block, bf16={"enabled": True}, shardwell=own)
+    engine, optimizer, *_ = shardwell.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(short: bool = False) -> None:
+        engine.backward(engine(torch.randn(4, 9, generator=generator), short))
+        engine.step()
+
+    step()
+    before = copy.deepcopy(optimizer.state_dict())
+    step(short=True)  # cuts what is stepped as one
+    weight, other = model.blocks[1].first.weight, model.blocks[2].second.weight
+    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) * 1.5)
+    safe_set_full_optimizer_state(weight, torch.full((9, 9), 0.25), "exp_avg")
+    if stage == 3:
+        part = safe_get_local_fp32_param(other)
+        if part is not None:
+            safe_set_local_fp32_param(other, part + 1.0)
+            state = safe_get_local_optimizer_state(other, "exp_avg_sq")
+            safe_set_local_optimizer_state(other, torch.full_like(state, 0.5), "exp_avg_sq")
+    with shardwell.zero.GatheredParameters([weight, other], modifier_rank=0), torch.no_grad():
+        other[0].fill_(0.125)
+    step()
+    found = {f"middle {name}": value for name, value in everything(engine).items()}
+    engine.load_state_dict({name: value * 0.5 for name, value in engine.state_dict().items()})
+    model.head = nn.Linear(9, 7)  # fitted at the next forward
+    with shardwell.zero.GatheredParameters(model.blocks[0].first.bias, modifier_rank=0), torch.no_grad():
+        model.blocks[0].first.bias.data = torch.full((9,), 0.0625)
+    step(short=True)
+    step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    step()
+    for number, state in before["state"].items():
+        found |= {f"dict {number} {key}": value[:] if value.ndim else float(value) for key, value in state.items()}
+    return {**found, **everything(engine)}
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whoever_looks_or_changes_does_so_on_disk(ranks: Ranks, tmp_path: Path, stage: int, moments: str) -> None:
+    below = ranks.run(2, story, HOST, stage, moments)
+    deeper = ranks.run(2, story, on_disk(tmp_path), stage, moments)
+    for one, other in zip(below, deeper, strict=True):
+        assert len(one) > 100
+        check_equal(other, one)
+
+
+def run_quickly(leg: Leg, root: str) -> dict[str, Any]:
+    quickly()
+    return run_leg(leg, root)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_go_from_the_device_to_disk_to_the_host(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    case, device = Case(dtype=torch.float32), PRECISIONS["bf16"]
+    disk = {**device, "zero_optimization": on_disk(tmp_path / "drive")}
+    root = str(tmp_path / "saved")
+    saved = ranks.run(2, run_quickly, Leg(1, 0, 2, case, device, loads=False), root)[0]["ended"]
+    middle = ranks.run(3, run_quickly, Leg(3, 2, 4, case, disk, options={"asynchronous": asynchronous}), root)[0]
+    check_equal(middle["loaded"], saved)
+    again = ranks.run(2, run_quickly, Leg(2, 4, 4, case, disk, saves=False), root)[0]
+    check_equal(again["loaded"], middle["ended"])
+    last = ranks.run(2, run_quickly, Leg(2, 4, 4, case, {**device, "zero_optimization": HOST}, saves=False), root)[0]
+    check_equal(last["loaded"], middle["ended"])
+
+
+def filled(block: dict[str, Any], free: float) -> tuple[dict[str, Any], list[str], MemoryReport]:
+    """Train with the state of the first units moved up after some steps."""
+    quickly()
+    engine = engine_with(block)
+    engine._context.device.free_bytes = lambda: free  # type: ignore[method-assign]
+    for batch in batches(5, 4):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    return everything(engine), list(engine.offload.commits), engine.memory()
+
+
+def test_what_fits_moves_up_from_disk(ranks: Ranks, tmp_path: Path) -> None:
+    below, below_names, _ = ranks.run(2, filled, {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}, 6e4)[0]
+    deeper, names, report = ranks.run(2, filled, on_disk(tmp_path, ratio="auto"), 6e4)[0]
+    assert names == below_names
+    assert 0 < len(names) < 5
+    check_equal(deeper, below)
+    tiers = {tier for (state, unit, tier) in report.now if state is State.OPTIMIZER and unit not in names}
+    assert tiers == {Tier.DEVICE}
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def books(path: str, moments: str, directory: str) -> tuple[MemoryReport, int, int, list[int]]:
+    """The books after some steps, a checkpoint and a look; elements on this rank, and in its largest unit.
+
+    And what was staged while the checkpoint was saved and loaded, whenever something came from the disk.
+    """
+    quickly()
+    engine = engine_with(on_disk(Path(path), buffer_count=1), moments=moments)
+    for batch in batches(2, 4):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    staged: list[int] = []
+    open_chest = Chest.open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chest, "open", lambda chest: open_chest(chest) or staged.append(in_host_memory(engine.memory())))
+        engine.save_checkpoint(directory)
+        engine.load_checkpoint(directory)
+    whole_parameters(engine.module)
+    sizes = [sum(group.own[1] - group.own[0] for group in unit.groups) for unit in engine._flow.units]
+    held = engine.memory()
+    for unit in engine._flow.units:
+        for shard in engine.optimizer.shards.of(unit):
+            state = engine.optimizer.state[shard.tensor]
+            assert shard.tensor.untyped_storage().nbytes() == 4
+            assert shard.tensor.isnan().all()
+            assert "exp_avg" in state
+            for value in state.values():
+                parts = (value.codes, value.exponents) if hasattr(value, "codes") else (value,)
+                assert all(part.untyped_storage().nbytes() <= 8 for part in parts)
+    return held, sum(sizes), max(sizes), staged
+
+
+def in_host_memory(report: MemoryReport) -> int:
+    return sum(size for (_, _, tier), size in report.now.items() if tier is Tier.HOST)
+
+
+@pytest.mark.parametrize(("moments", "parts"), [("fp32", [4, 4, 4]), ("8bit", [4, 1, 1, 1 / 256, 1 / 256])])
+def test_nothing_but_seats_is_in_host_memory(ranks: Ranks, tmp_path: Path, moments: str, parts: list[float]) -> None:
+    for held, numel, largest, staged in ranks.run(2, books, str(tmp_path / "drive"), moments, str(tmp_path / "saved")):
+        tiers = {Tier.HOST: 0, Tier.DISK: 0, Tier.DEVICE: 0}
+        for (state, _, tier), size in held.now.items():
+            tiers[tier] += size if state is not State.PARAMETERS else 0
+        assert tiers[Tier.DEVICE] == 0
+        assert tiers[Tier.DISK] == pytest.approx(sum(parts) * numel, rel=0.02)
+        seat = sum(rounded(math.ceil(part * largest)) for part in parts)
+        assert tiers[Tier.HOST] in (seat, 2 * seat, 3 * seat)  # they are made when they are needed
+        assert len(staged) >= 4 * 5  # masters and state of each unit, out and in
+        assert max(staged) <= tiers[Tier.HOST] + seat
+
+
+def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWELL_IO", "threads")
+    engine = engine_with(on_disk(tmp_path), commit="after_norm")
+    seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in engine._flow.units}
+    overlaps = []
+    seat, step = Store.seat, host.HostUpdates._step
+
+    def seat_and_tell(store: Store, unit: Unit) -> Any:
+        found = seat(store, unit)
+        seated[unit.index].set()
+        return found
+
+    def step_late(updates: host.HostUpdates, job: Any, factor: float) -> None:
+        following = seated.get(job.unit.index + 1)
+        if following is not None:
+            overlaps.append(following.wait(5))
+        step(updates, job, factor)
+
+    monkeypatch.setattr(Store, "seat", seat_and_tell)
+    monkeypatch.setattr(host.HostUpdates, "_step", step_late)
+    engine.backward(engine(batches(1, 4)[0]))
+    engine.step()
+    whole_parameters(engine.module)
+    assert overlaps == [True] * (len(seated) - 1)
+
+
+def test_a_step_that_is_left_out_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWELL_IO", "threads")
+    engine = engine_with(on_disk(tmp_path), nonfinite="skip", commit="at_once")
+    rows = batches(1, 4)[0]
+    engine.backward(engine(rows) * float("nan"))
+    engine.step()
+    whole_parameters(engine.module)
+    writes: list[Any] = []
+    write = DiskTier.write
+    monkeypatch.setattr(DiskTier, "write", lambda *args: writes.append(args) or write(*args))
+    before = everything(engine)
+    engine.backward(engine(rows) * float("nan"))
+    engine.step()
+    check_equal(everything(engine), before)
+    assert not writes
+    assert float(before["blocks.1.up.weight exp_avg"].abs().max()) == 0.0
+    engine.backward(engine(rows))
+    engine.step()
+    assert float(everything(engine)["blocks.1.up.weight exp_avg"].abs().max()) > 0.0
+    assert writes
+
+
+# ---------------------------------------------------------------------------------------------------------- trouble
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
+    block = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "gone")}}
+    with pytest.raises(ShardwellError, match=r"gone: opening a file failed \(No such file .*mount the drive"):
+        engine_with(block)
+
+
+def test_too_little_space_is_refused_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwell.engine.offload.free_bytes", lambda path: 70_000)
+    numel = sum(p.numel() for p in Gpt().parameters())
+    expected = (
+        rf"needs .* on this node: 12 bytes for each of {numel:,} parameters.* go to {tmp_path}/one, where 68.4 KiB"
+    )
+    with pytest.raises(ShardwellError, match=expected):
+        engine_with(on_disk(tmp_path / "one", tmp_path / "two"))
+
+
+def test_too_little_host_memory_for_the_seats_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = type("Memory", (), {"available": 50_000})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    with pytest.raises(
+        ShardwellError, match=r"on disk needs .* of host memory .* 0 bytes for each .* of buffers. Free"
+    ):
+        engine_with(on_disk(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("/dev/full", r"writing .* \(No space left .*free space there"), ("/proc/self/mem", r"\(Input/output error\)")],
+)
+def test_a_drive_that_fails_is_an_error_where_the_unit_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str
+) -> None:
+    monkeypatch.setenv("SHARDWELL_IO", "threads")
+    engine = engine_with(on_disk(tmp_path))
+    rows = batches(1, 4)[0]
+    engine.backward(engine(rows))
+    engine.step()
+    whole_parameters(engine.module)
+    assert engine._context.disk is not None
+    replace_file(engine._context.disk, target)
+
+    def train() -> None:
+        for _ in range(3):  # what could not be written is missed at the next read
+            engine.backward(engine(rows))
+            engine.step()
+
+    with pytest.raises(ShardwellError, match=message):
+        train()
+
+
+def test_a_shadow_on_disk_commits_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWELL_IO", "threads")
+    engine = engine_with(on_disk(tmp_path), commit="shadow")
+    assert set(engine.offload.commits.values()) == {Commit.AFTER_NORM}
+    assert len(engine.offload.commits) == len(engine._flow.units)
+
+
+def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWELL_IO", "threads")
+    for destroys in (False, True):
+        engine = engine_with(on_disk(tmp_path))
+        engine.backward(engine(batches(1, 4)[0]))
+        engine.step()
+        assert engine._context.disk is not None
+        file = engine._context.disk._files[0]
+        assert file.size > 0
+        if destroys:
+            engine.destroy()
+        del engine
+        deadline = time.monotonic() + 10
+        while file.descriptor != -1 and time.monotonic() < deadline:
+            gc.collect()  # threads may still hold what they do
+        assert file.descriptor == -1
+        assert not os.listdir(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------- a chest
+
+
+def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        moved: list[int] = []
+        account = Account()
+        chest = Chest(tier, account, "unit", lambda: moved.append(1))
+        values = [torch.randn(5000), torch.arange(7, dtype=torch.uint8), torch.randn(1)]
+        tensors = [value.clone() for value in values]
+        blank = torch.full((1,), 3.0).expand(1000)
+        chest.keep([*tensors, blank])
+        assert tensors[0].isnan().all()
+        assert (tensors[1] == 255).all()
+        assert (blank == 3.0).all()
+        assert [t.untyped_storage().nbytes() for t in (*tensors, blank)] == [4, 1, 4, 4]
+        chest.open()
+        chest.open()
+        assert all(torch.equal(t, v) for t, v in zip(tensors, values, strict=True))
+        assert account.report().total() == chest.num_bytes == 20480 + 3 * 4096
+        tensors[0][17], blank[999] = 5.0, 4.0
+        chest.close(changed=True)
+        chest.close(changed=False)
+        assert account.report().total() == 0
+        assert blank.isnan().all()
+        reserved = tier.num_bytes
+        chest.keep([tensors[0], blank])
+        assert tier.num_bytes <= reserved
+        chest.empty()
+        values[0][17] = 5.0
+        assert torch.equal(tensors[0], values[0])
+        assert blank.tolist() == [3.0] * 999 + [4.0]
+        assert tier.num_bytes == 0
+        assert len(moved) >= 4
+
+
+def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        tensor = torch.zeros(100)
+        chest = Chest(tier, Account(), "unit")
+        chest.keep([tensor])
+        chest.open()
+        tensor.fill_(1.0)
+        chest.close(changed=False)
+        chest.open()
+        assert not tensor.any()
+        chest.close(changed=False)
