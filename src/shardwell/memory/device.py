@@ -197,10 +197,16 @@ class Device:
         """What this process never needed so far of what it may have; 0 where that cannot be told."""
         if not self.is_cuda:
             return 0.0
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        limit = total * torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        mine = min(limit, free + torch.cuda.memory_reserved(self.torch_device))
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        mine = min(self.most_bytes(), free + torch.cuda.memory_reserved(self.torch_device))
         return max(0.0, mine - torch.cuda.max_memory_reserved(self.torch_device))
+
+    def most_bytes(self) -> float:
+        """What this process may have of the device; 0 where that cannot be told."""
+        if not self.is_cuda:
+            return 0.0
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        return total * torch.cuda.get_per_process_memory_fraction(self.torch_device)
 
     def update_cores(self) -> list[int] | None:
         """Which cores update what rests on the host; None: as many threads as torch has, wherever they run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 from torch import Tensor
 
@@ -67,3 +68,22 @@ class Slots:
     def give(self, memory: Tensor, after: Passing) -> None:
         """Take a piece back, which is free once the mark has passed."""
         self._free.put((memory, after))
+
+
+class Backlog:
+    """Bounds what waits somewhere: who would add to a backlog that is full waits until enough has left."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_bytes = most, 0
+        self._changed = threading.Condition()
+
+    def add(self, num_bytes: int) -> None:
+        """Something larger than the bound is let in alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._most)
+            self._num_bytes += num_bytes
+
+    def remove(self, num_bytes: int) -> None:
+        with self._changed:
+            self._num_bytes -= num_bytes
+            self._changed.notify_all()

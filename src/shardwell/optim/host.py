@@ -9,7 +9,8 @@ A worker does the updates one after the other, of those that can be done the one
 training loop waits for a unit's update only when it needs the unit's parameters. When an update may run is its row's
 commit policy:
 
-- *at once*: as soon as the gradients are made; they stay on the device until the worker has one of a few pinned slots
+- *at once*: as soon as the gradients are made; they stay on the device until a porter has one of a few pinned slots for
+  them, and the training loop waits while too many do
 - *after the norm*: when the norm of all gradients is known, under the next forward; gradients wait on the host
 - *shadow*: at once, but in other memory; when the norm shows that nothing was clipped and everything is finite, that
   memory becomes the truth, otherwise the unit is stepped again, if it may be, from its untouched old state
@@ -39,7 +40,7 @@ from shardwell import native
 from shardwell.errors import ShardwellError
 from shardwell.memory import Mark, State, Tier
 from shardwell.memory.device import All, Passing
-from shardwell.memory.mail import Pinned, Slots
+from shardwell.memory.mail import Backlog, Pinned, Slots
 from shardwell.memory.worker import Ticket, Worker
 from shardwell.optim.kernels import Kernel, Target
 from shardwell.optim.shards import Shard
@@ -63,6 +64,7 @@ _NOW = -1  # more urgent than any unit
 _ALIGNMENT = 64  # bytes
 _CHUNK = 1 << 25  # elements that are updated and then sent up, while the next ones are updated
 _NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
+_SHARE_ABOVE = 1 / 32  # of the device: gradients that may wait there for the host
 _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
 
 
@@ -79,7 +81,6 @@ class Parcel:
     down: Mark = field(default_factory=Mark)  # passed when they are in host memory
     slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
     is_above: bool = False  # they are still on the device
-    leaving: dict[Group, Tensor] = field(default_factory=dict)  # device memory that is being copied from
 
 
 @dataclass
@@ -130,6 +131,7 @@ class HostUpdates:
         )
         self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
         self._porter = Worker("shardwell porter", gate=self._ahead)
+        self._above = Backlog(max(2 * largest, int(_SHARE_ABOVE * context.device.most_bytes())))
         self._slots = Slots(self._pinned, num_slots, largest)  # for the porter
         self._inbox = Slots(self._pinned, num_slots, largest)  # for the training loop: what is to be added
         self._outbox = Slots(self._pinned, _NUM_OUT, largest)
@@ -170,26 +172,31 @@ class HostUpdates:
         if not above:
             return
         if not waits:
+            self._above.add(sum(_sizes(above)))
             self._parcels[unit.index] = Parcel(above, is_above=True)
             for group, result in above.items():
                 group.gradients.lodge(result.new_empty(0), _gone)  # the worker's from now on
             return
         memory = self._keep(unit, sum(_sizes(above)))
-        parcel = self._parcels[unit.index] = Parcel(above)
-        self._send_down(parcel, memory, self._context.device.copies.after_current())
+        parcel = self._parcels[unit.index] = Parcel(dict(above))
+        self._send_down(parcel, above, memory, self._context.device.copies.after_current())
         for group, copy in parcel.gradients.items():
             group.gradients.lodge(copy, parcel.down.synchronize)
             self._leaving.append((parcel.down, above[group]))
 
-    def _send_down(self, parcel: Parcel, memory: Tensor, lane: contextlib.AbstractContextManager[None]) -> None:
+    def _send_down(
+        self,
+        parcel: Parcel,
+        above: dict[Group, Tensor],
+        memory: Tensor,
+        lane: contextlib.AbstractContextManager[None],
+    ) -> None:
         """Start copying gradients to pinned memory."""
-        sizes = _sizes(parcel.gradients)
+        sizes = _sizes(above)
         with lane, torch.no_grad():
             parts = memory[: sum(sizes)].split(sizes)
-            parcel.gradients = {
-                group: group.send_down(gradient, part)
-                for (group, gradient), part in zip(parcel.gradients.items(), parts, strict=True)
-            }
+            for (group, gradient), part in zip(above.items(), parts, strict=True):
+                parcel.gradients[group] = group.send_down(gradient, part)
         parcel.down = self._context.device.copies.mark()
 
     def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
@@ -221,7 +228,7 @@ class HostUpdates:
         parcel = Parcel(dict(above))
         if self._context.device.is_cuda:
             parcel.slot = self._inbox.take(sum(_sizes(above)))
-            self._send_down(parcel, parcel.slot, self._context.device.copies.after_current())
+            self._send_down(parcel, above, parcel.slot, self._context.device.copies.after_current())
         parts = [(self._total_of(g), parcel.gradients[g], f, g not in self._adding) for g, (_, f) in new.items()]
         self._last_sum = parcel.down
         ticket = self._worker.submit(lambda: self._add(parcel, parts), urgency=_NOW, after=parcel.down)
@@ -269,7 +276,8 @@ class HostUpdates:
         self._adding.clear()
         self._let_go(0)
         for parcel in self._parcels.values():
-            self._free_above(parcel)
+            if parcel.is_above:
+                self._free_above(parcel.gradients)
         self._parcels.clear()
         self.caution.end_step()
 
@@ -330,7 +338,8 @@ class HostUpdates:
         try:
             job.seat = self.store.seat(job.unit)
         except BaseException as error:
-            self._free_above(job.parcel)
+            if job.parcel.is_above:
+                self._free_above({g: one for g, one in job.parcel.gradients.items() if one.is_cuda})
             job.tickets[0].fail(error)
             return
         self._pass_on(job, factor, after)
@@ -349,16 +358,21 @@ class HostUpdates:
 
     def _load(self, job: Job, factor: Factor) -> None:
         """The porter's work: bring gradients down that are still on the device, as soon as there is a slot for them."""
+        parcel = job.parcel
+        above = {group: gradient for group, gradient in parcel.gradients.items() if gradient.is_cuda}
         try:
-            parcel, above = job.parcel, job.parcel.gradients
             parcel.slot = self._slots.take(sum(_sizes(above)))
-            self._send_down(parcel, parcel.slot, self._context.device.copies.after(Mark()))
-            parcel.leaving, parcel.is_above = above, False
-            self._submit(job, factor, parcel.down)
+            self._send_down(parcel, above, parcel.slot, self._context.device.copies.after(Mark()))
+            parcel.down.synchronize()
         except BaseException as error:
             self._ahead.release()
             self._clear_seat(job, changed=False)
             job.tickets[0].fail(error)
+            return
+        finally:
+            parcel.is_above = False
+            self._free_above(above)
+        self._submit(job, factor, parcel.down)
 
     def _clear_seat(self, job: Job, *, changed: bool) -> None:
         seat, job.seat = job.seat, None
@@ -371,7 +385,6 @@ class HostUpdates:
             if job.parcel.slot is not None:
                 self._ahead.release()
             job.parcel.down.synchronize()
-            self._free_above(job.parcel)
             for ticket in job.added:
                 ticket.wait()
             if job.seat is not None:
@@ -390,12 +403,11 @@ class HostUpdates:
                 self._slots.give(job.parcel.slot, job.up)
             self._clear_seat(job, changed=is_stepped)
 
-    def _free_above(self, parcel: Parcel) -> None:
+    def _free_above(self, gradients: dict[Group, Tensor]) -> None:
         """Free gradients on the device that were copied, or that nobody will copy."""
-        leaving = parcel.gradients if parcel.is_above else parcel.leaving
-        for memory in leaving.values():
+        for memory in gradients.values():
             self._context.scratch.give(memory)
-        parcel.leaving, parcel.is_above = {}, False
+        self._above.remove(sum(_sizes(gradients)))
 
     @torch.no_grad()
     def _step(self, job: Job, factor: float) -> None:
