@@ -322,12 +322,12 @@ def _check_built(config: Config, found: Findings) -> None:
             f"{_show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
             'parameters rest sharded, and can be offloaded, only at stage 3; use "none"'
         )
-    below = zero.offload_optimizer
-    if below.device == "nvme" and not any(path.strip() for path in (below.nvme_path or "").split(",")):
-        refused["zero_optimization.offload_optimizer.nvme_path"] = (
-            "missing, and offload_optimizer.device is \"nvme\"; name a folder on a local drive, or several with ',' "
-            "between them"
-        )
+    for name, below in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if below.device == "nvme" and not any(path.strip() for path in (below.nvme_path or "").split(",")):
+            refused[f"zero_optimization.{name}.nvme_path"] = (
+                f"missing, and {name}.device is \"nvme\"; name a folder on a local drive, or several with ',' between "
+                "them"
+            )
     if config.optimizer is not None and config.optimizer.type.lower() in unsupported.REMOVED_OPTIMIZERS:
         kind = config.optimizer.type
         refused["optimizer.type"] = f"{_show(kind)}: {unsupported.REMOVED_OPTIMIZERS[kind.lower()]}"

@@ -212,12 +212,18 @@ class OffloadOptimizerConfig(Block):
 class OffloadParamConfig(Block):
     """Where the parameters' shards rest."""
 
-    device: Device = Field(default="none", description="Where parameter shards rest; only none is built.")
-    nvme_path: StrictStr | None = Field(default=None, description="Folder for nvme; no effect while device is none.")
-    pin_memory: Flag = Field(default=False, description="Pin host copies; no effect while device is none.")
-    buffer_count: PositiveCount = Field(default=5, description="Staging buffers; no effect while device is none.")
-    buffer_size: PositiveCount = Field(default=100_000_000, description="Buffer elements; no effect with device none.")
-    max_in_cpu: Count = Field(default=1_000_000_000, description="Elements kept in RAM; no effect with device none.")
+    device: Device = Field(default="none", description="Where parameter shards rest: the GPU, the host, or disk.")
+    nvme_path: StrictStr | None = Field(
+        default=None, description="Folders for nvme, one on each local drive, with ',' between them."
+    )
+    pin_memory: Flag = Field(default=False, description="No effect: shards on the host are always pinned.")
+    buffer_count: PositiveCount = Field(
+        default=5, description="Pinned slots for shards on their way from disk, as large as the largest."
+    )
+    buffer_size: PositiveCount = Field(
+        default=100_000_000, description="No effect: slots are as large as they must be."
+    )
+    max_in_cpu: Count = Field(default=1_000_000_000, description="No effect: no copies stay on the host.")
 
 
 class AioConfig(Block):

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from shardwell.engine.order import Order
 from shardwell.engine.trace import Action, Event, Trace
 from shardwell.errors import BackwardError
+from shardwell.memory.pages import Pages
 from shardwell.unit import Group, Residency, Unit
 from shardwell.unit.table import ReduceAt
 
@@ -40,8 +41,16 @@ def current_task() -> int:
 class Flow:
     """Moves the units of one engine."""
 
-    def __init__(self, units: Sequence[Unit], limits: Limits, num_ranks: int, accumulation_steps: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        limits: Limits,
+        num_ranks: int,
+        accumulation_steps: int,
+        pages: Pages | None = None,
+    ) -> None:
         self.limits = limits
+        self.pages = pages  # for parameters on disk
         self.num_ranks = num_ranks
         self.accumulation_steps = accumulation_steps
         self.is_boundary = True
@@ -88,10 +97,16 @@ class Flow:
 
     def _drop_leftovers(self) -> None:
         self._forward.start()
+        self._let_go()
         for unit in self.units:
             if unit.in_forward or unit.in_backward:
                 unit.in_forward, unit.in_backward = 0, False
                 self.release(unit)
+
+    def _let_go(self) -> None:
+        """What was expected and did not come is not expected any more."""
+        for unit in self.units if self.pages is not None else ():
+            unit.let_go()
 
     def enter_forward(self, unit: Unit) -> None:
         if current_task() != -1:  # recomputation: this is part of the unit's backward
@@ -130,6 +145,9 @@ class Flow:
         unit.wait()
         if expected is not None and self._worth_prefetching(expected, order):
             self._gather(expected)
+        if expected is not None and self.pages is not None:
+            for later in order.following(unit, 1 + self.pages.depth):
+                later.expect()
 
     def _worth_prefetching(self, unit: Unit, order: Order) -> bool:
         if unit.residency is not Residency.RELEASED or unit.awaits_update:
@@ -318,6 +336,7 @@ class Flow:
             self.end_backward(unit)
         self.sync, self.is_boundary = sync, boundary
         self._tasks.clear()
+        self._let_go()
         self._finish_reduces(list(self._reducing))
         self._kept_back = False
 

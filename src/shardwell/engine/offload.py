@@ -90,15 +90,17 @@ def plan_offload(cuts: list[Cut], settings: Config, mesh: Mesh, device: Device) 
 
 
 def open_disk(settings: Config) -> DiskTier | None:
-    """The drives that optimizer state rests on, if it does."""
-    if settings.zero_optimization.offload_optimizer.device != "nvme":
+    """The drives that something rests on, if it does."""
+    if not _paths(settings):
         return None
     return DiskTier(_paths(settings), DiskSettings(**settings.aio.model_dump(exclude={"use_gds"})))
 
 
 def _paths(settings: Config) -> list[Path]:
-    named = settings.zero_optimization.offload_optimizer.nvme_path or ""
-    return [Path(path.strip()) for path in named.split(",") if path.strip()]
+    """All that are named for what rests on disk: it is striped over all of them."""
+    zero = settings.zero_optimization
+    named = [b.nvme_path or "" for b in (zero.offload_optimizer, zero.offload_param) if b.device == "nvme"]
+    return [Path(path) for path in dict.fromkeys(part.strip() for part in ",".join(named).split(",")) if path]
 
 
 def _parts(num_bytes: int, paths: list[Path]) -> list[tuple[Path, int]]:
@@ -138,7 +140,8 @@ def commit_policy(settings: Config) -> Commit:
         )
     if asked == "auto":
         return Commit.AFTER_NORM if waits else Commit.AT_ONCE
-    on_disk = settings.zero_optimization.offload_optimizer.device == "nvme"
+    zero = settings.zero_optimization
+    on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
     return Commit.AFTER_NORM if on_disk and asked == "shadow" else Commit[asked.upper()]
 
 
@@ -150,12 +153,17 @@ class Need:
         self.numel = numel
         self.state = _ADAM_8BIT if settings.shardwell.moments == "8bit" else _ADAM
         self._param = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
-        self._params = self._param if zero.offload_param.device == "cpu" else 0
+        is_together = zero.offload_param.device == zero.offload_optimizer.device and settings.bf16.enabled
+        in_halves = is_together and settings.shardwell.commit != "shadow"  # the parameter is part of its master
+        params = 0 if in_halves or zero.offload_param.device == "none" else self._param
+        self._params = params if zero.offload_param.device == "cpu" else 0
         self._adds_up = zero.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1
         self._here = mesh.node_size / (mesh.size if zero.stage else 1)
         slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
         on_disk = zero.offload_optimizer.device == "nvme"
         self.disk = int(self.state * numel * self._here) if on_disk else 0
+        if zero.offload_param.device == "nvme":
+            self.disk += int(params * numel * self._here)
         seats = max(FEWEST_SEATS, zero.offload_optimizer.buffer_count) if on_disk else 0
         self.buffers = int((slots * self._param + seats * self.state) * largest * self._here)
 

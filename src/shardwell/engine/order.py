@@ -33,6 +33,14 @@ class Order:
         self._last = unit
         return self._next.get(unit.index)
 
+    def following(self, unit: Unit, num: int) -> list[Unit]:
+        """The units expected after `unit`, up to that many."""
+        found: list[Unit] = []
+        while len(found) < num and (after := self._next.get(unit.index)) is not None and after not in found:
+            found.append(after)
+            unit = after
+        return found
+
     def elements_after(self, unit: Unit) -> int | None:
         """Elements of the units that followed `unit` in the last pass; None if it was not seen then."""
         if unit not in self._before:

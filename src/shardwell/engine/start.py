@@ -27,6 +27,8 @@ from shardwell.engine.refit import Builder
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch, Tier
 from shardwell.memory.device import default_device
+from shardwell.memory.mail import Aligned
+from shardwell.memory.pages import Pages
 from shardwell.optim import Recipe, ShardedOptimizer, recipe_for, schedules
 from shardwell.optim.build import NO_LABEL
 from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
@@ -79,7 +81,7 @@ def initialize(
     context, ledger, agreement = _context(home, world, settings)
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
     offload = plan_offload(_cut(model, settings), settings, world, home)
-    context = replace(context, disk=None if home.is_virtual else open_disk(settings))
+    context = _with_disk(context, settings)
     units = build_units(model, settings, recipe, context, offload)
     statistics = _statistics(model)
     for name, buffer in model.named_buffers():
@@ -88,7 +90,7 @@ def initialize(
         context.world.broadcast(buffer.data, token=f"SETUP {name}")
     zero = settings.zero_optimization
     limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
-    flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1)
+    flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1, context.pages)
     builder = Builder(
         lambda: _cut(model, settings),
         lambda one, cuts, trained: _groups(one, settings, recipe, _places(cuts, settings, offload), context, trained),
@@ -146,6 +148,16 @@ def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledge
         routes[Axis.NODE] = Collectives(node_mesh(world, ranks_per_node), home, ledger, scratch)
         routes[Axis.NODE].agreement = agreement
     return Context(home, account, scratch, routes), ledger, agreement
+
+
+def _with_disk(context: Context, settings: Config) -> Context:
+    """With the drives that something rests on, and what passes through host memory from there."""
+    disk = None if context.device.is_virtual else open_disk(settings)
+    block = settings.zero_optimization.offload_param
+    if disk is None or block.device != "nvme":
+        return replace(context, disk=disk)
+    pinned = Aligned(context.device, context.account, pinned=context.device.is_cuda)
+    return replace(context, disk=disk, pages=Pages(disk, pinned, block.buffer_count))
 
 
 def build_units(

@@ -75,8 +75,11 @@ class Chest:
         if new:
             self._on_move()
 
-    def fetch(self, memory: Tensor) -> list[Transfer]:
-        """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended."""
+    def fetch(self, memory: Tensor, *, blank: bool = False) -> list[Transfer]:
+        """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
+
+        With `blank` nothing is read: all of it will be overwritten.
+        """
         self._is_free.acquire()
         try:
             self._finish_writes()
@@ -84,10 +87,10 @@ class Chest:
             for item in self._items:
                 place = memory[start : start + item.num_bytes]
                 start += rounded(item.num_bytes)
-                if item.is_written:
+                if item.is_written and not blank:
                     reads.append(self._tier.read(item.extent, 0, place))
                 item.tensor.data = place.view(item.tensor.dtype)
-                if not item.is_written:
+                if not item.is_written and not blank:
                     item.tensor.fill_(item.stand_in[0])
             self._on_move()
             return reads

@@ -32,10 +32,14 @@ class Pinned:
 
 
 class Aligned(Pinned):
-    """Makes memory for drives, which the device has no part in, by the books."""
+    """Makes memory for drives, by the books; what the device has no part in is not pinned."""
+
+    def __init__(self, device: Device, account: Account, *, pinned: bool = False) -> None:
+        super().__init__(device, account)
+        self._is_pinned = pinned
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        return aligned(num_bytes)
+        return aligned(num_bytes, self._device if self._is_pinned else None)
 
 
 class Slots:

@@ -321,7 +321,8 @@ class HostUpdates:
         else:
             after = self._last_sum if job.added else parcel.down
         job.tickets.append(Ticket())
-        if self._reader is not None and any(shard.group.chest is not None for shard in ready):
+        if self.store is not None and self._reader is not None and self.store.seats(unit):
+            unit.let_go()  # or the reader would wait for what was expected
             self._reader.submit(lambda: self._fetch(job, factor, after), urgency=unit.index)
         else:
             self._pass_on(job, factor, after)
@@ -330,13 +331,13 @@ class HostUpdates:
         """The state before the first step."""
         if shard.group.chest is None:
             return self.kernel.born(shard.tensor, options)
-        return blank(self.kernel.born(shard.tensor[:1], options), shard)
+        return blank(self.kernel.born(torch.empty(1, dtype=shard.tensor.dtype), options), shard)
 
     def _fetch(self, job: Job, factor: Factor, after: Mark) -> None:
         """The reader's work: bring masters and state from the disk."""
         assert self.store is not None
         try:
-            job.seat = self.store.seat(job.unit)
+            job.seat = self.store.seat(job.unit, job.shards)
         except BaseException as error:
             if job.parcel.is_above:
                 self._free_above({g: one for g, one in job.parcel.gradients.items() if one.is_cuda})
@@ -416,7 +417,7 @@ class HostUpdates:
             new = job.shadow.spares[shard] if job.shadow is not None else None
             target, gradient = Target(options, factor, out, new), job.gradient(shard)
             for span in _chunks(shard.tensor.numel()):
-                self.kernel.step(shard.tensor, gradient, self._states[shard.tensor], target, span)
+                self.kernel.step(_master(shard), gradient, self._states[shard.tensor], target, span)
                 job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
                 if slot is None:  # who is let in may need one
                     self._worker.let_in(job.unit.index)
@@ -519,6 +520,15 @@ def _gone() -> None:
         "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
         'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'
     )
+
+
+def _master(shard: Shard) -> Tensor | native.Halves:
+    """Where it rests: halves are never joined here."""
+    if shard.group.halves is None:
+        return shard.tensor
+    high, low = shard.group.halves
+    stretch = slice(shard.start, shard.start + shard.tensor.numel())
+    return native.Halves(high[stretch], low[stretch])
 
 
 def _chunks(numel: int) -> Iterator[slice]:

@@ -51,14 +51,23 @@ class Kernel:
         return {**state, **kept}
 
     def step(
-        self, master: Tensor, gradient: Tensor, state: dict[str, Any], target: Target, span: slice = slice(None)
+        self,
+        master: Tensor | native.Halves,
+        gradient: Tensor,
+        state: dict[str, Any],
+        target: Target,
+        span: slice = slice(None),
     ) -> None:
         """Compute one step over a stretch of masters, or a span of it; `advance` makes it count."""
         rule, spare, out = self._rule(target.options, state), target.new, target.out[span]
+        if isinstance(master, native.Halves):  # the upper half is the parameter
+            halves = native.Halves(master.high[span], master.low[span])
+            kept, seed = self._kept(state, span), _seed(state, span)
+            native.update(rule, native.Stretch(gradient[span], halves, kept, target.factor, None, seed), self.threads)
+            return
         narrow = out if out.dtype.itemsize == 2 else None
         new = native.NewState(spare.master[span], self._kept(spare.state, span)) if spare is not None else None
-        seed = int(state.get("step", 0)) + (span.start or 0)
-        kept = self._kept(state, span)
+        kept, seed = self._kept(state, span), _seed(state, span)
         stretch = native.Stretch(gradient[span], master[span], kept, target.factor, narrow, seed, new)
         native.update(rule, stretch, self.threads)
         stepped = (master if spare is None else spare.master)[span]
@@ -85,6 +94,11 @@ class Kernel:
         state.pop("first", None)
         if "step" in state:
             state["step"] += 1
+
+
+def _seed(state: dict[str, Any], span: slice) -> int:
+    """Of rounding: another one for each step and each part of a stretch."""
+    return int(state.get("step", 0)) + (span.start or 0)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@
     worker            | update 3    | update 2    | update 1    |
     drive                           | write 3     | write 2     | write 1 |
 
-Masters are in chests of their groups, state in one chest for each unit. A seat holds all of that for one unit. There
-are a few of them, so that the next unit is read and the last one written while this one is updated.
+Masters are in chests of their groups, as are parameters that rest on disk too, state in one chest for each unit. A
+seat holds all of that for one unit. There are a few of them, so that the next unit is read and the last one written
+while this one is updated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shardwell.memory.mail import Aligned, Slots
 from shardwell.native import Compact
 from shardwell.optim.kernels import Kernel
 from shardwell.optim.shards import Shard, Shards, is_elementwise
-from shardwell.unit import Context, Unit
+from shardwell.unit import Context, Group, Unit
 
 FEWEST_SEATS = 3  # one being read, one updated, one written
 
@@ -57,7 +58,12 @@ class Store:
         self.free_seats = threading.Semaphore(num_seats)
 
     def has(self, unit: Unit) -> bool:
+        """Whether its optimizer state rests on disk."""
         return any(group.chest is not None for group in unit.trainable)
+
+    def seats(self, unit: Unit) -> bool:
+        """Whether something of it has to be in a seat to be updated."""
+        return any(group.chests for group in unit.trainable)
 
     def take_in(self, unit: Unit) -> None:
         """Keep the state that a unit has now. What is new is written, unless it is blank."""
@@ -109,17 +115,24 @@ class Store:
     def expect(self, units: list[Unit], kernel: Kernel) -> None:
         """Make seats as large as the largest of these units needs, once it has state."""
 
-        def size(numel: int) -> int:
+        def size(group: Group) -> int:
+            numel = group.own[1] - group.own[0] if group.chest is not None else 0
             state = [numel, Compact.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
-            return rounded(4 * numel) + len(kernel.keys) * sum(rounded(part) for part in state)
+            parameters = sum(chest.num_bytes for chest in group.chests)
+            return parameters + len(kernel.keys) * sum(rounded(part) for part in state)
 
-        self._seats.at_least(
-            max(sum(size(g.own[1] - g.own[0]) for g in unit.trainable if g.chest is not None) for unit in units)
-        )
+        self._seats.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
 
-    def seat(self, unit: Unit) -> Seat:
-        """Begin to bring a unit's masters and state into a seat; waits until one is free."""
-        chests = [*(group.chest for group in unit.trainable if group.chest is not None), self._chest_of(unit)]
+    def seat(self, unit: Unit, shards: list[Shard]) -> Seat:
+        """Begin to bring what rests on disk of a unit into a seat, to update these shards; waits until one is free."""
+        blank = {
+            group.page.chest
+            for group in unit.trainable
+            if group.page is not None and group.halves is None and _all_of(group, shards)
+        }  # parameters that are written anew
+        chests = [chest for group in unit.trainable for chest in group.chests]
+        if self.has(unit):
+            chests.append(self._chest_of(unit))
         sizes = [chest.num_bytes for chest in chests]
         try:
             seat = Seat(self._seats.take(sum(sizes)), [], [])
@@ -128,7 +141,7 @@ class Store:
             raise
         try:
             for chest, part in zip(chests, seat.memory[: sum(sizes)].split(sizes), strict=True):
-                seat.reads.extend(chest.fetch(part))
+                seat.reads.extend(chest.fetch(part, blank=chest in blank))
                 seat.chests.append(chest)
         except BaseException:
             self.clear(seat, changed=False)
@@ -147,6 +160,11 @@ class Store:
             last_first.callback(lambda: self._seats.give(seat.memory, All(transfers)))
             for chest in seat.chests:
                 last_first.callback(put_back, chest)
+
+
+def _all_of(group: Group, shards: list[Shard]) -> bool:
+    """Whether shards are all that this rank has of a group, padding included."""
+    return sum(shard.tensor.numel() for shard in shards if shard.group is group) == group.own[1] - group.own[0]
 
 
 def blank(state: dict[str, Any], shard: Shard) -> dict[str, Any]:

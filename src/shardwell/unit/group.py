@@ -2,9 +2,12 @@
 
 - flat: compute dtype, all parameters back to back; the parameters are views of it
 - shard: this rank's slice in storage of its own (rows that release their parameters)
-- remainder: the lower halves of this rank's fp32 masters (rows that keep bf16 parameters whole)
-- master: the truth, as the optimizer steps it: a copy apart (on the host, on disk, or for whole fp16 parameters, which
+- remainder: the lower halves of this rank's fp32 masters (rows that keep bf16 parameters whole, or rest them below the
+  device together with their masters)
+- master: the truth, as the optimizer steps it: a copy apart (below the parameters, or for whole fp16 parameters, which
   are no half of anything), the shard, a slice of `flat`, or upper and lower halves joined for the step
+
+What rests on disk is in chests: the shard in one of its own, that is a page; masters or remainder in another.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from shardwell.layout import Run, Slot, Spec, dense_stride, lay_out
 from shardwell.memory import Account, Buffer, Device, Mark, Scratch, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.disk import DiskTier
+from shardwell.memory.pages import Page, Pages
 from shardwell.rounding import join, narrow, split
 from shardwell.unit import guard
 from shardwell.unit.gradients import Gradients
@@ -37,6 +41,7 @@ class Context:
     scratch: Scratch
     comm: dict[Axis, Collectives]
     disk: DiskTier | None = None
+    pages: Pages | None = None  # for parameters on disk
 
     @property
     def world(self) -> Collectives:
@@ -76,14 +81,15 @@ class Group:
         self.shard: Buffer | None = None
         self.remainder: Buffer | None = None
         self._apart: Buffer | None = None  # masters that rest apart from the parameters
-        self.chest: Chest | None = None  # that those are in, if they rest on disk
+        self.chest: Chest | None = None  # that those, or the remainder, are in if they rest on disk
+        self.page: Page | None = None  # that the shard is in, if it rests on disk
         self._joined: Buffer | None = None
         self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
         self._second: Tensor | None = None  # this rank's slice of the second copy
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
-        self._store_masters(context)
+        self._store(context)
         self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
 
     def _buffer(self, state: State, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Buffer:
@@ -92,19 +98,21 @@ class Group:
     def _make_room_for_the_truth(self) -> None:
         own = self.own[1] - self.own[0]
         tier = self.row.optimizer.tier
+        is_split = self.trainable and self.row.rests_in_halves and self.precision.has_halves
         no_halves = self.precision.is_mixed and not self.precision.has_halves
         is_below = tier is not Tier.DEVICE or self.row.parameters.tier is not Tier.DEVICE
-        if self.trainable and (is_below or (no_halves and not self.row.released)):
+        if self.trainable and not is_split and (is_below or (no_halves and not self.row.released)):
             self._apart = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
         if self.row.released:
-            dtype = self.precision.master if self._apart is None else self.precision.compute
+            dtype = self.precision.compute if is_split or self._apart is not None else self.precision.master
             where = self.row.parameters.tier
             entry = (State.PARAMETERS, self.unit, where)
             device, account, numel = self.context.device, self.context.account, self.layout.shard_numel
-            self.shard = Buffer(device, account, entry, numel, dtype, pinned=where is not Tier.DEVICE)
-        elif self.precision.has_halves and self._apart is None:
-            self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16)
-            self._joined = self._buffer(State.STAGING, own, self.precision.master)
+            self.shard = Buffer(device, account, entry, numel, dtype, pinned=where is Tier.HOST)
+        if is_split:
+            self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16, tier)
+            where = Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST
+            self._joined = self._buffer(State.STAGING, own, self.precision.master, where)
             self._joined.drop()
         self.runs = [(run, self.cut_master(run.start, run.numel)) for run in self._runs()]
 
@@ -127,18 +135,32 @@ class Group:
             self.flat.drop()
             guard.send_away(self.parameters)
 
-    def _store_masters(self, context: Context) -> None:
-        """Masters that rest on disk go there now."""
-        if self._apart is not None and self.row.optimizer.tier is Tier.DISK and context.disk is not None:
+    def _store(self, context: Context) -> None:
+        """What rests on disk goes there now."""
+        if context.disk is None:
+            return
+        if self.shard is not None and self.row.parameters.tier is Tier.DISK and context.pages is not None:
+            self.page = Page(context.pages, Chest(context.disk, context.account, self.unit))
+            self.page.chest.keep([self.shard.tensor])
+        below = self._apart or self.remainder
+        if below is not None and self.row.optimizer.tier is Tier.DISK:
             me = weakref.ref(self)
 
             def on_move() -> None:
                 group = me()
-                if group is not None:
+                if group is not None and group._apart is not None:
                     group._cut_anew()
 
             self.chest = Chest(context.disk, context.account, self.unit, on_move)
-            self.chest.keep([self._apart.tensor])
+            self.chest.keep([below.tensor])
+
+    @property
+    def chests(self) -> list[Chest]:
+        """Of all that rests on disk."""
+        return [
+            *([self.page.chest] if self.page is not None else []),
+            *([self.chest] if self.chest is not None else []),
+        ]
 
     def _hang(self, parameter: nn.Parameter, slot: Slot) -> None:
         """Make a parameter a view of the flat buffer."""
@@ -157,7 +179,9 @@ class Group:
         if whole is not self.flat.tensor:
             narrow(whole, self.flat.tensor)
             if self.remainder is not None:
-                split(whole[start:end], self.flat.tensor[start:end], self.remainder.tensor)
+                low = torch.empty_like(self.remainder.tensor, device=whole.device)
+                split(whole[start:end], self.flat.tensor[start:end], low)
+                self.remainder.tensor.copy_(low)
         if self._apart is not None:
             self._apart.tensor.copy_(whole[start:end])
         if self.shard is not None:
@@ -180,10 +204,10 @@ class Group:
                 truth = torch.where(truth == rounded.to(truth.dtype), before, truth)
             if self._apart is not None:
                 self._apart.tensor.copy_(truth)
-        if self.remainder is not None:
-            split(truth, flat[start:end], self.remainder.tensor)
-        if self.shard is not None:
-            self.shard.tensor.copy_(truth)
+            if self.remainder is not None:
+                split(truth, self.resting, self.remainder.tensor)
+            elif self.shard is not None:
+                self.shard.tensor.copy_(truth)
         if self._before is not None:
             self._before = truth
 
@@ -193,7 +217,8 @@ class Group:
             fill(self.master)
         self.forget_second_copy()
         if self.flat.present and self.shard is not None:
-            narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
+            with self.fetched():
+                narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
         if self.flat.present and self.row.optimizer.over is not None:
             self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
 
@@ -234,8 +259,9 @@ class Group:
         """Let go of everything; the parameters belong to somebody else."""
         self.gradients.clear()
         self.forget_second_copy()
-        if self.chest is not None:
-            self.chest.free()
+        self.let_go()
+        for chest in self.chests:
+            chest.free()
         for buffer in (self.flat, self.shard, self.remainder, self._apart, self._joined):
             if buffer is not None:
                 buffer.drop()
@@ -246,10 +272,13 @@ class Group:
         """Start making a released group whole."""
         assert self.shard is not None
         comm, token = self.context.world, f"GATHER {self.name}"
-        self.flat.grow()
-        source = self.shard.tensor
+        source, slot = self.shard.tensor, None
         if self._second is not None:
             comm, token, source = self.context.comm[Axis.NODE], f"GATHER {self.name} in the node", self._second
+        elif self.page is not None:
+            slot = self.page.read()
+            source = slot[: source.numel() * source.element_size()].view(source.dtype)
+        self.flat.grow()
         mesh = comm.mesh
         with self.context.device.gathers.after_current():
             mine = self.flat.tensor.chunk(mesh.size)[mesh.rank]
@@ -258,8 +287,20 @@ class Group:
             else:
                 mine.copy_(source, non_blocking=True)
             mark = self.context.device.gathers.mark()
+        if self.page is not None and slot is not None:
+            self.page.give(slot, mark)
         move = comm.gather(self.flat.tensor, token)
         return Pending(mark.wait) if mesh.size == 1 else move
+
+    def expect(self) -> None:
+        """It will be gathered soon: begin to read what rests on disk."""
+        if self.page is not None and self._second is None:
+            self.page.expect()
+
+    def let_go(self) -> None:
+        """It will not be gathered soon after all."""
+        if self.page is not None:
+            self.page.forget()
 
     def release(self) -> None:
         """Free the whole parameters, keeping the second copy's slice if the row has one."""
@@ -274,6 +315,10 @@ class Group:
     def keep_whole(self) -> None:
         """Never release again: nothing changes these parameters, and the shard is a slice of the whole."""
         self.stays_whole = True
+        self.let_go()
+        if self.page is not None:
+            self.page.chest.free()
+            self.page = None
         if self.shard is not None:
             self.shard.drop()
             self.shard = None
@@ -317,26 +362,45 @@ class Group:
     @property
     def master(self) -> Tensor:
         """1D, this rank's part of the truth as the optimizer steps it."""
-        if self._apart is not None:
-            return self._apart.tensor
-        if self.shard is not None:
-            return self.shard.tensor
-        if self._joined is not None:
-            return self._joined.tensor
+        for buffer in (self._apart, self._joined, self.shard):
+            if buffer is not None:
+                return buffer.tensor
         return self.flat.tensor[self.own[0] : self.own[1]]
 
+    @property
+    def halves(self) -> tuple[Tensor, Tensor] | None:
+        """Both 1D: this rank's masters as upper and lower halves, if they rest so below the device."""
+        if self.remainder is None or not self.row.rests_in_halves:
+            return None
+        return self.resting, self.remainder.tensor
+
     def raise_masters(self) -> None:
-        """Masters that rest apart, on the host or on disk, go to the device for good."""
-        assert self._apart is not None
-        if self.chest is not None:
+        """Masters that rest on the host or on disk go to the device for good."""
+        if self.halves is not None:
+            self._set_apart()
+        elif self.chest is not None:
             self.chest.empty()
             self.chest = None
         before = self._apart
+        assert before is not None
         self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE), commit=Commit.AFTER_NORM)
         self._apart = self._buffer(State.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
         self._apart.tensor.copy_(before.tensor)
         before.drop()
         self._cut_anew()
+
+    def _set_apart(self) -> None:
+        """Masters that rest in halves rest whole from now on, on the host."""
+        assert self.remainder is not None
+        with self.opened_master():
+            apart = self._buffer(State.OPTIMIZER, self.remainder.tensor.numel(), self.precision.master, Tier.HOST)
+            apart.tensor.copy_(self.master)
+        if self.chest is not None:
+            self.chest.free()
+            self.chest = None
+        self.remainder.drop()
+        self.remainder = self._joined = None
+        self._apart = apart
 
     def exchange_masters(self, spare: Tensor) -> None:
         """Masters that rest apart change places with `spare`, memory like theirs."""
@@ -367,20 +431,26 @@ class Group:
 
     def master_bytes(self) -> dict[Tier, int]:
         """What this group holds for the optimizer beside the parameters, by tier."""
-        held = {Tier.DEVICE: self.remainder} if self._apart is None else {self.row.optimizer.tier: self._apart}
-        return {tier: buffer.nbytes for tier, buffer in held.items() if buffer is not None}
+        held = self._apart or self.remainder
+        return {} if held is None else {self.row.optimizer.tier: held.nbytes}
 
     @contextlib.contextmanager
     def fetched(self, *, changes: bool = False) -> Iterator[None]:
-        """Have masters that rest on disk in memory. May be nested."""
-        if self.chest is None:
-            yield
-            return
-        self.chest.open()
+        """Have what rests on disk in memory. May be nested."""
+        self._open()
         try:
             yield
         finally:
-            self.chest.close(changed=changes)
+            self._close(changes)
+
+    def _open(self) -> None:
+        self.let_go()
+        for chest in self.chests:
+            chest.open()
+
+    def _close(self, changed: bool) -> None:
+        for chest in self.chests:
+            chest.close(changed=changed)
 
     @contextlib.contextmanager
     def opened_master(self, *, changes: bool = False) -> Iterator[None]:
@@ -393,11 +463,10 @@ class Group:
 
     def open_master(self) -> None:
         """Make `master` readable."""
-        if self.chest is not None:
-            self.chest.open()
+        self._open()
         if self._joined is not None and self.remainder is not None:
             self._joined.grow()
-            join(self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor, self._joined.tensor)
+            join(self.resting, self.remainder.tensor, self._joined.tensor)
 
     def close_master(self, *, changed: bool = True) -> None:
         """Take over what was written, if anything was."""
@@ -407,12 +476,11 @@ class Group:
                 rounded = narrow(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
             above = self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
             above.copy_(rounded)
-        if self.chest is not None:
-            self.chest.close(changed=changed)
         if self._joined is not None and self.remainder is not None:
             if changed:
-                split(self._joined.tensor, self.flat.tensor[self.own[0] : self.own[1]], self.remainder.tensor)
+                split(self._joined.tensor, self.resting, self.remainder.tensor)
             self._joined.drop()
+        self._close(changed)
 
 
 def _spec(member: Member) -> Spec:

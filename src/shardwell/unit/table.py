@@ -69,6 +69,17 @@ class Row:
         """Every rank must be sent what the others updated."""
         return not self.released and self.optimizer.over is not None
 
+    @property
+    def rests_in_halves(self) -> bool:
+        """A 16-bit parameter that is the upper half of its master rests and is stepped where the lower half is.
+
+        Not with a shadow: who reads the parameter would not see that of it.
+        """
+        if not self.released:
+            return self.optimizer.tier is Tier.DEVICE
+        is_below = self.optimizer.tier is self.parameters.tier is not Tier.DEVICE
+        return is_below and self.commit is not Commit.SHADOW
+
 
 STAGES: dict[int, Row] = {
     0: Row(parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE, reduce_at=ReduceAt.BOUNDARY),

@@ -82,6 +82,17 @@ class Unit:
         self._pending = [group.gather() for group in self.releasable]
         return True
 
+    def expect(self) -> None:
+        """It will be gathered soon: begin to read what rests on disk, unless it has to be updated first."""
+        if self.residency is Residency.RELEASED and not self.awaits_update:
+            for group in self.releasable:
+                group.expect()
+
+    def let_go(self) -> None:
+        """It will not be gathered soon after all."""
+        for group in self.releasable:
+            group.let_go()
+
     def wait(self) -> None:
         """Finish a gather, a publish, or an update that is on its way."""
         self._arrive()

@@ -1,0 +1,250 @@
+"""Parameters on disk: every placement of parameters and optimizer state trains alike, and only what must move does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwell
+from shardwell.config import load
+from shardwell.errors import ShardwellError
+from shardwell.memory import State, Tier
+from shardwell.memory.disk import DiskTier, Extent, Transfer
+from shardwell.memory.pages import Page
+from tests.checkpoint.legs import Leg
+from tests.disk.test_trouble import replace as replace_file
+from tests.models import batches, whole_parameters, zero
+from tests.offload.test_disk_state import AIO, engine_with, quickly, run_quickly, story
+from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
+from tests.parity.loops import Case, all_sharded
+from tests.ranks import Ranks
+
+PLACES = [(parameters, optimizer) for parameters in ("none", "cpu", "nvme") for optimizer in ("none", "cpu", "nvme")]
+
+
+def blocks(parameters: str, optimizer: str, path: Path | str, **others: Any) -> dict[str, Any]:
+    """The part of a configuration that says where states rest."""
+    named = {"nvme_path": str(path)}
+    return {
+        "offload_param": {"device": parameters, **(named if parameters == "nvme" else {}), **others},
+        "offload_optimizer": {"device": optimizer, **(named if optimizer == "nvme" else {})},
+    }
+
+
+def everywhere(case: Case, places: list[tuple[str, str]], path: str) -> list[dict[str, Tensor]]:
+    """Stage 3 in several placements, one after the other."""
+    quickly()
+    cases = [
+        replace(case, config={**case.config, "zero_optimization": blocks(*place, path), "aio": AIO}) for place in places
+    ]
+    return all_sharded(cases, 3)
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_every_placement_gives_the_same_bits(ranks: Ranks, tmp_path: Path, num_ranks: int, precision: str) -> None:
+    """Of what steps below the device, and of what steps there: their optimizers round differently."""
+    case = host_case("auto", precision, steps=4, clip=0.5, accumulation=2, groups=True)
+    found = dict(zip(PLACES, ranks.run(num_ranks, everywhere, case, PLACES, str(tmp_path))[0], strict=True))
+    for place, values in found.items():
+        expected = found["none", "none" if place[1] == "none" else "cpu"]
+        for name, value in expected.items():
+            assert (values[name] == value).all(), (place, name)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("commit", ["at_once", "after_norm", "shadow"])
+def test_every_commit_policy_does(ranks: Ranks, tmp_path: Path, commit: str, moments: str) -> None:
+    clip = 0.0 if commit == "at_once" else 0.8
+    case = host_case(commit, clip=clip, moments=moments, groups=True, steps=4)
+    places = [("none", "cpu"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
+    first, *others = ranks.run(2, everywhere, case, places, str(tmp_path))[0]
+    for place, values in zip(places[1:], others, strict=True):
+        for name, value in first.items():
+            assert (values[name] == value).all(), (place, name)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("place", [("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_whoever_looks_or_changes_does_so_there(
+    ranks: Ranks, tmp_path: Path, place: tuple[str, str], moments: str
+) -> None:
+    above = ranks.run(2, story, HOST, 3, moments)
+    below = ranks.run(2, story, blocks(*place, tmp_path), 3, moments)
+    for one, other in zip(above, below, strict=True):
+        check_equal(other, one)
+
+
+@pytest.mark.parametrize("place", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_checkpoints_go_in_and_out(ranks: Ranks, tmp_path: Path, place: tuple[str, str]) -> None:
+    case, device = Case(dtype=torch.float32), PRECISIONS["bf16"]
+    (tmp_path / "drive").mkdir()
+    below = {**device, "zero_optimization": blocks(*place, tmp_path / "drive")}
+    root = str(tmp_path / "saved")
+    saved = ranks.run(2, run_quickly, Leg(1, 0, 2, case, device, loads=False), root)[0]["ended"]
+    middle = ranks.run(3, run_quickly, Leg(3, 2, 4, case, below), root)[0]
+    check_equal(middle["loaded"], saved)
+    again = ranks.run(2, run_quickly, Leg(3, 4, 4, case, below, saves=False), root)[0]
+    check_equal(again["loaded"], middle["ended"])
+    last = ranks.run(2, run_quickly, Leg(2, 4, 4, case, device, saves=False), root)[0]
+    check_equal(last["loaded"], middle["ended"])
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.down, self.up = nn.Linear(24, 24), nn.Linear(24, 4), nn.Linear(4, 24)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.frozen(x) + self.up(self.down(x)))
+
+
+def adapted(block: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], tuple[int, int]]:
+    """Train adapters, with evaluations in between.
+
+    Returns the parameters, the bytes that the third step moved, and how many elements are trained and frozen.
+    """
+    quickly()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Adapted() for _ in range(3)])
+    own = {"shard_at_world_one": True, "keep_frozen": 0}
+    config = zero(3, zero_optimization=block, aio=AIO, bf16={"enabled": True}, shardwell=own)
+    engine, *_ = shardwell.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2),
+        config=config,
+    )
+    moved = {"read": 0, "written": 0}
+    for step in range(3):
+        with counted(moved if step == 2 else {}):
+            engine.eval()
+            with torch.no_grad():
+                engine(torch.ones(2, 24, dtype=torch.bfloat16))
+            engine.train()
+            x = torch.randn(2, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            for unit in engine._flow.units:
+                unit.wait()
+    groups = [group for unit in engine._flow.units for group in unit.groups]
+    sizes = [sum(g.layout.shard_numel for g in groups if g.trainable is kind) for kind in (True, False)]
+    return whole_parameters(engine.module), moved, (sizes[0], sizes[1])
+
+
+class counted:  # noqa: N801
+    """Counts the bytes that the disk tiers of this process move."""
+
+    def __init__(self, moved: dict[str, int]) -> None:
+        self._moved = moved
+
+    def __enter__(self) -> None:
+        self._begin = DiskTier._begin
+        begin, moved = self._begin, self._moved
+
+        def count(tier: DiskTier, is_write: bool, extent: Extent, start: int, memory: Tensor) -> Transfer:
+            if moved:
+                moved["written" if is_write else "read"] += memory.numel() * memory.element_size()
+            return begin(tier, is_write, extent, start, memory)
+
+        DiskTier._begin = count  # type: ignore[method-assign]
+
+    def __exit__(self, *_: Any) -> None:
+        DiskTier._begin = self._begin  # type: ignore[method-assign]
+
+
+def test_frozen_parameters_on_disk_are_only_read(ranks: Ranks, tmp_path: Path) -> None:
+    small = {"stage3_param_persistence_threshold": 0}
+    above = ranks.run(1, adapted, {**HOST, **small})[0][0]
+    below, moved, (trained, frozen) = ranks.run(1, adapted, {**blocks("nvme", "nvme", tmp_path), **small})[0]
+    check_equal(below, above)
+    assert frozen >= 3 * (24 * 24 + 24)
+    # Three passes read all parameters: the evaluation, forward, backward. The update reads and writes two halves of each
+    # master that is trained, padding included, and two moments.
+    update = 4 * trained + 8 * 3 * (24 * 4 + 4 + 4 * 24 + 24)
+    assert moved == {"read": 3 * 2 * (trained + frozen) + update, "written": update}
+
+
+# -------------------------------------------------------------------------------------------------------- movement
+
+
+def books(parameters: str, optimizer: str, path: str) -> dict[str, float]:
+    """Bytes a parameter of this rank, by state and tier, after two steps."""
+    quickly()
+    engine = engine_with(blocks(parameters, optimizer, path))
+    train(engine, 2)
+    numel = sum(group.own[1] - group.own[0] for unit in engine._flow.units for group in unit.groups)
+    found: defaultdict[str, float] = defaultdict(float)
+    for (state, _, tier), size in engine.memory().now.items():
+        found[f"{state.value} {tier.value}"] += size / numel
+    return {key: value for key, value in found.items() if value and not key.startswith(State.STAGING.value)}
+
+
+def train(engine: Any, num_steps: int) -> None:
+    for batch in batches(num_steps, 4):
+        engine.backward(engine(batch))
+        engine.step()
+        for unit in engine._flow.units:
+            unit.wait()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_all_below_the_device_takes_12_bytes(ranks: Ranks, tmp_path: Path, tier: str) -> None:
+    """The 16-bit parameter is the upper half of its master."""
+    found = ranks.run(1, books, tier, tier, str(tmp_path))[0]
+    where = {"cpu": Tier.HOST, "nvme": Tier.DISK}[tier].value
+    assert found == pytest.approx(
+        {f"{State.PARAMETERS.value} {where}": 2, f"{State.OPTIMIZER.value} {where}": 10}, rel=0.02
+    )
+
+
+def expected_reads(path: str, buffer_count: int) -> list[bool]:
+    """Of the reads of a steady step: whether each had been expected."""
+    quickly()
+    engine = engine_with(blocks("nvme", "nvme", path, buffer_count=buffer_count))
+    train(engine, 3)
+    found: list[bool] = []
+    read = Page.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Page, "read", lambda page: found.append(page._coming is not None) or read(page))
+        train(engine, 1)
+    assert engine._flow.pages is not None
+    assert engine._flow.pages.num_ahead == 0
+    return found
+
+
+@pytest.mark.parametrize("buffer_count", [1, 2, 5])
+def test_units_are_read_before_they_are_needed(ranks: Ranks, tmp_path: Path, buffer_count: int) -> None:
+    found = ranks.run(1, expected_reads, str(tmp_path), buffer_count)[0]
+    assert len(found) >= 8
+    assert sum(found) >= 0.6 * len(found)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
+def test_a_drive_that_fails_is_an_error_where_the_unit_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    monkeypatch.setenv("SHARDWELL_IO", "threads")
+    engine = engine_with(blocks("nvme", optimizer, tmp_path))
+    train(engine, 1)
+    assert engine._context.disk is not None
+    replace_file(engine._context.disk, "/proc/self/mem")
+    for _ in range(2):  # and again: nobody was left waiting
+        with pytest.raises(ShardwellError, match=r"\(Input/output error\)"):
+            train(engine, 2)
+
+
+def test_a_path_is_asked_for() -> None:
+    with pytest.raises(ShardwellError, match=r"offload_param\.nvme_path"):
+        load({"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
