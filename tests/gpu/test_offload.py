@@ -14,6 +14,7 @@ import torch
 from shardwell.utils import safe_get_full_fp32_param
 from tests.checkpoint.legs import Leg, run_leg
 from tests.gpu.test_gpu import nccl_engine, on_the_gpu
+from tests.offload.test_disk_parameters import blocks
 from tests.offload.test_disk_state import disk_case
 from tests.offload.test_offload import HOST, PRECISIONS, host_case
 from tests.parity.loops import Case
@@ -66,6 +67,27 @@ def test_state_on_disk_gives_the_bits_of_state_on_the_host(
     below, deeper = ranks.run(2, on_the_gpu, [case, disk_case(case, tmp_path)], stage)[0]
     for name, value in below.items():
         assert (deeper[name] == value).all(), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_placement_below_gives_the_same_bits_on_the_gpu(
+    ranks: Ranks, tmp_path: Path, num_ranks: int, precision: str
+) -> None:
+    case = host_case("auto", precision, steps=4, clip=0.5, accumulation=2, groups=True)
+    places = [("none", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), ("nvme", "nvme"), ("none", "nvme")]
+    own = {"shard_at_world_one": True}
+    cases = [
+        replace(
+            case,
+            config={**case.config, "zero_optimization": blocks(*place, tmp_path), "shardwell": own},
+        )
+        for place in places
+    ]
+    first, *others = ranks.run(num_ranks, on_the_gpu, cases, 3)[0]
+    for place, other in zip(places[1:], others, strict=True):
+        for name, value in first.items():
+            assert (other[name] == value).all(), (place, name)
 
 
 def first_step(stage: int, offload: bool, precision: str, clip: float) -> dict[str, Any]:

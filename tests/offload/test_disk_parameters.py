@@ -170,8 +170,8 @@ def test_frozen_parameters_on_disk_are_only_read(ranks: Ranks, tmp_path: Path) -
     below, moved, (trained, frozen) = ranks.run(1, adapted, {**blocks("nvme", "nvme", tmp_path), **small})[0]
     check_equal(below, above)
     assert frozen >= 3 * (24 * 24 + 24)
-    # Three passes read all parameters: the evaluation, forward, backward. The update reads and writes two halves of each
-    # master that is trained, padding included, and two moments.
+    # Three passes read all parameters: the evaluation, forward, backward. The update reads and writes two halves of
+    # each master that is trained, padding included, and two moments.
     update = 4 * trained + 8 * 3 * (24 * 4 + 4 + 4 * 24 + 24)
     assert moved == {"read": 3 * 2 * (trained + frozen) + update, "written": update}
 

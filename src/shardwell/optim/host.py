@@ -24,9 +24,6 @@ Masters and state of a unit that rest on disk are first brought into a seat by a
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,18 +34,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell import native
-from shardwell.errors import ShardwellError
-from shardwell.memory import Mark, State, Tier
+from shardwell.memory import Mark
 from shardwell.memory.device import All, Passing
-from shardwell.memory.mail import Backlog, Pinned, Slots
+from shardwell.memory.mail import Slots
 from shardwell.memory.worker import Ticket, Worker
+from shardwell.optim.descent import Descent, Parcel, aligned_size
 from shardwell.optim.kernels import Kernel, Target
 from shardwell.optim.shards import Shard
 from shardwell.optim.speculation import Caution, Shadow, covers
 from shardwell.optim.store import Seat, Store, blank
 from shardwell.rounding import narrow
-from shardwell.unit import Context, Group, Unit
-from shardwell.unit.table import ReduceAt
+from shardwell.unit import Context, Unit
 
 
 class Factor(Protocol):
@@ -60,27 +56,8 @@ class Factor(Protocol):
     def __call__(self) -> float | None: ...
 
 
-_NOW = -1  # more urgent than any unit
-_ALIGNMENT = 64  # bytes
 _CHUNK = 1 << 25  # elements that are updated and then sent up, while the next ones are updated
-_NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
-_SHARE_ABOVE = 1 / 32  # of the device: gradients that may wait there for the host
 _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
-
-
-def is_stepped_on_host(group: Group) -> bool:
-    """Its optimizer state rests there, or on disk."""
-    return group.trainable and group.row.optimizer.tier is not Tier.DEVICE
-
-
-@dataclass
-class Parcel:
-    """A unit's gradients on their way down."""
-
-    gradients: dict[Group, Tensor]  # 1D: where they are now
-    down: Mark = field(default_factory=Mark)  # passed when they are in host memory
-    slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
-    is_above: bool = False  # they are still on the device
 
 
 @dataclass
@@ -123,162 +100,20 @@ class HostUpdates:
         self.store = store
         self._reader = Worker("shardwell reader", gate=store.free_seats) if store is not None else None
         self._jobs: dict[int, Job] = {}  # of this boundary, by unit
-        self._parcels: dict[int, Parcel] = {}  # by unit: gradients that no job has yet
-        self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
-        self._pinned = Pinned(context.device, context.account)
-        largest = max(
-            sum(_param_bytes(group) for group in unit.trainable if is_stepped_on_host(group)) for unit in units
-        )
-        self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
-        self._porter = Worker("shardwell porter", gate=self._ahead)
-        self._above = Backlog(max(2 * largest, int(_SHARE_ABOVE * context.device.most_bytes())))
-        self._slots = Slots(self._pinned, num_slots, largest)  # for the porter
-        self._inbox = Slots(self._pinned, num_slots, largest)  # for the training loop: what is to be added
-        self._outbox = Slots(self._pinned, _NUM_OUT, largest)
-        self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
-        self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
-        self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
-        self._last_sum = Mark()  # passed when all that is to be added is down
+        self.descent = Descent(context, units, worker, kernel.threads, num_slots)
+        self._outbox = Slots(self.descent.pinned, _NUM_OUT, self.descent.largest)
         self.shadows: dict[int, Shadow] = {}  # by unit
         self.caution = Caution()
         if store is not None:
             store.expect(units, kernel)
-        for unit in units:
-            self.enter(unit)
-
-    def enter(self, unit: Unit) -> None:
-        """Take in a unit."""
-        for group in unit.trainable:
-            group.gradients.hands_over = is_stepped_on_host(group) and group.row.reduce_at is ReduceAt.MICRO_STEP
-
-    def leave(self, group: Group) -> None:
-        """Let go of a group, whose state will rest elsewhere."""
-        group.gradients.hands_over = False
-        total = self._totals.pop(group, None)
-        if total is not None:
-            self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
 
     @property
     def _states(self) -> dict[Tensor, Any]:
         return self._inner.state
 
-    # ------------------------------------------------------------------------------------------------- gradients
-
-    def bring_down(self, unit: Unit, *, waits: bool) -> None:
-        """Take a unit's averaged gradients; those of a unit that `waits` for the norm are moved to the host now."""
-        self._let_go(_NUM_LEAVING)
-        found = {g: g.gradients.result for g in unit.trainable if is_stepped_on_host(g) and g not in self._adding}
-        above = {group: result for group, result in found.items() if result is not None and result.is_cuda}
-        if not above:
-            return
-        if not waits:
-            self._above.add(sum(_sizes(above)))
-            self._parcels[unit.index] = Parcel(above, is_above=True)
-            for group, result in above.items():
-                group.gradients.lodge(result.new_empty(0), _gone)  # the worker's from now on
-            return
-        memory = self._keep(unit, sum(_sizes(above)))
-        parcel = self._parcels[unit.index] = Parcel(dict(above))
-        self._send_down(parcel, above, memory, self._context.device.copies.after_current())
-        for group, copy in parcel.gradients.items():
-            group.gradients.lodge(copy, parcel.down.synchronize)
-            self._leaving.append((parcel.down, above[group]))
-
-    def _send_down(
-        self,
-        parcel: Parcel,
-        above: dict[Group, Tensor],
-        memory: Tensor,
-        lane: contextlib.AbstractContextManager[None],
-    ) -> None:
-        """Start copying gradients to pinned memory."""
-        sizes = _sizes(above)
-        with lane, torch.no_grad():
-            parts = memory[: sum(sizes)].split(sizes)
-            for (group, gradient), part in zip(above.items(), parts, strict=True):
-                parcel.gradients[group] = group.send_down(gradient, part)
-        parcel.down = self._context.device.copies.mark()
-
-    def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
-        if unit.index in self._kept and self._kept[unit.index].numel() < num_bytes:
-            self._pinned.drop(self._kept.pop(unit.index), unit.name)
-        if unit.index not in self._kept:
-            self._kept[unit.index] = self._pinned.make(num_bytes, unit.name)
-        return self._kept[unit.index]
-
-    def _let_go(self, but: int) -> None:
-        """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""
-        while len(self._leaving) > but:
-            passed, memory = self._leaving[0]
-            if isinstance(passed, Mark):
-                passed.wait()
-            elif not passed.has_passed:
-                return
-            self._context.scratch.give(memory)
-            self._leaving.popleft()
-
-    def add_up(self, unit: Unit) -> None:
-        """Add what a micro-step gave to the sums on the host, if there is something that belongs there."""
-        self._let_go(_NUM_LEAVING)
-        handed = {group: group.gradients.hand_over() for group in unit.trainable}
-        new = {group: one for group, one in handed.items() if one is not None}
-        if not new:
-            return
-        above = {group: tensor for group, (tensor, _) in new.items()}
-        parcel = Parcel(dict(above))
-        if self._context.device.is_cuda:
-            parcel.slot = self._inbox.take(sum(_sizes(above)))
-            self._send_down(parcel, above, parcel.slot, self._context.device.copies.after_current())
-        parts = [(self._total_of(g), parcel.gradients[g], f, g not in self._adding) for g, (_, f) in new.items()]
-        self._last_sum = parcel.down
-        ticket = self._worker.submit(lambda: self._add(parcel, parts), urgency=_NOW, after=parcel.down)
-        for group, tensor in above.items():
-            self._adding[group] = ticket
-            group.gradients.lodge(self._totals[group], ticket.wait)
-            self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
-
-    def _total_of(self, group: Group) -> Tensor:
-        if group not in self._totals:
-            self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32)
-            size = self._totals[group].numel() * 4
-            self._context.account.add(State.GRADIENTS, group.unit, Tier.HOST, size)
-        return self._totals[group]
-
-    def _add(self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]]) -> None:
-        try:
-            for total, gradient, factor, fresh in parts:
-                native.add(total, gradient, factor, self.kernel.threads, fresh=fresh)
-        finally:
-            if parcel.slot is not None:
-                self._inbox.give(parcel.slot, Mark())
-
-    def adds_up(self, group: Group) -> bool:
-        """Whether its gradients of this boundary are added up here."""
-        return group in self._adding
-
-    def norm_later(self, gradient: Tensor) -> Callable[[], float]:
-        """Have the norm of gradients computed once they are added up; returns what waits for it."""
-        found: list[float] = []
-        ticket = self._worker.submit(
-            lambda: found.append(native.sum_of_squares(gradient, self.kernel.threads) ** 0.5),
-            urgency=_NOW,
-            after=self._last_sum,
-        )
-
-        def norm() -> float:
-            ticket.wait()
-            return found[0]
-
-        return norm
-
     def forget_gradients(self) -> None:
         """The next micro-step begins new sums."""
-        self._adding.clear()
-        self._let_go(0)
-        for parcel in self._parcels.values():
-            if parcel.is_above:
-                self._free_above(parcel.gradients)
-        self._parcels.clear()
+        self.descent.forget()
         self.caution.end_step()
 
     # --------------------------------------------------------------------------------------------------- updates
@@ -295,31 +130,17 @@ class HostUpdates:
 
         With `assumed` it is done with that factor in other memory, until it is known whether `factor` is another.
         """
-        ready = [s for s in shards if is_stepped_on_host(s.group) and s.label >= 0 and s.gradient is not None]
+        ready = [s for s in shards if s.group.is_stepped_on_host and s.label >= 0 and s.gradient is not None]
         for shard in ready:
             if shard.tensor not in self._states:
                 self._states[shard.tensor] = self._born(shard, options[shard.label])
         if self.store is not None:
             self.store.take_in(unit)
-        found = {shard.group: shard.group.gradients.result for shard in ready}
-        parcel = self._parcels.pop(unit.index, None) or Parcel({g: r for g, r in found.items() if r is not None})
-        job = Job(
-            unit,
-            ready,
-            [options[shard.label] for shard in ready],
-            parcel,
-            [self._adding[shard.group] for shard in ready if shard.group in self._adding],
-            self._context.device.now(),
-            assumed,
-        )
-        for group, result in found.items():
-            if result is not None:
-                parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
-        self._jobs[unit.index] = job
-        if assumed is None and not job.added:
-            after = factor.known
-        else:
-            after = self._last_sum if job.added else parcel.down
+        results = {shard.group: shard.group.gradients.result for shard in ready}
+        parcel, added = self.descent.take(unit, {g: result for g, result in results.items() if result is not None})
+        own = [options[shard.label] for shard in ready]
+        job = self._jobs[unit.index] = Job(unit, ready, own, parcel, added, self._context.device.now(), assumed)
+        after = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
         job.tickets.append(Ticket())
         if self.store is not None and self._reader is not None and self.store.seats(unit):
             unit.let_go()  # or the reader would wait for what was expected
@@ -339,41 +160,32 @@ class HostUpdates:
         try:
             job.seat = self.store.seat(job.unit, job.shards)
         except BaseException as error:
-            if job.parcel.is_above:
-                self._free_above({g: one for g, one in job.parcel.gradients.items() if one.is_cuda})
-            job.tickets[0].fail(error)
+            self._fail(job, error)
             return
         self._pass_on(job, factor, after)
 
     def _pass_on(self, job: Job, factor: Factor, after: Mark) -> None:
         """To the worker, or to the porter first."""
-        if job.parcel.is_above:
-            self._porter.submit(lambda: self._load(job, factor), urgency=job.unit.index, after=after)
-        else:
+        if not job.parcel.is_above:
             self._submit(job, factor, after)
+            return
+        self.descent.carry(
+            job.parcel,
+            job.unit.index,
+            after,
+            then=lambda: self._submit(job, factor, job.parcel.down),
+            fail=lambda error: self._fail(job, error),
+        )
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self.descent.give_up(job.parcel)
+        self._clear_seat(job, changed=False)
+        job.tickets[0].fail(error)
 
     def _submit(self, job: Job, factor: Factor, after: Mark) -> None:
         work = partial(self._work, job, factor)
         ready: Passing = after if job.seat is None else All([*job.seat.reads, after])
         self._worker.submit(work, urgency=job.unit.index, after=ready, ticket=job.tickets[0])
-
-    def _load(self, job: Job, factor: Factor) -> None:
-        """The porter's work: bring gradients down that are still on the device, as soon as there is a slot for them."""
-        parcel = job.parcel
-        above = {group: gradient for group, gradient in parcel.gradients.items() if gradient.is_cuda}
-        try:
-            parcel.slot = self._slots.take(sum(_sizes(above)))
-            self._send_down(parcel, above, parcel.slot, self._context.device.copies.after(Mark()))
-            parcel.down.synchronize()
-        except BaseException as error:
-            self._ahead.release()
-            self._clear_seat(job, changed=False)
-            job.tickets[0].fail(error)
-            return
-        finally:
-            parcel.is_above = False
-            self._free_above(above)
-        self._submit(job, factor, parcel.down)
 
     def _clear_seat(self, job: Job, *, changed: bool) -> None:
         seat, job.seat = job.seat, None
@@ -383,9 +195,7 @@ class HostUpdates:
     def _work(self, job: Job, factor: Factor) -> None:
         is_stepped = False
         try:
-            if job.parcel.slot is not None:
-                self._ahead.release()
-            job.parcel.down.synchronize()
+            self.descent.begin(job.parcel)
             for ticket in job.added:
                 ticket.wait()
             if job.seat is not None:
@@ -400,15 +210,8 @@ class HostUpdates:
                 self._advance(job)
                 is_stepped = True
         finally:
-            if job.parcel.slot is not None:
-                self._slots.give(job.parcel.slot, job.up)
+            self.descent.end(job.parcel, job.up)
             self._clear_seat(job, changed=is_stepped)
-
-    def _free_above(self, gradients: dict[Group, Tensor]) -> None:
-        """Free gradients on the device that were copied, or that nobody will copy."""
-        for memory in gradients.values():
-            self._context.scratch.give(memory)
-        self._above.remove(sum(_sizes(gradients)))
 
     @torch.no_grad()
     def _step(self, job: Job, factor: float) -> None:
@@ -438,7 +241,7 @@ class HostUpdates:
         if job.assumed is None and same_size and not job.added:
             return [gradient.view(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True)], None
         numels = [shard.tensor.numel() for shard in job.shards]
-        sizes = [_aligned(numel * dtype.itemsize) for numel, dtype in zip(numels, dtypes, strict=True)]
+        sizes = [aligned_size(numel * dtype.itemsize) for numel, dtype in zip(numels, dtypes, strict=True)]
         slot = self._outbox.take(sum(sizes))
         parts = slot[: sum(sizes)].split(sizes)
         return [part.view(d)[:n] for part, d, n in zip(parts, dtypes, numels, strict=True)], slot
@@ -467,7 +270,7 @@ class HostUpdates:
     # --------------------------------------------------------------------------------------------------- shadows
 
     def may_speculate(self, shards: list[Shard]) -> bool:
-        mine = [shard for shard in shards if is_stepped_on_host(shard.group) and shard.label >= 0]
+        mine = [shard for shard in shards if shard.group.is_stepped_on_host and shard.label >= 0]
         return self.caution.may_speculate and covers(mine)
 
     def _shadow_of(self, job: Job) -> Shadow:
@@ -515,13 +318,6 @@ class HostUpdates:
             self._outbox.give(slot, job.up)
 
 
-def _gone() -> None:
-    raise ShardwellError(
-        "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
-        'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'
-    )
-
-
 def _master(shard: Shard) -> Tensor | native.Halves:
     """Where it rests: halves are never joined here."""
     if shard.group.halves is None:
@@ -534,16 +330,3 @@ def _master(shard: Shard) -> Tensor | native.Halves:
 def _chunks(numel: int) -> Iterator[slice]:
     for start in range(0, numel, _CHUNK):
         yield slice(start, min(start + _CHUNK, numel))
-
-
-def _sizes(gradients: dict[Group, Tensor]) -> list[int]:
-    return [_aligned(gradient.numel() * gradient.element_size()) for gradient in gradients.values()]
-
-
-def _param_bytes(group: Group) -> int:
-    """Of this rank's part, in the compute dtype."""
-    return _aligned((group.own[1] - group.own[0]) * group.precision.compute.itemsize)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -15,7 +15,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
 from shardwell.memory.worker import Worker
 from shardwell.native import Compact
-from shardwell.optim.host import Factor, HostUpdates, is_stepped_on_host
+from shardwell.optim.host import Factor, HostUpdates
 from shardwell.optim.kernels import kernel_for
 from shardwell.optim.norms import norm_of, sum_of_squares
 from shardwell.optim.scale import LossScale
@@ -38,13 +38,13 @@ def host_updates(
     eight_bits: bool,
 ) -> HostUpdates | None:
     """Who steps beside the training loop, if there is something below the device that can be stepped so."""
-    mine = [unit for unit in units if any(is_stepped_on_host(group) for group in unit.trainable)]
+    mine = [unit for unit in units if any(group.is_stepped_on_host for group in unit.trainable)]
     if not mine:
         return None
     cores = context.device.update_cores()
     threads = torch.get_num_threads() if cores is None else len(cores)
     kernel = kernel_for(inner, threads, eight_bits=eight_bits, beside_gpu=context.device.is_cuda)
-    groups = [group for unit in mine for group in unit.trainable if is_stepped_on_host(group)]
+    groups = [group for unit in mine for group in unit.trainable if group.is_stepped_on_host]
     if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
         if any(group.chest is not None for group in groups):
             raise ShardwellError(
@@ -71,13 +71,13 @@ class Offloaded:
 
     def take(self, unit: Unit, *, is_complete: bool) -> None:
         """A unit's gradients of this boundary are reduced: bring them down; update it if that need not wait."""
-        commit = next((group.row.commit for group in unit.trainable if is_stepped_on_host(group)), None)
+        commit = next((group.row.commit for group in unit.trainable if group.is_stepped_on_host), None)
         if commit is None:
             return
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
-        shards = [s for s in self._shards.of(unit) if is_stepped_on_host(s.group) and s.gradient is not None]
+        shards = [s for s in self._shards.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
-        self.host.bring_down(unit, waits=not goes_ahead or commit is Commit.SHADOW)
+        self.host.descent.bring_down(unit, waits=not goes_ahead or commit is Commit.SHADOW)
         if goes_ahead:
             self._start_ahead(unit, commit)
 
@@ -89,9 +89,9 @@ class Offloaded:
     def _norm_of(self, shard: Shard) -> tuple[Norm, bool]:
         """On the device it is cheap, and the same bits as without offload; what is added up is there no more."""
         assert shard.gradient is not None
-        if not self.host.adds_up(shard.group):
+        if not self.host.descent.adds_up(shard.group):
             return norm_of(shard)
-        return self.host.norm_later(shard.gradient), shard.group.row.gradients.over is None
+        return self.host.descent.norm_later(shard.gradient), shard.group.row.gradients.over is None
 
     def _start_ahead(self, unit: Unit, commit: Commit) -> None:
         """Queue a unit's update before the norm is known."""
@@ -139,7 +139,7 @@ class Offloaded:
                 self.host.settle(unit, factor)
                 if norm is None:
                     yield unit, self.host.arrival(unit)
-            elif norm is not None and any(is_stepped_on_host(group) for group in unit.trainable):
+            elif norm is not None and any(group.is_stepped_on_host for group in unit.trainable):
                 self.host.start(unit, list(shards_of(unit)), self._options(), factor)
 
     def forget_gradients(self) -> None:
@@ -155,8 +155,8 @@ class Offloaded:
         where = self._context.device.torch_device
         if self.host.store is not None:
             self.host.store.empty(unit)
-        for group in [group for group in unit.trainable if is_stepped_on_host(group)]:
-            self.host.leave(group)
+        for group in [group for group in unit.trainable if group.is_stepped_on_host]:
+            self.host.descent.leave(group)
             group.raise_masters()
             for shard in self._shards.of(unit):
                 if shard.group is group:
@@ -168,7 +168,7 @@ class Offloaded:
 
     def bytes_above(self, unit: Unit) -> int:
         """What the device needs for a unit's state if it rests there: masters, moments, and the gradients that wait."""
-        groups = [group for group in unit.trainable if is_stepped_on_host(group)]
+        groups = [group for group in unit.trainable if group.is_stepped_on_host]
         per_element = 4 * (1 + len(self.host.kernel.keys))
         return sum((g.own[1] - g.own[0]) * (per_element + g.precision.compute.itemsize) for g in groups)
 

@@ -23,7 +23,6 @@ from shardwell.memory.device import Later
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
-from shardwell.optim.host import is_stepped_on_host
 from shardwell.optim.norms import norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
@@ -117,7 +116,7 @@ class ShardedOptimizer(Optimizer):
 
     def _is_stepped_here(self, group: Group) -> bool:
         """By the torch optimizer inside, in line."""
-        return self._offloaded is None or not is_stepped_on_host(group)
+        return self._offloaded is None or not group.is_stepped_on_host
 
     def _stepped_here(self, unit: Unit) -> list[Shard]:
         return [shard for shard in self.shards.of(unit) if self._is_stepped_here(shard.group)]
@@ -222,7 +221,7 @@ class ShardedOptimizer(Optimizer):
 
     def packed(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         """A shard's state as it is kept, from state as torch keeps it."""
-        if self._offloaded is None or not is_stepped_on_host(shard.group):
+        if self._offloaded is None or not shard.group.is_stepped_on_host:
             return state
         return self._offloaded.host.kernel.packed(state)
 
@@ -242,7 +241,7 @@ class ShardedOptimizer(Optimizer):
             return
         self._units = sorted([*self._units, unit], key=lambda other: other.index)
         if self._offloaded is not None:
-            self._offloaded.host.enter(unit)
+            self._offloaded.host.descent.enter(unit)
         for shard in self.shards.enter(unit):
             if shard.label >= 0:
                 self.param_groups[shard.label]["params"].append(shard.tensor)
@@ -272,7 +271,7 @@ class ShardedOptimizer(Optimizer):
         At the boundary they are complete, and rows that do not wait for the norm are updated now.
         """
         if self._offloaded is not None:
-            self._offloaded.host.add_up(unit)
+            self._offloaded.host.descent.add_up(unit)
         if not at_boundary:
             return
         is_complete = all(all(group.gradients.seen) for group in unit.trainable)
@@ -345,7 +344,7 @@ class ShardedOptimizer(Optimizer):
         if self._offloaded is not None:
             yield from self._offloaded.norms(unit)
         for shard in self.shards.of(unit):
-            if shard.gradient is not None and not (gone and is_stepped_on_host(shard.group)):
+            if shard.gradient is not None and not (gone and shard.group.is_stepped_on_host):
                 yield norm_of(shard)
 
     def _flags(self, seen: list[bool]) -> Tensor:

@@ -374,6 +374,11 @@ class Group:
             return None
         return self.resting, self.remainder.tensor
 
+    @property
+    def is_stepped_on_host(self) -> bool:
+        """Its optimizer state rests there, or on disk."""
+        return self.trainable and self.row.optimizer.tier is not Tier.DEVICE
+
     def raise_masters(self) -> None:
         """Masters that rest on the host or on disk go to the device for good."""
         if self.halves is not None:

@@ -1,0 +1,274 @@
+"""Gradients on their way down: to host memory that they wait in, through slots, or into sums over micro-steps.
+
+What is updated at once stays on the device until a porter has one of a few pinned slots for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwell import native
+from shardwell.errors import ShardwellError
+from shardwell.memory import Mark, State, Tier
+from shardwell.memory.mail import Backlog, Pinned, Slots
+from shardwell.memory.worker import Ticket, Worker
+from shardwell.unit import Context, Group, Unit
+from shardwell.unit.table import ReduceAt
+
+_NOW = -1  # more urgent than any unit
+_ALIGNMENT = 64  # bytes
+_NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
+_SHARE_ABOVE = 1 / 32  # of the device: gradients that may wait there for the host
+
+
+@dataclass
+class Parcel:
+    """A unit's gradients on their way down."""
+
+    gradients: dict[Group, Tensor]  # 1D: where they are now
+    down: Mark = field(default_factory=Mark)  # passed when they are in host memory
+    slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
+    is_above: bool = False  # they are still on the device
+
+
+class Descent:
+    """The gradients of an engine's units that are stepped on the host."""
+
+    def __init__(self, context: Context, units: list[Unit], worker: Worker, threads: int, num_slots: int) -> None:
+        self._context, self._worker, self._threads = context, worker, threads
+        self._parcels: dict[int, Parcel] = {}  # by unit: gradients that nobody took yet
+        self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
+        self.pinned = Pinned(context.device, context.account)
+        self.largest = max(
+            sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
+        )
+        self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
+        self._porter = Worker("shardwell porter", gate=self._ahead)
+        self._above = Backlog(max(2 * self.largest, int(_SHARE_ABOVE * context.device.most_bytes())))
+        self._slots = Slots(self.pinned, num_slots, self.largest)  # for the porter
+        self._inbox = Slots(self.pinned, num_slots, self.largest)  # for the training loop: what is to be added
+        self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
+        self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
+        self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
+        self._last_sum = Mark()  # passed when all that is to be added is down
+        for unit in units:
+            self.enter(unit)
+
+    def enter(self, unit: Unit) -> None:
+        """Take in a unit."""
+        for group in unit.trainable:
+            group.gradients.hands_over = group.is_stepped_on_host and group.row.reduce_at is ReduceAt.MICRO_STEP
+
+    def leave(self, group: Group) -> None:
+        """Let go of a group, whose state will rest elsewhere."""
+        group.gradients.hands_over = False
+        total = self._totals.pop(group, None)
+        if total is not None:
+            self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
+
+    def forget(self) -> None:
+        """The next micro-step begins new sums."""
+        self._adding.clear()
+        self._let_go(0)
+        for parcel in self._parcels.values():
+            self.give_up(parcel)
+        self._parcels.clear()
+
+    def bring_down(self, unit: Unit, *, waits: bool) -> None:
+        """Take a unit's averaged gradients; those of a unit that `waits` for the norm are moved to the host now."""
+        self._let_go(_NUM_LEAVING)
+        found = {g: g.gradients.result for g in unit.trainable if g.is_stepped_on_host and g not in self._adding}
+        above = {group: result for group, result in found.items() if result is not None and result.is_cuda}
+        if not above:
+            return
+        if not waits:
+            self._above.add(sum(_sizes(above)))
+            self._parcels[unit.index] = Parcel(above, is_above=True)
+            for group, result in above.items():
+                group.gradients.lodge(result.new_empty(0), _gone)  # the worker's from now on
+            return
+        memory = self._keep(unit, sum(_sizes(above)))
+        parcel = self._parcels[unit.index] = Parcel(dict(above))
+        self._send_down(parcel, above, memory, self._context.device.copies.after_current())
+        for group, copy in parcel.gradients.items():
+            group.gradients.lodge(copy, parcel.down.synchronize)
+            self._leaving.append((parcel.down, above[group]))
+
+    def _send_down(
+        self,
+        parcel: Parcel,
+        above: dict[Group, Tensor],
+        memory: Tensor,
+        lane: contextlib.AbstractContextManager[None],
+    ) -> None:
+        """Start copying gradients to pinned memory."""
+        sizes = _sizes(above)
+        with lane, torch.no_grad():
+            parts = memory[: sum(sizes)].split(sizes)
+            for (group, gradient), part in zip(above.items(), parts, strict=True):
+                parcel.gradients[group] = group.send_down(gradient, part)
+        parcel.down = self._context.device.copies.mark()
+
+    def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
+        if unit.index in self._kept and self._kept[unit.index].numel() < num_bytes:
+            self.pinned.drop(self._kept.pop(unit.index), unit.name)
+        if unit.index not in self._kept:
+            self._kept[unit.index] = self.pinned.make(num_bytes, unit.name)
+        return self._kept[unit.index]
+
+    def _let_go(self, but: int) -> None:
+        """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""
+        while len(self._leaving) > but:
+            passed, memory = self._leaving[0]
+            if isinstance(passed, Mark):
+                passed.wait()
+            elif not passed.has_passed:
+                return
+            self._context.scratch.give(memory)
+            self._leaving.popleft()
+
+    def take(self, unit: Unit, found: dict[Group, Tensor]) -> tuple[Parcel, list[Ticket]]:
+        """The gradients for an update, of groups whose results were found; and what some of them are the sum of."""
+        parcel = self._parcels.pop(unit.index, None) or Parcel({})
+        for group, result in found.items():
+            parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
+        return parcel, [self._adding[group] for group in found if group in self._adding]
+
+    def down_after(self, parcel: Parcel, added: list[Ticket]) -> Mark:
+        """Passed when all of a parcel is in host memory."""
+        return self._last_sum if added else parcel.down
+
+    def carry(
+        self, parcel: Parcel, urgency: int, after: Mark, then: Callable[[], None], fail: Callable[[BaseException], None]
+    ) -> None:
+        """Have gradients brought down that are still on the device, as soon as there is a slot for them.
+
+        Then `then` is called, or `fail`. Who works on them calls `begin` and `end`.
+        """
+
+        def load() -> None:
+            above, trouble = _above(parcel), None
+            try:
+                parcel.slot = self._slots.take(sum(_sizes(above)))
+                self._send_down(parcel, above, parcel.slot, self._context.device.copies.after(Mark()))
+                parcel.down.synchronize()
+            except BaseException as error:
+                trouble = error
+            parcel.is_above = False
+            self._free(above)
+            if trouble is None:
+                then()
+            else:
+                self._ahead.release()
+                fail(trouble)
+
+        self._porter.submit(load, urgency=urgency, after=after)
+
+    def begin(self, parcel: Parcel) -> None:
+        """The worker begins with a parcel: the next one may come down."""
+        if parcel.slot is not None:
+            self._ahead.release()
+        parcel.down.synchronize()
+
+    def end(self, parcel: Parcel, after: Mark) -> None:
+        """The memory that gradients came in may be used again after the mark."""
+        if parcel.slot is not None:
+            self._slots.give(parcel.slot, after)
+
+    def give_up(self, parcel: Parcel) -> None:
+        """Free gradients that are still on the device: nobody will bring them down."""
+        if parcel.is_above:
+            parcel.is_above = False
+            self._free(_above(parcel))
+
+    def _free(self, gradients: dict[Group, Tensor]) -> None:
+        for memory in gradients.values():
+            self._context.scratch.give(memory)
+        self._above.remove(sum(_sizes(gradients)))
+
+    # ------------------------------------------------------------------------------------------------------ sums
+
+    def add_up(self, unit: Unit) -> None:
+        """Add what a micro-step gave to the sums on the host, if there is something that belongs there."""
+        self._let_go(_NUM_LEAVING)
+        handed = {group: group.gradients.hand_over() for group in unit.trainable}
+        new = {group: one for group, one in handed.items() if one is not None}
+        if not new:
+            return
+        above = {group: tensor for group, (tensor, _) in new.items()}
+        parcel = Parcel(dict(above))
+        if self._context.device.is_cuda:
+            parcel.slot = self._inbox.take(sum(_sizes(above)))
+            self._send_down(parcel, above, parcel.slot, self._context.device.copies.after_current())
+        parts = [(self._total_of(g), parcel.gradients[g], f, g not in self._adding) for g, (_, f) in new.items()]
+        self._last_sum = parcel.down
+        ticket = self._worker.submit(lambda: self._add(parcel, parts), urgency=_NOW, after=parcel.down)
+        for group, tensor in above.items():
+            self._adding[group] = ticket
+            group.gradients.lodge(self._totals[group], ticket.wait)
+            self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
+
+    def _total_of(self, group: Group) -> Tensor:
+        if group not in self._totals:
+            self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32)
+            size = self._totals[group].numel() * 4
+            self._context.account.add(State.GRADIENTS, group.unit, Tier.HOST, size)
+        return self._totals[group]
+
+    def _add(self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]]) -> None:
+        try:
+            for total, gradient, factor, fresh in parts:
+                native.add(total, gradient, factor, self._threads, fresh=fresh)
+        finally:
+            if parcel.slot is not None:
+                self._inbox.give(parcel.slot, Mark())
+
+    def adds_up(self, group: Group) -> bool:
+        """Whether its gradients of this boundary are added up here."""
+        return group in self._adding
+
+    def norm_later(self, gradient: Tensor) -> Callable[[], float]:
+        """Have the norm of gradients computed once they are added up; returns what waits for it."""
+        found: list[float] = []
+        ticket = self._worker.submit(
+            lambda: found.append(native.sum_of_squares(gradient, self._threads) ** 0.5),
+            urgency=_NOW,
+            after=self._last_sum,
+        )
+
+        def norm() -> float:
+            ticket.wait()
+            return found[0]
+
+        return norm
+
+
+def _gone() -> None:
+    raise ShardwellError(
+        "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
+        'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'
+    )
+
+
+def _above(parcel: Parcel) -> dict[Group, Tensor]:
+    return {group: gradient for group, gradient in parcel.gradients.items() if gradient.is_cuda}
+
+
+def _sizes(gradients: dict[Group, Tensor]) -> list[int]:
+    return [aligned_size(gradient.numel() * gradient.element_size()) for gradient in gradients.values()]
+
+
+def _param_bytes(group: Group) -> int:
+    """Of this rank's part, in the compute dtype."""
+    return aligned_size((group.own[1] - group.own[0]) * group.precision.compute.itemsize)
+
+
+def aligned_size(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
