@@ -463,11 +463,6 @@ def test_the_settings_of_disks_are_those_of_the_disk_tier() -> None:
     assert DiskSettings(**load({}).aio.model_dump(exclude={"use_gds"})) == DiskSettings()
 
 
-def test_parameters_on_disk_are_not_built_yet() -> None:
-    text = refusal({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
-    assert "does not have parameters on disk yet" in text
-
-
 @pytest.mark.parametrize(
     ("given", "world_size", "resolved"),
     [
