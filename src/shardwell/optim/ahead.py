@@ -1,8 +1,8 @@
 """Updating ahead of the norm: units whose row does not wait are stepped while backward still runs.
 
-*At once*: the update is final. *Shadow*: what it overwrites is kept until the norm shows that nothing was clipped and
-everything was finite; otherwise the unit goes back to its untouched old state and is stepped again with the factor.
-Both give the bits that a step after the norm gives, because it is the same step.
+*At once*: the update is final, and the gradients are freed. *Shadow*: what it overwrites is kept until the norm shows
+that nothing was clipped and everything was finite; otherwise the unit goes back to its untouched old state and is
+stepped again with the factor. Both give the bits that a step after the norm gives, because it is the same step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
+from shardwell.memory import Scratch
+from shardwell.optim.norms import norm_of
 from shardwell.optim.shards import Shard
 from shardwell.unit import Unit
 from shardwell.unit.table import Commit
@@ -40,17 +42,21 @@ class Ahead:
     def __init__(
         self,
         inner: Optimizer,
+        scratch: Scratch,
         shards_of: Callable[[Unit], list[Shard]],
         update: Callable[[Unit, Tensor | None], None],
     ) -> None:
-        self._inner, self._shards_of, self._update = inner, shards_of, update
+        self._inner, self._scratch, self._shards_of, self._update = inner, scratch, shards_of, update
         self._units: dict[int, tuple[Unit, Shadow | None]] = {}
+        self.norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: of gradients that are gone, see `norm_of`
 
     def update(self, unit: Unit) -> None:
         """Step a unit whose gradients are complete, if its row does not wait for the norm."""
-        commit = unit.trainable[0].row.commit
-        if commit is Commit.AFTER_NORM or not self._shards_of(unit):
+        commits = {group.row.commit for group in unit.trainable} - {Commit.AFTER_NORM}
+        shards = [shard for shard in self._shards_of(unit) if shard.gradient is not None]
+        if not commits or not shards:
             return
+        commit = commits.pop()
         if unit.index in self._units:  # a gradient came late: what was done was done with too little
             shadow = self._units[unit.index][1]
             if shadow is None:
@@ -59,9 +65,13 @@ class Ahead:
                 )
             shadow.restore(self._inner.state)
         else:
-            shadow = Shadow(self._shards_of(unit), self._inner.state) if commit is Commit.SHADOW else None
+            shadow = Shadow(shards, self._inner.state) if commit is Commit.SHADOW else None
         self._units[unit.index] = unit, shadow
+        if shadow is None:
+            self.norms[unit.index] = [norm_of(shard) for shard in shards]
         self._update(unit, None)
+        for group in {shard.group for shard in shards} if shadow is None else ():
+            self._scratch.give(group.gradients.part_with())
 
     def commit(self, may_step: bool, factor: Tensor | None) -> set[int]:
         """The norm is known: keep what was done, or do it again. Returns the units that need no further step."""
@@ -75,6 +85,11 @@ class Ahead:
         done = set(self._units)
         self._units = {}
         return done
+
+    def forget_gradients(self) -> None:
+        """This boundary is over."""
+        self._units = {}
+        self.norms = {}
 
     def take_back(self) -> None:
         """The step is not applied after all."""

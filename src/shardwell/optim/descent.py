@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shardwell import native
-from shardwell.errors import ShardwellError
 from shardwell.memory import Mark, State, Tier
 from shardwell.memory.mail import Backlog, Pinned, Slots
 from shardwell.memory.worker import Ticket, Worker
@@ -91,8 +90,8 @@ class Descent:
         if not waits:
             self._above.add(sum(_sizes(above)))
             self._parcels[unit.index] = Parcel(above, is_above=True)
-            for group, result in above.items():
-                group.gradients.lodge(result.new_empty(0), _gone)  # the worker's from now on
+            for group in above:
+                group.gradients.part_with()
             return
         memory = self._keep(unit, sum(_sizes(above)))
         parcel = self._parcels[unit.index] = Parcel(dict(above))
@@ -248,13 +247,6 @@ class Descent:
             return found[0]
 
         return norm
-
-
-def _gone() -> None:
-    raise ShardwellError(
-        "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
-        'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'
-    )
 
 
 def _above(parcel: Parcel) -> dict[Group, Tensor]:

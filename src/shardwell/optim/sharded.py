@@ -23,7 +23,7 @@ from shardwell.memory.device import Later
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
-from shardwell.optim.norms import norm_of, sum_of_squares
+from shardwell.optim.norms import GlobalNorm, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards
@@ -78,8 +78,7 @@ class ShardedOptimizer(Optimizer):
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
         self._raw_norm: Tensor | None = None  # with the loss scale in it
-        self._unseen: set[str] = set()  # parameters without a gradient on any rank
-        self._all_seen: Tensor | None = None
+        self._global_norm = GlobalNorm(context, self.shards)
         self._verdict: Later | None = None
         self._num_states = -1
         self._store: Store | None = None
@@ -88,7 +87,7 @@ class ShardedOptimizer(Optimizer):
             for unit in self._units:
                 self._store.take_in(unit)
         self._offloaded = self._make_offloaded()
-        self._ahead = Ahead(self.inner, self._stepped_here, lambda unit, factor: self._update([unit], factor))
+        self._ahead = Ahead(self.inner, context.scratch, self._stepped_here, self._update_ahead)
         self.overflow = False
         self.skipped_steps = 0
 
@@ -164,7 +163,7 @@ class ShardedOptimizer(Optimizer):
                 group.gradients.settle()
         try:
             self._hear_verdict()
-            norm = self._raw_norm = self._global_norm()
+            norm = self._raw_norm = self._global_norm(self._units, self._norms_of)
             self._norm = norm / self.scale.value
             try:
                 may_step = self._may_step(norm)
@@ -312,6 +311,7 @@ class ShardedOptimizer(Optimizer):
         """Forget the gradients of this boundary."""
         if self._offloaded is not None:
             self._offloaded.forget_gradients()
+        self._ahead.forget_gradients()
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.clear()
@@ -322,39 +322,17 @@ class ShardedOptimizer(Optimizer):
 
     # -------------------------------------------------------------------------------------------- norm and veto
 
-    def _global_norm(self) -> Tensor:
-        """The norm over all ranks. The same sum tells which parameters got a gradient on no rank."""
-        split: list[Tensor] = []
-        whole: list[Tensor] = []
-        for unit in self._units:
-            for norm, is_whole in self._norms_of(unit):
-                (whole if is_whole else split).append(norm)
-        seen = self.shards.seen()
-        total = torch.cat([sum_of_squares(split, self._context.device).view(1), self._flags(seen)])
-        self._context.world.sum_scalar(total, "NORM")
-        self._unseen = set()
-        if not all(seen) and not self._context.device.is_virtual:
-            anywhere = total[1:].tolist()
-            self._unseen = {name for name, number in self.shards.numbers.items() if not anywhere[number]}
-        return (total[0] + sum_of_squares(whole, self._context.device)).sqrt()
-
     def _norms_of(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
         """The norms of a unit's gradients on this rank, and whether every rank has the same."""
         gone = self._offloaded is not None and self._offloaded.has_norms(unit)
         if self._offloaded is not None:
             yield from self._offloaded.norms(unit)
+        ahead = self._ahead.norms.get(unit.index)
+        yield from ahead or ()
         for shard in self.shards.of(unit):
-            if shard.gradient is not None and not (gone and shard.group.is_stepped_on_host):
+            was_counted = gone if shard.group.is_stepped_on_host and self._offloaded is not None else ahead is not None
+            if shard.gradient is not None and not was_counted:
                 yield norm_of(shard)
-
-    def _flags(self, seen: list[bool]) -> Tensor:
-        """1D, a number for each parameter: did it get a gradient here?"""
-        device = self._context.device.torch_device
-        if not all(seen):
-            return torch.tensor(seen, dtype=torch.float64, device=device)
-        if self._all_seen is None or len(self._all_seen) != len(seen):
-            self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device)
-        return self._all_seen
 
     def _clip_factor(self, norm: Tensor) -> Tensor | None:
         """What to multiply gradients by; None if nothing has to be clipped and the host can know that for free."""
@@ -373,8 +351,7 @@ class ShardedOptimizer(Optimizer):
             return True
         self._verdict = device.read_later(norm)
         is_all_on_host = all(not self._is_stepped_here(g) for unit in self._units for g in unit.trainable)
-        can_veto = device.is_cuda and (is_all_on_host or self.inner.defaults.get("fused"))
-        if can_veto and not self.scale.is_on:
+        if (self._can_veto or (device.is_cuda and is_all_on_host)) and not self.scale.is_on:
             self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True
         return self._hear_verdict(self._first_nonfinite)
@@ -426,6 +403,22 @@ class ShardedOptimizer(Optimizer):
         if chunk:
             yield chunk
 
+    def _update_ahead(self, unit: Unit, clip: Tensor | None) -> None:
+        """An update at once is only done if the unit's own gradients are finite."""
+        norms = self._ahead.norms.get(unit.index)
+        if norms is not None and not self._context.device.is_virtual:
+            is_finite = torch.isfinite(sum_of_squares([norm for norm, _ in norms], self._context.device))
+            if self._can_veto:
+                self.inner.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+            elif not bool(is_finite):
+                return
+        self._update([unit], clip)
+
+    @property
+    def _can_veto(self) -> bool:
+        """The kernels can be told on the device to do nothing."""
+        return self._context.device.is_cuda and bool(self.inner.defaults.get("fused"))
+
     def _update(self, units: list[Unit], clip: Tensor | None) -> None:
         groups = [
             group
@@ -444,7 +437,7 @@ class ShardedOptimizer(Optimizer):
             param_group["params"] = [s.tensor for s in shards if s.label == label and self._prepare(s, factor)]
         whole = getattr(self.inner, "whole", None)
         if isinstance(whole, OverShards):
-            whole.begin(groups, self._unseen)
+            whole.begin(groups, self._global_norm.unseen)
         try:
             self.inner.step()
         finally:
@@ -458,12 +451,12 @@ class ShardedOptimizer(Optimizer):
     def _to_step(self, unit: Unit) -> Iterator[Shard]:
         """The shards whose parameters got a gradient somewhere; one that only partly did is cut for good."""
         for shard in list(self.shards.of(unit)):
-            unseen = [piece.slot.name in self._unseen for piece in shard.pieces]
+            unseen = [piece.slot.name in self._global_norm.unseen for piece in shard.pieces]
             if not any(unseen):
                 yield shard
             elif not all(unseen):
                 for part in self.part(unit, shard):
-                    if part.pieces[0].slot.name not in self._unseen:
+                    if part.pieces[0].slot.name not in self._global_norm.unseen:
                         yield part
 
     def _prepare(self, shard: Shard, factor: Tensor | float | None) -> bool:

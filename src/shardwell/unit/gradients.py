@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwell.comm import Collectives, Kind, Pending
+from shardwell.errors import ShardwellError
 from shardwell.layout import Layout
 from shardwell.memory import Scratch, State
 from shardwell.unit.table import Precision, Row
@@ -208,6 +209,13 @@ class Gradients:
         self.result, self._lodging = memory, arrive
         return before
 
+    def part_with(self) -> Tensor:
+        """Give up the result (1D) for good: whoever asks for it later gets an error. Returns its memory."""
+        result = self.result
+        assert result is not None
+        self.lodge(result.new_empty(0), _gone)
+        return result
+
     def arrive(self) -> None:
         """Wait until the host may read a result that lives in memory of somebody else."""
         if self._lodging is not None:
@@ -269,3 +277,10 @@ class Gradients:
 
     def _take_result(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._scratch.take(numel, dtype, State.GRADIENTS, self._unit)
+
+
+def _gone() -> None:
+    raise ShardwellError(
+        "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
+        'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'
+    )

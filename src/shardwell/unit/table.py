@@ -114,7 +114,7 @@ def row_for(
     """
     wish = wish or Wish()
     row = STAGES[stage]
-    if wish.optimizer_tier is not Tier.DEVICE and not persistent:  # small parameters are not worth the way
+    if not persistent:  # small parameters are not worth the way
         row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
     if row.released and not persistent:
         row = replace(row, parameters=replace(row.parameters, tier=wish.parameter_tier))
