@@ -77,6 +77,8 @@ torch_autocast.enabled false  torch_autocast.dtype "bf16"  torch_autocast.lower_
 activation_checkpointing.partition_activations false  activation_checkpointing.cpu_checkpointing false
 activation_checkpointing.number_checkpoints null  activation_checkpointing.profile false
 shardwell.divergence_timeout 60.0  shardwell.nonfinite "error"
+shardwell.placement "asked"  shardwell.device_room 0.25  shardwell.host_room 0.1
+shardwell.device_memory "auto"  shardwell.host_memory "auto"  shardwell.disk_memory "auto"
 shardwell.shard_at_world_one false  shardwell.keep_pages true  shardwell.keep_frozen "auto"
 zero_optimization.stage 0  zero_optimization.overlap_comm null
 zero_optimization.reduce_bucket_size 500000000  zero_optimization.stage3_max_live_parameters 1000000000
@@ -112,6 +114,7 @@ prescale_gradients true  gradient_predivide_factor 2.0  gradient_predivide_facto
 activation_checkpointing.partition_activations true  activation_checkpointing.cpu_checkpointing true
 activation_checkpointing.contiguous_memory_optimization true  activation_checkpointing.number_checkpoints 4
 activation_checkpointing.synchronize_checkpoint_boundary true
+shardwell.device_room 0.0  shardwell.host_room 0.5  shardwell.device_memory 0  shardwell.disk_memory "auto"
 shardwell.keep_frozen 0  shardwell.keep_frozen 5000000000  shardwell.keep_frozen "auto"
 """
 
@@ -185,6 +188,9 @@ def test_what_is_not_a_whole_number_is_refused(value: Any) -> None:
         ("fp16.initial_scale_power", 1.5, "expected a whole number, found 1.5"),
         ("activation_checkpointing.cpu_checkpointing", "yes", 'expected true or false, found "yes"'),
         ("activation_checkpointing", True, "expected an object, found true"),
+        ("shardwell.device_room", 1.0, "expected less than 1, found 1.0"),
+        ("shardwell.host_room", -0.5, "expected at least 0, found -0.5"),
+        ("shardwell.host_memory", "8GB", 'expected a whole number or "auto", found "8GB"'),
         ("shardwell.keep_frozen", -1, "expected at least 0, found -1"),
         ("shardwell.keep_frozen", 1.5, 'expected a whole number or "auto", found 1.5'),
         ("shardwell.keep_frozen", True, 'expected a whole number or "auto", found true'),

@@ -255,8 +255,3 @@ def test_init_does_nothing_when_disabled_or_below_stage_3() -> None:
         with shardwell.zero.Init(**settings):
             model = Gpt()
         assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
-
-
-def test_init_on_a_tier_that_is_not_built_says_so() -> None:
-    with pytest.raises(shardwell.ConfigError, match="nvme"):
-        shardwell.zero.Init(config=zero(3), remote_device="nvme")

@@ -276,6 +276,7 @@ def _drop(content: dict[Any, Any], path: tuple[int | str, ...]) -> None:
 _SENTENCES: dict[str, Callable[[dict[str, Any]], str]] = {
     "greater_than_equal": lambda context: f"expected at least {context['ge']}",
     "greater_than": lambda context: f"expected more than {context['gt']}",
+    "less_than": lambda context: f"expected less than {context['lt']}",
     "less_than_equal": lambda context: f"expected at most {context['le']}",
     "literal_error": lambda context: f"expected {context['expected']}".replace("'", '"'),
     "value_error": lambda context: str(context["error"]),
@@ -328,6 +329,15 @@ def _check_built(config: Config, found: Findings) -> None:
                 f"missing, and {name}.device is \"nvme\"; name a folder on a local drive, or several with ',' between "
                 "them"
             )
+    if config.shardwell.placement == "auto" and zero.stage != 3 and not found.broken("zero_optimization.stage"):
+        refused["shardwell.placement"] = (
+            f'"auto" contradicts zero_optimization.stage {zero.stage}: it places units of stage 3; use "asked"'
+        )
+    if config.shardwell.placement == "auto" and zero.offload_optimizer.ratio != 1.0:
+        refused["zero_optimization.offload_optimizer.ratio"] = (
+            f'{_show(zero.offload_optimizer.ratio)} contradicts shardwell.placement "auto", which finds out what stays on '
+            "the GPU; use 1.0 or remove it"
+        )
     if config.optimizer is not None and config.optimizer.type.lower() in unsupported.REMOVED_OPTIMIZERS:
         kind = config.optimizer.type
         refused["optimizer.type"] = f"{_show(kind)}: {unsupported.REMOVED_OPTIMIZERS[kind.lower()]}"

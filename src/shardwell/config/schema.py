@@ -85,6 +85,7 @@ Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Real = Annotated[float, BeforeValidator(_real), Field(ge=0)]
 PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0)]
+Share = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
@@ -317,6 +318,25 @@ class ShardwellConfig(Block):
     moments: Literal["fp32", "8bit"] = Field(
         default="fp32",
         description="How Adam's moments rest on the host: in fp32, or in 8 bits each.",
+    )
+    placement: Literal["asked", "auto"] = Field(
+        default="asked",
+        description="Where units rest at stage 3: asked = where the offload blocks say; auto = as high as there is "
+        "room, and no deeper than they say.",
+    )
+    device_room: Share = Field(
+        default=0.25, description="Share of the GPU's free memory that placement leaves for activations and buffers."
+    )
+    host_room: Share = Field(default=0.1, description="Share of the host's free memory that placement leaves alone.")
+    device_memory: CountOrAuto = Field(
+        default="auto", description="Bytes that placement may fill on each GPU; auto = what is free, less the room."
+    )
+    host_memory: CountOrAuto = Field(
+        default="auto", description="Bytes that placement may fill on each host; auto = what is free, less the room."
+    )
+    disk_memory: CountOrAuto = Field(
+        default="auto",
+        description="Bytes that placement may fill under nvme_path on each node; auto = 95% of it.",
     )
     keep_last: PositiveCount | None = Field(
         default=None, description="Checkpoints to keep in a folder: older ones are removed after a save; null = all."

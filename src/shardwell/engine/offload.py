@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from shardwell.comm.mesh import Mesh
 from shardwell.config import Config
+from shardwell.engine.placement import Bytes, Place, States, ladder, plan, table
 from shardwell.engine.precision import is_scaled
-from shardwell.engine.room import room
+from shardwell.engine.room import budgets, parts, room
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Device
+from shardwell.memory import Device, Tier
 from shardwell.memory.account import human
 from shardwell.memory.disk import DiskSettings, DiskTier
 from shardwell.memory.disk_file import free_bytes
@@ -27,44 +27,144 @@ STEPS_UNTIL_KNOWN = 3  # until the device has shown what it needs
 _FILL = 0.75  # of what the device never needed so far, for optimizer state
 _SHARE = 0.5  # of the host memory that is left, for shadows
 _ADAM, _ADAM_8BIT = 12, 6  # bytes a parameter: fp32 master and moments
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+_ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Which units have their optimizer state on the host or on disk, and when each of them commits."""
+    """Where each unit rests, and when those commit whose optimizer state rests on the host or on disk."""
 
     commits: dict[str, Commit]  # by the name of the unit
+    places: dict[str, Place]
+    states: States
+    above: Commit = Commit.AFTER_NORM  # when those commit whose optimizer state rests on the device
 
-    def again(self, cuts: list[Cut], settings: Config) -> Offload:
-        """The same for a model that has changed since."""
+    def commit_of(self, name: str) -> Commit:
+        return self.commits.get(name, self.above)
+
+    def again(self, states: States, settings: Config) -> Offload:
+        """The same for a model that has changed since. New units rest as deep as they may."""
         policy = commit_policy(settings)
-        return Offload({name: self.commits.get(name, policy) for name in _on_host(cuts, settings)})
+        if settings.shardwell.placement == "auto":
+            places = {name: self.places.get(name, deepest(settings)) for name in states.units}
+        else:
+            places = _asked(states, settings)
+        return Offload({name: self.commits.get(name, policy) for name in _below(places)}, places, states, self.above)
 
     def fill_device(self, optimizer: ShardedOptimizer, context: Context) -> Offload:
         """Move state up to the device, as much as it has room for; all ranks the same."""
         moved = optimizer.move_up(room(context, _FILL))
-        return Offload({name: commit for name, commit in self.commits.items() if name not in moved})
+        commits = {name: commit for name, commit in self.commits.items() if name not in moved}
+        raised = {name: self.places[name]._replace(optimizer=Tier.DEVICE) for name in moved}
+        return replace(self, commits=commits, places=self.places | raised)
+
+    def at_rest(self) -> Bytes:
+        """Bytes of parameters, masters and optimizer state on each tier of this rank, once there is state."""
+        return self.states.at_rest(self.places)
 
     def __str__(self) -> str:
-        counts = {commit: list(self.commits.values()).count(commit) for commit in Commit}
-        parts = [f"{count} {commit.value}" for commit, count in counts.items() if count]
-        return f"updates on the host, by unit: {', '.join(parts)}" if parts else "no updates on the host"
+        commits = Counter(self.commits.values())
+        policies = ", ".join(f"{commits[commit]} {commit.value}" for commit in Commit if commits[commit])
+        tiers = Counter(place.optimizer for place in self.places.values())
+        units = ", ".join(f"{tiers[tier]} {_ON[tier]}" for tier in Tier if tiers[tier])
+        held = self.at_rest()
+        sizes = ", ".join(f"{human(held[tier])} {_ON[tier]}" for tier in Tier if held[tier])
+        updates = f"updates on the host, by unit: {policies}" if policies else "no updates on the host"
+        return f"{updates}; units by optimizer state: {units}; at rest on each rank: {sizes}"
 
 
-def plan_offload(cuts: list[Cut], settings: Config, mesh: Mesh, device: Device) -> Offload:
+def deepest(settings: Config) -> Place:
+    """What the offload blocks name."""
+    zero = settings.zero_optimization
+    return Place(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device])
+
+
+def _below(places: dict[str, Place]) -> list[str]:
+    """Units whose optimizer state rests below the device, from the model's end."""
+    return [name for name in reversed(places) if places[name].optimizer is not Tier.DEVICE]
+
+
+def plan_offload(states: States, cuts: list[Cut], settings: Config, context: Context) -> Offload:
     """Decide, and raise before anything is allocated if it will not fit into host memory or on disk."""
     if settings.shardwell.moments == "8bit" and settings.zero_optimization.offload_optimizer.device == "none":
         raise ConfigError(
             'shardwell.moments "8bit" is for optimizer state on the host or on disk, but '
             'zero_optimization.offload_optimizer.device is "none": use "fp32", or offload'
         )
-    on_host = _on_host(cuts, settings)
+    if settings.shardwell.placement == "auto":
+        return _plan_places(states, cuts, settings, context)
+    return _plan_as_asked(states, settings, context.world.mesh, context.device)
+
+
+def _plan_places(states: States, cuts: list[Cut], settings: Config, context: Context) -> Offload:
+    """Units as high as there is room for."""
+    rungs = ladder(deepest(settings))
+    needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
+    buffers = [_buffers(states, rung, settings, context.device) for rung in rungs]
+    floor = sum(unit[-1][Tier.DEVICE] for unit in needs)
+    parameters = [parameter for one in cuts for _, parameter in one.parameters]
+    free = budgets(settings, context, parameters, _paths(settings), floor)
+    found = plan(needs, buffers, free)
+    if not found.fits(free):
+        raise ShardwellError(
+            f"the model does not fit where shardwell.placement may put it. Needed on each of "
+            f"{context.world.mesh.size} rank(s): {table(found.needed, free)}. {_remedy(found.needed, free, settings)}"
+        )
+    places = {name: rungs[rung] for name, rung in zip(states.units, found.rungs, strict=True)}
+    policy, below = commit_policy(settings), _below(places)
+    shadowed: set[str] = set(below) if policy is Commit.SHADOW else set()
+    may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and context.device.is_cuda
+    if may_speculate and all(places[name].optimizer is Tier.HOST for name in below):
+        sizes = {name: states.stepped(name, places[name]) + states.sent(name, places[name]) for name in below}
+        shadowed = _that_fit(sizes, _SHARE * (free[Tier.HOST] - found.needed[Tier.HOST]))
+    above = Commit.AT_ONCE if policy is Commit.AT_ONCE else Commit.AFTER_NORM
+    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states, above)
+
+
+def _buffers(states: States, deep: Place, settings: Config, device: Device) -> Bytes:
+    """Host memory for what travels, if units rest as deep as this."""
+    zero, units = settings.zero_optimization, states.units
+    slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
+    size = slots * max((states.sent(name, deep) for name in units), default=0)
+    if deep.optimizer is Tier.DISK:
+        seats = max(FEWEST_SEATS, zero.offload_optimizer.buffer_count)
+        size += seats * max((states.stepped(name, deep) for name in units), default=0)
+    if deep.parameters is Tier.DISK:
+        size += zero.offload_param.buffer_count * max((states.held(name) for name in units), default=0)
+    return Counter({Tier.HOST: size})
+
+
+def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
+    """What to change so that it fits."""
+    deep, over = deepest(settings), {tier for tier in Tier if needed[tier] > free[tier]}
+    lower = {
+        Tier.DEVICE: "lower shardwell.device_room",
+        Tier.HOST: "lower shardwell.host_room or offload_optimizer.buffer_count",
+        Tier.DISK: "free space under nvme_path or name a path on another drive too",
+    }
+    deeper = {Tier.DEVICE: "cpu", Tier.HOST: "nvme"}
+    blocks = {"offload_param": deep.parameters, "offload_optimizer": deep.optimizer}
+    ways = [lower[tier] for tier in Tier if tier in over]
+    ways += [f'set {block}.device to "{deeper[t]}"' for block, t in blocks.items() if t in over and t in deeper]
+    if deep.optimizer in over and deep.optimizer is not Tier.DEVICE and settings.shardwell.moments == "fp32":
+        ways.append('set shardwell.moments to "8bit"')
+    text = ", ".join([*ways, "or use more ranks."])
+    return text[0].upper() + text[1:]
+
+
+def _plan_as_asked(states: States, settings: Config, mesh: Mesh, device: Device) -> Offload:
+    """A share of the units where the offload blocks say."""
+    places = _asked(states, settings)
+    sizes = states.trained()
+    on_host = {name: sizes[name] for name in _below(places)}
     need = Need(sum(on_host.values()), max(on_host.values(), default=0), settings, mesh, device)
     policy = commit_policy(settings)
     free = psutil.virtual_memory().available
     shadowed = set(on_host) if policy is Commit.SHADOW else set()
     if settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda and not need.disk:
-        shadowed = need.that_fit(on_host, _SHARE * (free - need.total(policy)))
+        shadows = {name: need.state * size * need.here for name, size in on_host.items()}
+        shadowed = _that_fit(shadows, _SHARE * (free - need.total(policy)))
     share = sum(on_host[name] for name in shadowed)
     needed = need.total(policy, share)
     over = f"over {mesh.size} rank(s), {mesh.node_size} of them here"
@@ -77,7 +177,7 @@ def plan_offload(cuts: list[Cut], settings: Config, mesh: Mesh, device: Device) 
             + f", {over}, and {human(need.buffers)} of buffers. Free are {human(free)}. Lower offload_optimizer.ratio, "
             "use more ranks" + (', set shardwell.commit to "after_norm"' if shadowed else "") + smaller
         )
-    for path, part in _parts(need.disk, _paths(settings)):
+    for path, part in parts(need.disk, _paths(settings)):
         found = free_bytes(path)
         if found is not None and part > found:
             raise ShardwellError(
@@ -86,7 +186,7 @@ def plan_offload(cuts: list[Cut], settings: Config, mesh: Mesh, device: Device) 
                 "free. Free space there, name a path on another drive in offload_optimizer.nvme_path too, lower "
                 f"offload_optimizer.ratio, use more ranks{smaller}"
             )
-    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in on_host})
+    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in on_host}, places, states)
 
 
 def open_disk(settings: Config) -> DiskTier | None:
@@ -103,29 +203,24 @@ def _paths(settings: Config) -> list[Path]:
     return [Path(path) for path in dict.fromkeys(part.strip() for part in ",".join(named).split(",")) if path]
 
 
-def _parts(num_bytes: int, paths: list[Path]) -> list[tuple[Path, int]]:
-    """What goes to the file system of each path; a path that does not answer is left to who opens it."""
-    drives = Counter(os.stat(path).st_dev for path in paths if path.exists())
-    return [(p, num_bytes * drives[os.stat(p).st_dev] // len(paths)) for p in paths if p.exists()]
-
-
-def _on_host(cuts: list[Cut], settings: Config) -> dict[str, int]:
-    """Units and their sizes: a share of the model, from its end.
+def _asked(states: States, settings: Config) -> dict[str, Place]:
+    """Parameters where they are asked to rest, and so the optimizer state of a share of the model, from its end.
 
     Updates of the first units come last, and the next forward waits for them.
     """
-    block = settings.zero_optimization.offload_optimizer
-    if block.device == "none":
-        return {}
-    sizes = {one.name: sum(p.numel() for _, p in one.parameters if p.requires_grad) for one in cuts}
-    ratio = 1.0 if block.ratio == "auto" else block.ratio  # what fits on the device moves up later
-    most, total, chosen = ratio * sum(sizes.values()), 0, {}
+    asked, ratio = deepest(settings), settings.zero_optimization.offload_optimizer.ratio
+    places = dict.fromkeys(states.units, asked._replace(optimizer=Tier.DEVICE))
+    if asked.optimizer is Tier.DEVICE:
+        return places
+    sizes = states.trained()
+    most = (1.0 if ratio == "auto" else ratio) * sum(sizes.values())  # what fits on the device moves up later
+    total = 0
     for name in reversed(sizes):
         total += sizes[name]
         if total > most:
             break
-        chosen[name] = sizes[name]
-    return chosen
+        places[name] = asked
+    return places
 
 
 def commit_policy(settings: Config) -> Commit:
@@ -158,14 +253,14 @@ class Need:
         params = 0 if in_halves or zero.offload_param.device == "none" else self._param
         self._params = params if zero.offload_param.device == "cpu" else 0
         self._adds_up = zero.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1
-        self._here = mesh.node_size / (mesh.size if zero.stage else 1)
+        self.here = mesh.node_size / (mesh.size if zero.stage else 1)
         slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
         on_disk = zero.offload_optimizer.device == "nvme"
-        self.disk = int(self.state * numel * self._here) if on_disk else 0
+        self.disk = int(self.state * numel * self.here) if on_disk else 0
         if zero.offload_param.device == "nvme":
-            self.disk += int(params * numel * self._here)
+            self.disk += int(params * numel * self.here)
         seats = max(FEWEST_SEATS, zero.offload_optimizer.buffer_count) if on_disk else 0
-        self.buffers = int((slots * self._param + seats * self.state) * largest * self._here)
+        self.buffers = int((slots * self._param + seats * self.state) * largest * self.here)
 
     def each(self, policy: Commit) -> int:
         """Bytes a parameter."""
@@ -174,14 +269,15 @@ class Need:
 
     def total(self, policy: Commit, shadowed: int = 0) -> int:
         """Bytes, with shadows for some of the parameters."""
-        return int((self.each(policy) * self.numel + self.state * shadowed) * self._here) + self.buffers
+        return int((self.each(policy) * self.numel + self.state * shadowed) * self.here) + self.buffers
 
-    def that_fit(self, sizes: dict[str, int], free: float) -> set[str]:
-        """Units whose shadows fit, of the first that are given."""
-        chosen: set[str] = set()
-        for name, size in sizes.items():
-            free -= self.state * size * self._here
-            if free < 0:
-                break
-            chosen.add(name)
-        return chosen
+
+def _that_fit(sizes: dict[str, float] | dict[str, int], free: float) -> set[str]:
+    """Of the first that are given, those whose bytes fit."""
+    chosen: set[str] = set()
+    for name, size in sizes.items():
+        free -= size
+        if free < 0:
+            break
+        chosen.add(name)
+    return chosen

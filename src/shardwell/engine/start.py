@@ -21,11 +21,12 @@ from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
-from shardwell.engine.offload import Offload, open_disk, plan_offload
+from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload
+from shardwell.engine.placement import Formula, Kind, States
 from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
 from shardwell.engine.refit import Builder
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Account, Device, Scratch, Tier
+from shardwell.memory import Account, Device, Scratch
 from shardwell.memory.device import default_device
 from shardwell.memory.mail import Aligned
 from shardwell.memory.pages import Pages
@@ -36,9 +37,7 @@ from shardwell.optim.sharded import Terms
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
-from shardwell.unit.table import Commit, Wire, Wish
-
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+from shardwell.unit.table import Wire, Wish
 
 
 class Initialized(NamedTuple):
@@ -80,9 +79,11 @@ def initialize(
     home = Device(where, keep_pages=settings.shardwell.keep_pages)
     context, ledger, agreement = _context(home, world, settings)
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
-    offload = plan_offload(_cut(model, settings), settings, world, home)
+    cuts = _cut(model, settings)
+    states = _states(cuts, settings, recipe, world.size, _persistent(cuts, settings))
+    offload = plan_offload(states, cuts, settings, context)
     context = _with_disk(context, settings)
-    units = build_units(model, settings, recipe, context, offload)
+    units = build_units(cuts, settings, recipe, context, offload)
     statistics = _statistics(model)
     for name, buffer in model.named_buffers():
         dtype = mixed_dtype(settings) if id(buffer) in statistics else None
@@ -93,12 +94,14 @@ def initialize(
     flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1, context.pages)
     builder = Builder(
         lambda: _cut(model, settings),
-        lambda one, cuts, trained: _groups(one, settings, recipe, _places(cuts, settings, offload), context, trained),
+        lambda one, cuts, trained: _groups(
+            one, settings, recipe, _places(cuts, settings, recipe, context, offload, trained), context, trained
+        ),
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
     engine.offload = offload
-    if offload.commits and world.rank == 0:
+    if world.rank == 0 and (offload.commits or settings.shardwell.placement == "auto"):
         logging.getLogger("shardwell").info("%s", offload)
     engine._scale = _loss_scale(settings)
     flow.needs_scale = engine._scale.is_on
@@ -161,16 +164,16 @@ def _with_disk(context: Context, settings: Config) -> Context:
 
 
 def build_units(
-    model: nn.Module, settings: Config, recipe: Recipe | None, context: Context, offload: Offload
+    cuts: list[Cut], settings: Config, recipe: Recipe | None, context: Context, offload: Offload
 ) -> list[Unit]:
-    """Cut the model and move its parameters into groups, one unit at a time."""
-    cuts = _cut(model, settings)
-    places = _places(cuts, settings, offload)
-    units = []
-    for index, one in enumerate(cuts):
-        groups = _groups(one, settings, recipe, places, context)
-        units.append(Unit(index, one, groups))
-    return units
+    """Move the parameters of a model into groups, one unit at a time, those that rest deepest first.
+
+    So parameters that are in memory for now leave it before others take what they will have in the end.
+    """
+    places = _places(cuts, settings, recipe, context, offload)
+    order = sorted(range(len(cuts)), key=lambda index: -offload.places[cuts[index].name].depth)
+    units = [Unit(index, cuts[index], _groups(cuts[index], settings, recipe, places, context)) for index in order]
+    return sorted(units, key=lambda unit: unit.index)
 
 
 def _cut(model: nn.Module, settings: Config) -> list[Cut]:
@@ -187,35 +190,77 @@ def _groups(
     trained: Set[int] = frozenset(),
 ) -> list[Group]:
     zero, own = settings.zero_optimization, settings.shardwell
-    persistent = places.persistent
-    mixed = mixed_dtype(settings)
-    accumulate = dtype_of(settings.data_types.grad_accum_dtype)
-    wire = _wire(settings, context.world.mesh.size)
-    kinds: defaultdict[tuple[torch.dtype, bool, bool], list[Member]] = defaultdict(list)
-    for name, parameter in one.parameters:
-        label = recipe.label(parameter) if recipe is not None else NO_LABEL
-        dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
-        trains = parameter.requires_grad or id(parameter) in trained
-        kinds[dtype, trains, id(parameter) in persistent].append(Member(name, parameter, label, trains))
+    place = places.offload.places[one.name]
     wish = Wish(
         second_copy_in_node=zero.zero_hpz_partition_size > 1,
-        parameter_tier=_TIERS[zero.offload_param.device],
-        optimizer_tier=_TIERS[zero.offload_optimizer.device] if one.name in places.offload.commits else Tier.DEVICE,
-        commit=places.offload.commits.get(one.name, Commit.AFTER_NORM),
+        parameter_tier=place.parameters,
+        optimizer_tier=place.optimizer,
+        commit=places.offload.commit_of(one.name),
     )
     groups = []
-    for number, ((dtype, trainable, small), members) in enumerate(kinds.items()):
+    kinds = _kinds(one, settings, recipe, context.world.mesh.size, places.persistent, trained)
+    for number, (kind, members) in enumerate(kinds.items()):
         row = row_for(
             zero.stage,
-            persistent=small,
+            persistent=kind.persistent,
             num_ranks=context.world.mesh.size,
             shard_at_world_one=own.shard_at_world_one,
             wish=wish,
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
-        precision = Precision.of(dtype, mixed, trainable, accumulate, wire)
-        groups.append(Group(name, one.name, members, row, precision, context))
+        groups.append(Group(name, one.name, members, row, kind.precision, context))
     return groups
+
+
+def _kinds(
+    one: Cut,
+    settings: Config,
+    recipe: Recipe | None,
+    num_ranks: int,
+    persistent: set[int],
+    trained: Set[int] = frozenset(),
+) -> dict[Kind, list[Member]]:
+    """A unit's parameters, by the group that they belong to."""
+    mixed = mixed_dtype(settings)
+    accumulate = dtype_of(settings.data_types.grad_accum_dtype)
+    wire = _wire(settings, num_ranks)
+    kinds: defaultdict[Kind, list[Member]] = defaultdict(list)
+    for name, parameter in one.parameters:
+        label = recipe.label(parameter) if recipe is not None else NO_LABEL
+        dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
+        trains = parameter.requires_grad or id(parameter) in trained
+        precision = Precision.of(dtype, mixed, trains, accumulate, wire)
+        kind = Kind(precision, trains, id(parameter) in persistent)
+        kinds[kind].append(Member(name, parameter, label, trains))
+    return kinds
+
+
+def _states(
+    cuts: list[Cut],
+    settings: Config,
+    recipe: Recipe | None,
+    num_ranks: int,
+    persistent: set[int],
+    trained: Set[int] = frozenset(),
+) -> States:
+    """What the model holds, in numbers."""
+    units = {
+        one.name: {
+            kind: sum(member.parameter.numel() for member in members)
+            for kind, members in _kinds(one, settings, recipe, num_ranks, persistent, trained).items()
+        }
+        for one in cuts
+    }
+    formula = Formula(
+        settings.zero_optimization.stage,
+        num_ranks,
+        settings.shardwell.shard_at_world_one,
+        recipe.num_states if recipe is not None else 0,
+        settings.shardwell.moments == "8bit",
+        (settings.gradient_accumulation_steps or 1) > 1,
+        commit_policy(settings),
+    )
+    return States(units, formula)
 
 
 @dataclass(frozen=True)
@@ -226,8 +271,17 @@ class Places:
     offload: Offload
 
 
-def _places(cuts: list[Cut], settings: Config, offload: Offload) -> Places:
-    return Places(_persistent(cuts, settings), offload.again(cuts, settings))
+def _places(
+    cuts: list[Cut],
+    settings: Config,
+    recipe: Recipe | None,
+    context: Context,
+    offload: Offload,
+    trained: Set[int] = frozenset(),
+) -> Places:
+    persistent = _persistent(cuts, settings)
+    states = _states(cuts, settings, recipe, context.world.mesh.size, persistent, trained)
+    return Places(persistent, offload.again(states, settings))
 
 
 def _persistent(cuts: list[Cut], settings: Config) -> set[int]:

@@ -208,6 +208,15 @@ class Device:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         return total * torch.cuda.get_per_process_memory_fraction(self.torch_device)
 
+    def unused_bytes(self) -> float:
+        """What this process may have of the device beside what it has in use now; 0 where that cannot be told."""
+        if not self.is_cuda:
+            return 0.0
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        num_ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # that share it
+        mine = min(self.most_bytes(), free / num_ranks + torch.cuda.memory_reserved(self.torch_device))
+        return max(0.0, mine - torch.cuda.memory_allocated(self.torch_device))
+
     def update_cores(self) -> list[int] | None:
         """Which cores update what rests on the host; None: as many threads as torch has, wherever they run."""
         if not self.is_cuda:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Recipe:
 
     labels: dict[int, int]  # id(parameter) -> index of its parameter group
     make: Callable[[list[list[Tensor]]], Optimizer]  # from the shards of each parameter group
+    num_states: int = 2  # tensors of a shard's size that it keeps for each; Adam's, where that is not known
 
     def label(self, parameter: nn.Parameter) -> int:
         return self.labels.get(id(parameter), NO_LABEL)
@@ -59,12 +60,14 @@ def recipe_for(
         return _from_object(optimizer)
     groups = _parameter_groups(model, model_parameters)
     if optimizer is not None:
-        return _from_factory(Muon if optimizer is torch.optim.Muon else optimizer, groups)
+        kind = Muon if optimizer is torch.optim.Muon else optimizer
+        return replace(_from_factory(kind, groups), num_states=_num_states(kind, groups))
     if block is not None:
         factory, options = by_name(block, device)
         if factory is Muon:
             groups = _groups_for_muon(model, groups, options)
-        return _from_factory(lambda params: factory(params, **options), groups)
+        recipe = _from_factory(lambda params: factory(params, **options), groups)
+        return replace(recipe, num_states=_num_states(factory, [options]))
     return None
 
 
@@ -141,7 +144,7 @@ def _from_object(optimizer: Optimizer) -> Recipe:
             ).state
         return optimizer
 
-    return Recipe(labels, make)
+    return Recipe(labels, make, _num_states(type(optimizer), optimizer.param_groups))
 
 
 def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
@@ -191,6 +194,15 @@ def _unnamed(items: Any) -> list[nn.Parameter]:
 
 def _steps_taken(state: dict[str, Any]) -> bool:
     return bool(state.get("step", 1))
+
+
+def _num_states(kind: Any, groups: Iterable[dict[str, Any]]) -> int:
+    """Tensors that an optimizer keeps for each parameter; as many as Adam where that is not known."""
+    if kind is torch.optim.SGD:
+        return int(any(group.get("momentum") for group in groups))
+    if kind in (torch.optim.Adagrad, Lion):
+        return 1
+    return 2 + any(group.get("amsgrad") for group in groups)
 
 
 def _check_elementwise(kind: Any) -> None:

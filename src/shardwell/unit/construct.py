@@ -3,12 +3,15 @@
 Every parameter that a module registers gets a keeper at once. The parameters of the module that was touched last are
 whole; when another module is touched they are split, and each rank keeps its shard. An initialiser that comes back to
 a released parameter is served: it is gathered, changed, and split again. All ranks run the whole construction, so the
-same seed gives the same weights as without `Init`. `initialize` then regroups the shards into units.
+same seed gives the same weights as without `Init`. `initialize` then regroups the shards into units. Until then they
+rest on the device where they were made, or, with `remote_device`, in host memory or on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,13 +22,17 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
 from shardwell.comm.mesh import world_mesh
-from shardwell.config import load
+from shardwell.config import Config, load
 from shardwell.errors import ConfigError
 from shardwell.layout import Spec, dense_stride, lay_out
 from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
+from shardwell.memory.chest import Chest
 from shardwell.memory.device import default_device
+from shardwell.memory.disk import DiskSettings, DiskTier
 from shardwell.unit import guard
 from shardwell.unit.group import Context
+
+_TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
@@ -41,13 +48,18 @@ class Init(contextlib.AbstractContextManager["Init"]):
         enabled: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        settings = load(config_dict_or_path if config_dict_or_path is not None else config)
-        if remote_device not in (None, "none", "cpu", "cuda"):
-            raise ConfigError(f"zero.Init(remote_device='{remote_device}') is not there yet; use 'cpu' or leave it out")
-        self._enabled = enabled and settings.zero_optimization.stage == 3
-        self._time_limit = settings.shardwell.divergence_timeout
-        chosen = "cpu" if remote_device == "cpu" else device
-        self._where = torch.device(chosen) if chosen is not None else default_device()
+        self._settings = load(config_dict_or_path if config_dict_or_path is not None else config)
+        if remote_device not in _TIERS:
+            known = ", ".join(f"'{name}'" for name in _TIERS if name)
+            raise ConfigError(f"zero.Init(remote_device='{remote_device}'): expected one of {known}, or none of them")
+        self._tier = _TIERS[remote_device]
+        if self._tier is Tier.DISK and not _folders(self._settings):
+            raise ConfigError(
+                "zero.Init(remote_device='nvme') needs a folder: name one on a local drive, or several with ',' "
+                "between them, in zero_optimization.offload_param.nvme_path"
+            )
+        self._enabled = enabled and self._settings.zero_optimization.stage == 3
+        self._where = torch.device(device) if device is not None else default_device()
         self._handle: RemovableHandle | None = None
         self._scope: contextlib.ExitStack = contextlib.ExitStack()
         self._nursery: Nursery | None = None
@@ -60,7 +72,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
     def __enter__(self) -> Init:
         if self._enabled:
             start_process_group(self._where)
-            self._nursery = self._nursery or Nursery(self._where, self._time_limit)
+            self._nursery = self._nursery or Nursery(self._where, self._settings, self._tier)
             self._scope.enter_context(self._where)
             self._handle = register_module_parameter_registration_hook(self._adopt)
         return self
@@ -84,13 +96,17 @@ class Init(contextlib.AbstractContextManager["Init"]):
 class Nursery:
     """Parameters between their birth and `initialize`. Only those of one module are whole at a time."""
 
-    def __init__(self, where: torch.device, time_limit: float) -> None:
+    def __init__(self, where: torch.device, settings: Config, tier: Tier) -> None:
         device, account, ledger = Device(where), Account(), Ledger()
         scratch = Scratch(device, account)
         world = world_mesh(where)
         comm = Collectives(world, device, ledger, scratch)
-        comm.agreement = Agreement(world, time_limit, comm.cut_links)
-        self.context = Context(device, account, scratch, {Axis.WORLD: comm})
+        comm.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
+        disk = None
+        if tier is Tier.DISK:
+            disk = DiskTier(_folders(settings), DiskSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+        self.context = Context(device, account, scratch, {Axis.WORLD: comm}, disk)
+        self.tier = tier  # where shards rest
         self._whole: list[Newborn] = []
 
     def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -130,27 +146,54 @@ class Newborn:
         parameter.data = view
         del view  # or it would be counted below
         self._shard: Buffer | None = None
+        self._chest: Chest | None = None  # that the shard is in, if it rests on disk
         self._held = 0
         self._is_whole = True
         guard.keep(parameter, self)
         self._views = self._flat.num_views
 
-    def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+    def _buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Buffer:
         context = self._nursery.context
-        return Buffer(context.device, context.account, (State.PARAMETERS, self._name, Tier.DEVICE), numel, dtype)
+        return Buffer(context.device, context.account, (State.PARAMETERS, self._name, tier), numel, dtype)
+
+    @property
+    def at_rest(self) -> tuple[Tier, int]:
+        """Where the values are now, and their bytes."""
+        if self._is_whole or self._shard is None:
+            return Tier.DEVICE, self._flat.nbytes
+        return self._nursery.tier, self._shard.nbytes
 
     def fold(self) -> bool:
         """Keep this rank's shard and free the rest; false if somebody still looks at the whole."""
         if self._held or self._flat.num_views > self._views:
             return False
-        start, end = self._range
-        if self._shard is None:
-            self._shard = self._buffer(end - start, self._flat.tensor.dtype)
-        self._shard.tensor.copy_(self._flat.tensor[start:end])
+        self._keep_shard()
         self._flat.drop()
         self._is_whole = False
         guard.send_away([self._parameter])
         return True
+
+    def _keep_shard(self) -> None:
+        start, end = self._range
+        if self._shard is None:
+            self._shard = self._buffer(end - start, self._flat.tensor.dtype, self._nursery.tier)
+        with self._fetched(changes=True):
+            self._shard.tensor.copy_(self._flat.tensor[start:end])
+        if self._chest is None and self._nursery.context.disk is not None:
+            self._chest = Chest(self._nursery.context.disk, self._nursery.context.account, self._name)
+            self._chest.keep([self._shard.tensor])
+
+    @contextlib.contextmanager
+    def _fetched(self, *, changes: bool) -> Iterator[None]:
+        """Have the shard in memory."""
+        if self._chest is None:
+            yield
+            return
+        self._chest.open()
+        try:
+            yield
+        finally:
+            self._chest.close(changed=changes)
 
     def unfold(self) -> None:
         if self._is_whole:
@@ -158,7 +201,8 @@ class Newborn:
         assert self._shard is not None
         self._flat.grow()
         start, end = self._range
-        self._flat.tensor[start:end].copy_(self._shard.tensor)
+        with self._fetched(changes=False):
+            self._flat.tensor[start:end].copy_(self._shard.tensor)
         self._nursery.context.world.gather(self._flat.tensor, f"GATHER {self._name}").wait()
         self._is_whole = True
         guard.bring_back([self._parameter])
@@ -175,6 +219,10 @@ class Newborn:
         self._nursery.unfold(self)
         self._nursery.forget(self)
         guard.let_go(parameter)
+        if self._chest is not None:
+            self._chest.free()
+        if self._shard is not None:
+            self._shard.drop()
         return parameter.data
 
     def open(self) -> None:
@@ -185,3 +233,8 @@ class Newborn:
         self._held -= 1
         if modifier_rank is not None:
             self._nursery.context.world.broadcast(self._flat.tensor, modifier_rank, token=f"WRITE {self._name}")
+
+
+def _folders(settings: Config) -> list[Path]:
+    named = settings.zero_optimization.offload_param.nvme_path or ""
+    return [Path(path.strip()) for path in named.split(",") if path.strip()]

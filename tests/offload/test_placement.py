@@ -1,0 +1,497 @@
+"""Where units rest: the arithmetic, and training that is spread over device, host and disk."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import shardwell
+from shardwell.config import load
+from shardwell.engine import room
+from shardwell.engine.placement import Bytes, Formula, Kind, Place, States, ladder, plan, total
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import State, Tier
+from shardwell.optim.build import recipe_for
+from shardwell.unit import Group, Precision, guard
+from shardwell.unit.table import Commit
+from tests.checkpoint.legs import everything
+from tests.memory.live import PeakWatch
+from tests.models import zero
+from tests.offload.test_disk_state import on_disk, quickly
+from tests.offload.test_offload import check_equal
+from tests.ranks import Ranks
+
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+BF16 = Precision.of(torch.bfloat16, torch.bfloat16, True)
+FP32 = Precision.of(torch.float32, None, True)
+FP16 = Precision.of(torch.float16, torch.float16, True)
+
+
+# ------------------------------------------------------------------------------------------------------ arithmetic
+
+
+@pytest.mark.parametrize(
+    ("deepest", "rungs"),
+    [
+        (Place(), [(DEVICE, DEVICE)]),
+        (Place(DEVICE, HOST), [(DEVICE, DEVICE), (DEVICE, HOST)]),
+        (Place(DEVICE, DISK), [(DEVICE, DEVICE), (DEVICE, HOST), (DEVICE, DISK)]),
+        (Place(HOST, HOST), [(DEVICE, DEVICE), (HOST, HOST)]),
+        (Place(HOST, DISK), [(DEVICE, DEVICE), (HOST, HOST), (HOST, DISK)]),
+        (Place(DISK, DISK), [(DEVICE, DEVICE), (HOST, HOST), (DISK, DISK)]),
+        (Place(DISK, HOST), [(DEVICE, DEVICE), (HOST, HOST), (DISK, HOST)]),
+    ],
+)
+def test_both_states_go_down_together_as_far_as_each_may(deepest: Place, rungs: list[tuple[Tier, Tier]]) -> None:
+    assert ladder(deepest) == rungs
+
+
+@pytest.mark.parametrize(
+    ("precision", "place", "each"),
+    [
+        (BF16, Place(), {DEVICE: 12}),
+        (FP32, Place(), {DEVICE: 12}),
+        (FP16, Place(), {DEVICE: 12}),
+        (BF16, Place(DEVICE, HOST), {DEVICE: 2, HOST: 12}),
+        (FP32, Place(DEVICE, DISK), {DEVICE: 4, DISK: 12}),
+        (BF16, Place(HOST, HOST), {HOST: 12}),  # the parameters are halves of their masters
+        (BF16, Place(DISK, DISK), {DISK: 12}),
+        (FP16, Place(HOST, HOST), {HOST: 14}),
+        (BF16, Place(HOST, DISK), {HOST: 2, DISK: 12}),
+        (BF16, Place(HOST, DEVICE), {HOST: 2, DEVICE: 12}),
+    ],
+)
+def test_bytes_at_rest_for_each_parameter(precision: Precision, place: Place, each: dict[Tier, int]) -> None:
+    kind = Kind(precision, trains=True, persistent=False)
+    found = Formula(3, num_ranks=4).at_rest(kind, 4001, place)
+    assert +found == {tier: size * 1001 for tier, size in each.items()}  # shares are rounded up
+
+
+def test_what_else_decides_on_bytes() -> None:
+    kind, frozen = Kind(BF16, True, False), Kind(Precision.of(torch.bfloat16, torch.bfloat16, False), False, False)
+    below, formula = Place(DEVICE, HOST), Formula(3, 2)
+    assert +formula.at_rest(frozen, 512, Place(DISK, DISK)) == {DISK: 512}
+    assert +formula.needs(frozen, 512, Place(HOST, HOST)) == {HOST: 512}
+    assert +Formula(3, 2, eight_bits=True).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * (4 + 2) + 2}
+    assert +Formula(3, 2, eight_bits=True).at_rest(kind, 512, Place()) == {DEVICE: 256 * 12}
+    assert +Formula(3, 2, num_states=1).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * 8}
+    assert +formula.needs(kind, 512, Place()) == {DEVICE: 256 * 14}  # with the gradients
+    assert +formula.needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 14}
+    assert +Formula(3, 2, commit=Commit.AT_ONCE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
+    assert +Formula(3, 2, accumulates=True).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 16}
+    assert +Formula(3, 2, accumulates=True).needs(kind, 512, Place()) == {DEVICE: 256 * 16}
+    assert +Formula(3, 2, commit=Commit.SHADOW).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
+    small = Kind(BF16, True, persistent=True)
+    assert +formula.at_rest(small, 512, Place(DISK, DISK)) == {DEVICE: 512 * 2 + 256 * 10}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "num_states"),
+    [
+        ("AdamW", {}, 2),
+        ("AdamW", {"amsgrad": True}, 3),
+        ("SGD", {"lr": 0.1}, 0),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, 1),
+        ("Adagrad", {}, 1),
+    ],
+)
+def test_the_states_of_an_optimizer_are_known_before_it_is_made(
+    optimizer: str, options: dict[str, Any], num_states: int
+) -> None:
+    model = nn.Linear(2, 2)
+    device = shardwell.memory.Device("cpu")
+    block = load({"optimizer": {"type": optimizer, "params": options}}).optimizer
+    made = getattr(torch.optim, optimizer)(model.parameters(), **options)
+    for recipe in (recipe_for(None, model, None, block, device), recipe_for(made, model, None, None, device)):
+        assert recipe is not None
+        assert recipe.num_states == num_states
+    assert recipe_for(shardwell.optim.lion.Lion, model, None, None, device).num_states == 1  # type: ignore[union-attr]
+
+
+sizes = st.integers(0, 40)
+places = st.builds(Place, st.sampled_from(list(Tier)), st.sampled_from(list(Tier)))
+formulas = st.builds(
+    Formula,
+    st.just(3),
+    st.integers(1, 3),
+    shard_at_world_one=st.booleans(),
+    eight_bits=st.booleans(),
+    accumulates=st.booleans(),
+    commit=st.sampled_from(list(Commit)),
+)
+kinds = st.builds(Kind, st.sampled_from([BF16, FP32, FP16]), st.booleans(), st.booleans())
+models = st.lists(st.dictionaries(kinds, sizes, max_size=2), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(models, formulas, places, st.tuples(*[st.integers(0, 1500)] * 3), st.integers(0, 200))
+def test_a_plan_fits_if_any_does_and_rests_no_deeper_than_it_must(
+    model: list[dict[Kind, int]], formula: Formula, deepest: Place, budget: tuple[int, ...], extra: int
+) -> None:
+    rungs = ladder(deepest)
+    states = States({str(number): unit for number, unit in enumerate(model)}, formula)
+    needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
+    buffers = [Counter({HOST: extra * depth}) for depth in range(len(rungs))]
+    free = dict(zip(Tier, budget, strict=True))
+    found = plan(needs, buffers, free)
+    deep = max(found.rungs)
+    assert found.rungs == sorted(found.rungs)
+    assert found.needed == total([buffers[deep if found.fits(free) else -1], *rows(needs, found.rungs)])
+
+    def fits(choice: tuple[int, ...], depth: int) -> bool:
+        needed: Bytes = total([buffers[depth], *rows(needs, choice)])
+        return all(size <= free[tier] for tier, size in needed.items())
+
+    depths = range(len(rungs))
+    possible = {
+        depth: [c for c in itertools.combinations_with_replacement(range(depth + 1), len(needs)) if fits(c, depth)]
+        for depth in depths
+    }
+    assert found.fits(free) == any(possible.values())
+    if found.fits(free):
+        shallowest = next(depth for depth in depths if possible[depth])
+        best = min(possible[shallowest])  # as many as possible on the device, then as many on the host
+        assert tuple(found.rungs) == best
+
+
+def rows(needs: list[list[Bytes]], rungs: Any) -> list[Bytes]:
+    return [unit[rung] for unit, rung in zip(needs, rungs, strict=True)]
+
+
+def test_bytes_that_fit_on_striped_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {tmp_path / "one": 1000, tmp_path / "two": 600}
+    for path in free:
+        path.mkdir()
+    monkeypatch.setattr(room, "free_bytes", free.get)
+    assert room.free_on([tmp_path / "one"]) == 1000
+    assert room.free_on(list(free)) == 600  # one file system: all of it goes there
+    assert math.isinf(room.free_on([tmp_path / "gone"]))
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+class Layer(nn.Module):
+    """Of whole registers: torch's optimizers round the ends of other tensors in their own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Stack(nn.Module):
+    """Units of one size."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+SHARE = 64 * 64 // 2  # parameters of a layer on each of 2 ranks
+SEATS = {"buffer_count": 3}
+BELOW = {"offload_optimizer": {"device": "cpu"}}
+ALL_BELOW = {**BELOW, "offload_param": {"device": "cpu"}}
+
+
+def auto(device: int, host: int, **others: Any) -> dict[str, Any]:
+    """Budgets of each of 2 ranks, in bytes a parameter of one layer."""
+    return {"placement": "auto", "device_memory": device * SHARE, "host_memory": 2 * host * SHARE, **others}
+
+
+def configured(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:
+    quickly()
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    return zero(3, zero_optimization=block, shardwell=own, optimizer=adam, bf16={"enabled": True}, **others)
+
+
+def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:
+    config = configured(block, own, train_micro_batch_size_per_gpu=4, **others)
+    torch.manual_seed(0)
+    engine = shardwell.initialize(model=Stack(), config=config).engine
+    for step in range(4 * engine.gradient_accumulation_steps()):
+        torch.manual_seed(10 * step + dist.get_rank())
+        engine.backward(engine(torch.randn(4, 64)))
+        engine.step()
+    values = everything(engine)
+    held: Counter[Tier] = Counter()
+    for (state, _, tier), size in engine.memory().now.items():
+        held[tier] += size if state in (State.PARAMETERS, State.OPTIMIZER) else 0
+    rows = [unit.groups[0].row for unit in engine._flow.units]
+    return {
+        "values": values,
+        "rows": [(row.parameters.tier, row.optimizer.tier) for row in rows],
+        "held": +held,
+        "planned": engine.offload.at_rest(),
+        "text": str(engine.offload),
+    }
+
+
+UP, MIDDLE, DOWN = (DEVICE, DEVICE), (DEVICE, HOST), (DEVICE, DISK)
+CLIPPED = {"gradient_clipping": 0.05, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "own", "others", "expected"),
+    [
+        # at once: 14 on the device with gradients, else 2; 12 on the host, and 3 seats of 12 for what is on disk
+        ("none", auto(2 * 14 + 6 * 2, 36 + 2 * 12), {}, [UP] * 2 + [MIDDLE] * 2 + [DOWN] * 4),
+        # after the norm, with sums in fp32: 16 on the device, else 2; 4 more on the host for all that is below
+        ("none", auto(16 + 7 * 2, 36 + 7 * 4 + 2 * 12), CLIPPED, [UP] + [MIDDLE] * 2 + [DOWN] * 5),
+        # parameters go down too: 2 on the host for what is on disk
+        ("cpu", auto(2 * 14, 36 + 2 * 12 + 4 * 2), {}, [UP] * 2 + [(HOST, HOST)] * 2 + [(HOST, DISK)] * 4),
+    ],
+    ids=["at once", "after the norm", "parameters"],
+)
+def test_units_on_three_tiers_give_the_bits_of_units_on_the_host(
+    ranks: Ranks, tmp_path: Path, parameters: str, own: dict[str, Any], others: dict[str, Any], expected: list[Any]
+) -> None:
+    block = {**on_disk(tmp_path, **SEATS), "offload_param": {"device": parameters}}
+    placed = ranks.run(2, trained, block, own, **others)
+    below = ranks.run(2, trained, BELOW, {}, **others)[0]
+    assert below["rows"] == [MIDDLE] * 8
+    for found in placed:
+        assert found["rows"] == expected
+        for name, value in below["values"].items():
+            assert np.array_equal(found["values"][name], value), name
+
+
+def test_what_needs_no_disk_is_not_on_disk_and_what_rests_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(2, trained, on_disk(tmp_path, **SEATS), auto(3 * 14 + 5 * 2, 5 * 12))[0]
+    assert found["rows"] == [UP] * 3 + [MIDDLE] * 5
+    assert found["planned"] == {DEVICE: (3 * 12 + 5 * 2) * SHARE, HOST: 5 * 12 * SHARE}
+    assert found["held"] == pytest.approx(found["planned"], abs=100)  # steps are counted, too
+    assert found["text"] == (
+        "updates on the host, by unit: 5 at once; units by optimizer state: 3 on the device, 5 on the host; "
+        "at rest on each rank: 92.0 KiB on the device, 120.0 KiB on the host"
+    )
+
+
+def test_on_cpu_ranks_nothing_is_on_the_device_that_need_not_be(ranks: Ranks) -> None:
+    found = ranks.run(2, trained, ALL_BELOW, {"placement": "auto"})[0]
+    assert found["rows"] == [(HOST, HOST)] * 8
+    assert found["text"].startswith("updates on the host, by unit: 8 at once; units by optimizer state: 8 on the host")
+
+
+def test_what_does_not_fit_is_refused_with_numbers_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Group, "__init__", lambda *_: pytest.fail("a group was made"))
+    layer = 64 * 64  # all of it on one rank
+    block = {**on_disk(tmp_path, **SEATS), "offload_param": {"device": "cpu"}}
+    own = {"placement": "auto", "device_memory": 14 * layer, "host_memory": 60 * layer, "disk_memory": 12 * layer}
+    expected = (
+        r"Needed on each of 1 rank\(s\): device 56.0 KiB \(free 56.0 KiB\), host 240.0 KiB \(free 240.0 KiB\), "
+        r'disk 288.0 KiB \(free 48.0 KiB\). Free space .* set shardwell.moments to "8bit", or use more ranks'
+    )
+    with pytest.raises(ShardwellError, match=expected):
+        shardwell.initialize(model=Stack(), config=configured(block, own), device="cpu")
+    own = {"placement": "auto", "device_memory": 14 * layer, "host_memory": 10**9}
+    expected = r'device 64.0 KiB \(free 56.0 KiB\), .*_room, set offload_param.device to "cpu", or use more ranks'
+    with pytest.raises(ShardwellError, match=expected):
+        shardwell.initialize(model=Stack(), config=configured(BELOW, own), device="cpu")
+
+
+def test_budgets_are_shares_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = type("Memory", (), {"available": 100_000})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    budgets = {}
+    monkeypatch.setattr("shardwell.engine.offload.plan", lambda needs, buffers, free: budgets.update(free) or PASS)
+    PASS = plan([[Counter()]] * 8, [Counter()], {})
+    own = {"placement": "auto", "host_room": 0.2, "disk_memory": 5}
+    shardwell.initialize(model=Stack(), config=configured(ALL_BELOW, own), device="cpu")
+    assert budgets == {DEVICE: 0, HOST: 80_000 + 8 * 64 * 64 * 4, DISK: 5}  # what the model has now is free soon
+
+
+def uneven(path: str) -> list[Any]:
+    """Training on ranks that find different amounts of free memory."""
+    available = 10**9 if dist.get_rank() else 2 * (36 + 3 * 12) * SHARE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
+        patch.setattr(room, "_held", lambda *_: Counter())
+        own = {"placement": "auto", "host_room": 0.0}
+        return trained(on_disk(Path(path), **SEATS), own)["rows"]
+
+
+def test_all_ranks_place_by_the_least_room(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, uneven, str(tmp_path)) == [[MIDDLE] * 3 + [DOWN] * 5] * 2
+
+
+def saved_and_loaded(block: dict[str, Any], own: dict[str, Any], folder: str, saves: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine = shardwell.initialize(model=Stack(), config=configured(block, own)).engine
+    if saves:
+        for step in range(2):
+            torch.manual_seed(step)
+            engine.backward(engine(torch.randn(4, 64)))
+            engine.step()
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return everything(engine)
+
+
+def test_checkpoints_go_from_three_tiers_to_the_host_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    spread = {**on_disk(tmp_path / "drive", **SEATS), "offload_param": {"device": "cpu"}}, auto(28, 68)
+    folder = str(tmp_path / "saved")
+    saved = ranks.run(2, saved_and_loaded, *spread, folder, True)[0]
+    for block, own in ((BELOW, {}), spread):
+        check_equal(ranks.run(2, saved_and_loaded, block, own, folder, False)[0], saved)
+    assert float(np.abs(saved["layers.7.inner.weight exp_avg"]).max()) > 0
+
+
+def test_a_plan_can_be_seen_without_any_memory(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Stack()
+    own = auto(2 * (2 * 14 + 6 * 2), 36 + 2 * 12, shard_at_world_one=True)  # one rank holds what two would
+    engine = shardwell.initialize(model=model, config=configured(on_disk(tmp_path, **SEATS), own)).engine
+    assert [place.optimizer for place in engine.offload.places.values()] == [DEVICE] * 2 + [HOST] * 2 + [DISK] * 4
+
+
+def grown(own: dict[str, Any]) -> list[Any]:
+    """The tiers of units before and after a layer is made anew, and another one comes."""
+    torch.manual_seed(0)
+    model = Stack(layers=4)
+    engine = shardwell.initialize(model=model, config=configured(ALL_BELOW, own)).engine
+    before = [unit.groups[0].row.parameters.tier for unit in engine._flow.units]
+    model.layers[0] = Layer()
+    model.layers.append(Layer())
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 64)))
+        engine.step()
+    return [before, [unit.groups[0].row.parameters.tier for unit in engine._flow.units]]
+
+
+def test_a_unit_that_is_built_anew_keeps_its_place_and_a_new_one_rests_deep(ranks: Ranks) -> None:
+    for before, after in ranks.run(2, grown, auto(2 * 14, 100)):
+        assert before == [DEVICE] * 2 + [HOST] * 2
+        assert after == [DEVICE] * 2 + [HOST] * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 2}}, 'shardwell.placement: "auto" contradicts zero_optimization.stage 2'),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            'offload_optimizer.ratio: 0.5 contradicts shardwell.placement "auto"',
+        ),
+    ],
+)
+def test_placement_contradicts_what_else_places(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load({**config, "shardwell": {"placement": "auto"}})
+
+
+# ---------------------------------------------------------------------------------------------------- construction
+
+
+def built(path: str, upside_down: bool) -> dict[str, Any]:
+    """The order of building, and how much more memory it took than there was before."""
+    config = configured({**on_disk(Path(path), **SEATS), "offload_param": {"device": "cpu"}}, auto(28, 68))
+    with shardwell.zero.Init(config=config):
+        torch.manual_seed(0)
+        model = Stack()
+    order: list[str] = []
+    make = Group.__init__
+    with pytest.MonkeyPatch.context() as patch, PeakWatch() as watch:
+        patch.setattr(Group, "__init__", lambda group, name, *rest: order.append(name) or make(group, name, *rest))
+        if upside_down:
+            patch.setattr(Place, "depth", 0)
+        engine = shardwell.initialize(model=model, config=config).engine
+    return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine._flow.units]}
+
+
+def test_units_that_rest_deepest_are_built_first(ranks: Ranks, tmp_path: Path) -> None:
+    """So that building takes no more than a unit beside what there is before or after."""
+    names = [f"layers.{number}" for number in range(8)]
+    whole, part = 4 + 4 + 2, 4 + 4 + 2  # as it was born, in fp32 and in bf16; masters, their way to disk, parameters
+    right, wrong = (ranks.run(2, built, str(tmp_path), upside_down) for upside_down in (False, True))
+    for found, other in zip(right, wrong, strict=True):
+        assert found["names"] == other["names"] == names
+        assert found["order"] == names[4:] + names[2:4] + names[:2]
+        assert other["order"] == names
+        assert found["more"] <= (2 * whole + part) * SHARE
+        assert other["more"] >= found["more"] + 2 * 2 * SHARE  # what two units take on the host beside their masters
+
+
+BORN = {"cpu": HOST, "nvme": DISK}
+
+
+def born(path: str, remote: str | None) -> dict[str, Any]:
+    """A model whose shards wait elsewhere: what it is, where its bytes are, how many were in memory at once."""
+    block = {"offload_param": {"device": "cpu", "nvme_path": path}, "offload_optimizer": {"device": "cpu"}}
+    config = configured(block, {}, aio={"block_size": 8192})
+    Path(path).mkdir(exist_ok=True)
+    with PeakWatch() as watch, shardwell.zero.Init(config=config, remote_device=remote):
+        torch.manual_seed(0)
+        model = Stack()
+        model.empty = nn.Parameter(torch.empty(0, 4))
+        nn.init.constant_(model.layers[3].inner.weight, 0.5)  # comes back to a shard that has left
+        with torch.no_grad():
+            model.layers[5].inner.weight.mul_(2.0)
+    peak = watch.peak - watch.start
+    keepers = [guard.keeper_of(parameter) for parameter in model.parameters()]
+    at_rest = [keeper.at_rest for keeper in keepers]
+    disk = keepers[0]._nursery.context.disk
+    reserved = 0 if disk is None else disk.num_bytes
+    books = keepers[0]._nursery.context.account.report().now
+    with shardwell.zero.GatheredParameters(model.parameters()):
+        values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine = shardwell.initialize(model=model, config=config).engine
+    left = None if disk is None else disk.num_bytes
+    engine.backward(engine(torch.ones(4, 64)))
+    engine.step()
+    return {
+        "at rest": at_rest,
+        "by books": {tier: sum(size for (_, _, t), size in books.items() if t is tier) for tier in Tier},
+        "peak": peak,
+        "reserved": reserved,
+        "left": left,
+        "values": values,
+        "stepped": everything(engine),
+    }
+
+
+@pytest.mark.parametrize("remote", list(BORN))
+def test_shards_are_born_in_host_memory_or_on_disk(ranks: Ranks, tmp_path: Path, remote: str) -> None:
+    plain = ranks.run(2, born, str(tmp_path), None)
+    for found, usual in zip(ranks.run(2, born, str(tmp_path), remote), plain, strict=True):
+        assert found["at rest"] == [(BORN[remote], 0)] + [(BORN[remote], 4 * SHARE)] * 8
+        assert usual["at rest"] == [(DEVICE, 0)] + [(DEVICE, 4 * SHARE)] * 8
+        assert found["by books"] == {**dict.fromkeys(Tier, 0), BORN[remote]: 8 * 4 * SHARE}
+        assert usual["by books"] == {**dict.fromkeys(Tier, 0), DEVICE: 8 * 4 * SHARE}
+        for part in ("values", "stepped"):
+            for name, value in usual[part].items():
+                assert np.array_equal(found[part][name], value), name
+        if remote == "nvme":
+            assert found["reserved"] == 8 * 4 * SHARE
+            assert found["left"] == 0  # when they have become units
+            assert found["peak"] < usual["peak"] - 4 * 4 * SHARE
+    assert not list(tmp_path.iterdir())
+
+
+def test_init_on_disk_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"needs a folder: .* zero_optimization.offload_param.nvme_path"):
+        shardwell.zero.Init(config=zero(3), remote_device="nvme")
+    with pytest.raises(ConfigError, match="expected one of 'none', 'cuda', 'cpu', 'nvme', or none of them"):
+        shardwell.zero.Init(config=zero(3), remote_device="tape")
