@@ -38,9 +38,9 @@ from benchmarks.contenders import (
     build_fsdp2,
     build_shardwell,
 )
+from benchmarks.launch import without_folders
 from benchmarks.measure import cpu_seconds
 from benchmarks.model import PRESETS
-from benchmarks.overheads_worker import without_folders
 from benchmarks.worker import batch_for
 
 WARM_UP_STEPS = 2

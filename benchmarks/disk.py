@@ -212,6 +212,26 @@ def contenders_on(
             contender.close()
 
 
+def drive_rates(path: Path, settings: DiskSettings, num_bytes: int) -> dict[str, float]:
+    """Bytes a second of each job, reads and writes together: the best of the reference and the chosen engine."""
+    memory = aligned(num_bytes)
+    pattern = torch.randint(256, (min(num_bytes, REQUEST),), dtype=torch.uint8)
+    for at in range(0, num_bytes, REQUEST):
+        memory[at : at + REQUEST] = pattern[: num_bytes - at]
+    found: dict[str, float] = dict.fromkeys(JOBS, 0.0)
+    for make in (Loop, Tier):
+        with contextlib.suppress(OSError):  # a file system that has no direct access is left to the tier
+            contender: Contender = make(path, memory, settings)
+            try:
+                for job in ("write", "read", *["mixed"] * 3):  # written first: what nobody wrote is no work to read
+                    begin = time.perf_counter()
+                    contender.run(job, 0, num_bytes)
+                    found[job] = max(found[job], num_bytes / (time.perf_counter() - begin))
+            finally:
+                contender.close()
+    return found
+
+
 def is_right(contender: Any, memory: Tensor, crc: int) -> bool:
     """What was written comes back."""
     contender.run("write", 0, memory.numel())

@@ -10,7 +10,6 @@ With ``--device cpu --size tiny`` the same code runs anywhere, for its own sake 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shlex
 import statistics
@@ -25,10 +24,9 @@ from rich.table import Table
 
 from benchmarks.contenders import GPU_CONTENDERS, PROFILED, Contender, by_name
 from benchmarks.launch import RunFailedError, run_ranks
-from benchmarks.measure import machine, versions
+from benchmarks.measure import circumstances, keep, told
 from benchmarks.model import PRESETS
 
-RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 
 
@@ -151,12 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     contenders = [by_name(GPU_CONTENDERS, name) for name in names] or list(GPU_CONTENDERS)
     raw = measure_all(contenders, args, console)
     summary = summarise(raw)
-    on = {**machine(), "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"}
+    command = "python -m benchmarks.gpu " + shlex.join(sys.argv[1:] if argv is None else argv)
     report: dict[str, Any] = {
-        "command": ("python -m benchmarks.gpu " + shlex.join(sys.argv[1:] if argv is None else argv)).strip(),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": on,
-        "versions": versions(),
+        **circumstances(command, args.device),
         "parameters": PRESETS[args.size].num_parameters,
         "summary": summary,
         "raw": raw,
@@ -165,14 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, entry in raw.items():
         if entry["error"]:
             console.print(f"{name}: {entry['error']}", highlight=False, markup=False)
-    found = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    console.print(f"{on['device']}; {on['cpu']}, {on['cores']} cores; {found}", highlight=False)
+    console.print(told(report), highlight=False)
     if args.profile:
         report["profile"] = profile(args, console)
-    if args.json != "-":
-        path = Path(args.json) if args.json else RESULTS / f"gpu-{report['date'][:10]}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    if path := keep(report, "gpu", args.json):
         console.print(f"raw results: {path}", highlight=False)
     return 0
 

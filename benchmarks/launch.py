@@ -1,4 +1,4 @@
-"""Start the ranks of one measurement as fresh processes, bring their figures back, and never hang.
+"""Start the ranks of measurements as fresh processes, bring their figures back, and never hang.
 
 Knows processes, ports and time limits; it does not know what is measured.
 """
@@ -18,9 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+LEAST_SECONDS = 5.0  # no process is started for less
+
 
 class RunFailedError(Exception):
     """A measurement ended without figures; the message is one line."""
+
+
+def without_folders(text: str) -> str:
+    """One line without the folders of the machine, for results that travel."""
+    return re.sub(r"(?:/[\w.+-]+)+/", "", " ".join(text.split()))[:300]
 
 
 def free_port() -> int:
@@ -48,12 +55,17 @@ def rank_environment(rank: int, ranks: int, port: int, device: str) -> dict[str,
     return environment
 
 
+def lines_of(log: Path) -> list[str]:
+    """What a rank has written, without empty lines and the launcher's prefix."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in lines]
+
+
 def reason(log: Path, status: int) -> str:
     """One line that says why a rank failed: its signal, its last exception, or else the last line of its log."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in lines]
+    lines = lines_of(log)
     errors = [place for place, line in enumerate(lines) if "Error: " in line]
     told = lines[errors[-1] :] if errors else lines[-1:] or [f"exit status {status}, no output"]
     return " ".join(told)[:200]
@@ -103,7 +115,11 @@ def run_ranks(
                             start_new_session=True,
                         )
                     )
-            wait_for(processes, limit)
+            try:
+                wait_for(processes, limit)
+            except RunFailedError as failure:
+                last = "".join(f"; its last words: {line[:200]}" for line in lines_of(logs[0])[-1:])
+                raise RunFailedError(f"{failure}{last}") from None
             statuses = [process.poll() for process in processes]  # before the rest is stopped
         finally:
             stop(processes)
@@ -116,3 +132,31 @@ def run_ranks(
             return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
         except FileNotFoundError as error:
             raise RunFailedError("failed: a rank ended without figures") from error
+
+
+class Runs:
+    """Starts processes of one rank, one after the other, none beyond the time that all of them together may take."""
+
+    def __init__(self, module: str, device: str, budget: float, logs: Path | None = None) -> None:
+        self._module, self._device, self._logs = module, device, logs
+        self._budget, self._end = budget, time.monotonic() + budget
+
+    @property
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    def __call__(self, name: str, spec: dict[str, Any], limit: float) -> dict[str, Any]:
+        """The figures of a process. Its log is kept under its name, if logs are."""
+        left = self.seconds_left
+        if left < LEAST_SECONDS:
+            raise RunFailedError(f"stopped: {self._budget:.0f} s were over before this turn")
+        try:
+            return run_ranks(self._module, spec, 1, min(limit, left), self._device, self._log(name))[0]
+        except RunFailedError as failure:
+            raise RunFailedError(without_folders(str(failure))) from None
+
+    def _log(self, name: str) -> Path | None:
+        if self._logs is None:
+            return None
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self._logs / f"{name.replace(':', '-')}.log"

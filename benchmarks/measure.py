@@ -17,7 +17,9 @@ Nothing here knows an engine. What each counter sees:
 from __future__ import annotations
 
 import ctypes
+import datetime
 import gc
+import json
 import os
 import platform
 import resource
@@ -35,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 MIB = 2**20
+RESULTS = Path(__file__).parent / "results"
 
 
 def cpu_seconds() -> float:
@@ -222,3 +225,30 @@ def versions() -> dict[str, str]:
         except ImportError:
             pass
     return found
+
+
+def circumstances(command: str, device: str) -> dict[str, Any]:
+    """What every report begins with: the command, when it ran, and on what."""
+    on = torch.cuda.get_device_name(0) if device == "cuda" else device
+    return {
+        "command": command.strip(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": {**machine(), "device": on},
+        "versions": versions(),
+    }
+
+
+def told(report: dict[str, Any]) -> str:
+    """The machine and the versions of a report, in a line."""
+    on, found = report["machine"], ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{on['device']}; {on['cpu']}, {on['cores']} cores; {found}"
+
+
+def keep(report: dict[str, Any], name: str, asked: str | None) -> Path | None:
+    """Write a report where it was asked for, or among the results under its name and date; None for '-'."""
+    if asked == "-":
+        return None
+    path = Path(asked) if asked else RESULTS / f"{name}-{report['date'][:10]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    return path

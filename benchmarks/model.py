@@ -6,7 +6,7 @@ the meta device, and it stays in the dtype of its parameters (bf16 parameters gi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,10 @@ SMALL = DecoderConfig(vocab=8192, width=512, blocks=8, heads=8, mlp=1376, seq=12
 MEDIUM = DecoderConfig(vocab=8192, width=512, blocks=12, heads=8, mlp=1376, seq=128)  # 46.3M
 LARGE = DecoderConfig(vocab=32000, width=2048, blocks=24, heads=16, mlp=5504, seq=2048)  # 1.345B
 XLARGE = DecoderConfig(vocab=32000, width=3072, blocks=26, heads=24, mlp=8192, seq=2048)  # 3.14B
+SEVEN = DecoderConfig(vocab=32000, width=4096, blocks=32, heads=32, mlp=11008, seq=1024)  # 6.74B
 HUGE = DecoderConfig(vocab=32000, width=5120, blocks=40, heads=40, mlp=13824, seq=1024)  # 13.0B
+DEEP = replace(HUGE, blocks=78)  # 25.07B
+DEEPEST = replace(HUGE, blocks=126)  # 40.30B
 PRESETS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "large": LARGE, "xlarge": XLARGE, "huge": HUGE}
 
 

@@ -12,12 +12,11 @@ tokens. With ``--device cpu --size tiny`` the same code runs anywhere, for its o
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shlex
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu import interleave, summarise
-from benchmarks.launch import RunFailedError, run_ranks
-from benchmarks.measure import machine, versions
+from benchmarks.launch import RunFailedError, Runs
+from benchmarks.measure import circumstances, keep, told
 from benchmarks.offload_floor import FORMULAS, floor_of
 from benchmarks.offload_timeline import draw
 from benchmarks.offload_variants import SIZES, VARIANTS
-from benchmarks.overheads_worker import without_folders
 
-RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 PEERS = {"DeepSpeed": "deepspeed", "FSDP2": "fsdp2"}
 DRAWN = ("shardwell2:at-once", "shardwell2:after-norm:clip")
-LEAST_SECONDS = 5.0  # no process is started for less
 BYTES_UPDATED = 28  # that an update with fp32 moments reads and writes for each parameter
 EXTRA = (
     "host_bytes_per_parameter",
@@ -49,43 +45,30 @@ EXTRA = (
 )
 
 
-class Runs:
-    """Starts processes, none of them beyond the time that the whole run may take."""
+@dataclass(frozen=True)
+class Passes:
+    """Starts the pass of a variant in a process of its own."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._end = args, time.monotonic() + args.budget
+    runs: Runs
+    args: argparse.Namespace
 
     def __call__(self, what: str, size: str, variant: str) -> dict[str, Any]:
-        left = self._end - time.monotonic()
-        if left < LEAST_SECONDS:
-            raise RunFailedError(f"stopped: {self._args.budget:.0f} s were over before this turn")
-        steps = self._args.steps or SIZES[size].steps
-        spec = {"pass": what, "size": size, "variant": variant, "steps": steps, "device": self._args.device}
-        try:
-            limit = min(self._args.limit or SIZES[size].limit, left)
-            return run_ranks("benchmarks.offload_worker", spec, 1, limit, self._args.device, self._log(spec))[0]
-        except RunFailedError as failure:
-            raise RunFailedError(without_folders(str(failure))) from None
-
-    def _log(self, spec: dict[str, Any]) -> Path | None:
-        if self._args.logs is None:
-            return None
-        self._args.logs.mkdir(parents=True, exist_ok=True)
-        name = "-".join((spec["size"], spec["pass"], spec["variant"].replace(":", "-")))
-        return Path(self._args.logs, f"{name}.log")
+        steps = self.args.steps or SIZES[size].steps
+        spec = {"pass": what, "size": size, "variant": variant, "steps": steps, "device": self.args.device}
+        return self.runs(f"{size}-{what}-{variant}", spec, self.args.limit or SIZES[size].limit)
 
 
-def measure_size(size: str, names: Sequence[str], runs: Runs, rounds: int, console: Console) -> dict[str, Any]:
+def measure_size(size: str, names: Sequence[str], passes: Passes, rounds: int, console: Console) -> dict[str, Any]:
     """The floor and all variants of one size, with every ratio."""
     floor: dict[str, Any] = {"error": None}
     if rounds:
         console.print(f"[dim]{size}: the floor[/dim]", highlight=False)
         try:
-            floor |= runs("floor", size, "shardwell2-device")
+            floor |= passes("floor", size, "shardwell2-device")
         except RunFailedError as failure:
             floor["error"] = str(failure)
     missing = {name: VARIANTS[name].missing() for name in names}
-    raw = interleave(missing, rounds, lambda name: runs("timing", size, name), console)
+    raw = interleave(missing, rounds, lambda name: passes("timing", size, name), console)
     summary = summarise(raw)
     for name, figures in summary.items():
         figures |= {key: raw[name]["rounds"][-1][key] for key in EXTRA}
@@ -168,12 +151,12 @@ def tell(size: str, found: dict[str, Any], console: Console) -> None:
     tell_floor(found["floor"], console)
 
 
-def timeline(path: Path, size: str, runs: Runs, console: Console) -> dict[str, Any]:
+def timeline(path: Path, size: str, passes: Passes, console: Console) -> dict[str, Any]:
     """Profile the steps of ``DRAWN``; writes the picture and, beside it, the spans."""
     profiles: dict[str, Any] = {}
     for name in DRAWN:
         try:
-            profiles[name] = runs("timeline", size, name)
+            profiles[name] = passes("timeline", size, name)
         except RunFailedError as failure:
             console.print(f"timeline of {name}: {failure}", highlight=False, markup=False)
     if profiles:
@@ -218,28 +201,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device found; try: python -m benchmarks.offload --device cpu --size tiny")
-    console, runs = Console(width=max(Console().width, 200)), Runs(args)
-    on = {**machine(), "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"}
+    console = Console(width=max(Console().width, 200))
+    passes = Passes(Runs("benchmarks.offload_worker", args.device, args.budget, args.logs), args)
+    command = "python -m benchmarks.offload " + shlex.join(sys.argv[1:] if argv is None else argv)
     report: dict[str, Any] = {
-        "command": ("python -m benchmarks.offload " + shlex.join(sys.argv[1:] if argv is None else argv)).strip(),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": on,
-        "versions": versions(),
+        **circumstances(command, args.device),
         "formulas": FORMULAS,
         "sizes": {},
     }
     for size in args.size:
-        found = measure_size(size, args.only or SIZES[size].variants, runs, args.rounds, console)
+        found = measure_size(size, args.only or SIZES[size].variants, passes, args.rounds, console)
         report["sizes"][size] = found
         tell(size, found, console)
-    versions_found = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    console.print(f"{on['device']}; {on['cpu']}, {on['cores']} cores; {versions_found}", highlight=False)
+    console.print(told(report), highlight=False)
     if args.timeline:
-        report["timeline"] = timeline(Path(args.timeline), args.size[0], runs, console)
-    if args.json != "-":
-        path = Path(args.json) if args.json else RESULTS / f"offload-{report['date'][:10]}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        report["timeline"] = timeline(Path(args.timeline), args.size[0], passes, console)
+    if path := keep(report, "offload", args.json):
         console.print(f"raw results: {path}", highlight=False)
     return 0
 

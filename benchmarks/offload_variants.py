@@ -23,17 +23,19 @@ NEVER = 1e3  # no gradient of these models is that long
 ALWAYS = 1e-2  # all are longer
 WEIGHT_DECAY = 0.01  # what torch's AdamW has by itself
 CPU: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+TILE = 100_000_000  # elements that DeepSpeed updates at once
+AIO = {"block_size": 1 << 20, "queue_depth": 8, "overlap_events": True}  # what shardwell has by itself
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine with what it offloads; ``own`` is the configuration's ``shardwell`` block."""
+    """An engine with where optimizer state and parameters rest; ``own`` is the configuration's ``shardwell`` block."""
 
     engine: str
     stage: int = 2
     clip: float = 0.0
     offload: dict[str, Any] | None = field(default_factory=lambda: dict(CPU))
-    parameters: bool = False  # are offloaded as well
+    parameters: dict[str, Any] | None = None  # as well
     accumulation: int = 1
     own: dict[str, Any] = field(default_factory=dict)
     born_sharded: bool = False  # built inside zero.Init, in bf16
@@ -75,15 +77,15 @@ VARIANTS: dict[str, Variant] = {  # the first ones are what a run that ends earl
     "shardwell2:shadow:always-clips": _ours("shadow", clip=ALWAYS),
     "shardwell2:auto:always-clips": _ours("auto", clip=ALWAYS),
     "shardwell3:at-once": _ours("at_once", 3),
-    "shardwell3:parameters": _ours("at_once", 3, parameters=True),
-    "deepspeed3:parameters": Variant("deepspeed", 3, parameters=True),
+    "shardwell3:parameters": _ours("at_once", 3, parameters=CPU),
+    "deepspeed3:parameters": Variant("deepspeed", 3, parameters=CPU),
     "shardwell2:at-once:ratio-auto": _ours("at_once", offload=IN_PART),
     "shardwell2:at-once:accumulate4": _ours("at_once", accumulation=4),
     "shardwell2:auto:never-clips": _ours("auto", clip=NEVER, by_default=False),
     "shardwell2:after-norm:ratio-auto:clip": _ours("after_norm", clip=SOME, offload=IN_PART, by_default=False),
     "shardwell2:at-once:8bit": _ours("at_once", own=EIGHT_BIT, by_default=False),
     "deepspeed2:accumulate4": Variant("deepspeed", accumulation=4, by_default=False),
-    "deepspeed3:parameters:clip": Variant("deepspeed", 3, parameters=True, clip=SOME, by_default=False),
+    "deepspeed3:parameters:clip": Variant("deepspeed", 3, parameters=CPU, clip=SOME, by_default=False),
     "shardwell3:born-sharded": _ours("at_once", 3, born_sharded=True, by_default=False),
     "shardwell3:born-sharded:8bit": _ours("at_once", 3, own=EIGHT_BIT, born_sharded=True, by_default=False),
 }
@@ -165,8 +167,8 @@ def shardwell_config(variant: Variant, workload: Workload) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": variant.stage, "stage3_param_persistence_threshold": 0}
     if variant.offload is not None:
         zero["offload_optimizer"] = variant.offload
-    if variant.parameters:
-        zero["offload_param"] = dict(CPU)
+    if variant.parameters is not None:
+        zero["offload_param"] = variant.parameters
     return {
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": variant.accumulation,
@@ -222,9 +224,12 @@ def build_deepspeed(variant: Variant, workload: Workload) -> EngineSteps:
     model = seeded_model(workload)
     optimizer, note = cpu_adam(model, workload)
     zero = {"stage": variant.stage, "offload_optimizer": variant.offload}
-    if variant.parameters:
-        zero["offload_param"] = dict(CPU)
+    if variant.offload is not None and variant.offload["device"] == "nvme":
+        zero["sub_group_size"] = TILE  # of which there are several in host memory at once
+    if variant.parameters is not None:
+        zero["offload_param"] = variant.parameters
     config = {
+        "aio": AIO,
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": variant.accumulation,
         "gradient_clipping": variant.clip,

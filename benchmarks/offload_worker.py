@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.contenders import Workload
 from benchmarks.gpu_worker import batches, synchronise
@@ -21,9 +24,7 @@ from benchmarks.offload_timeline import profile_step
 from benchmarks.offload_variants import (
     SIZES,
     VARIANTS,
-    EngineSteps,
     Size,
-    TorchSteps,
     Variant,
     build,
     clip_rate,
@@ -42,6 +43,12 @@ def bytes_of(file: str, key: str) -> int | None:
         return None
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")]
     return found[0] if found else None
+
+
+class Steps(Protocol):
+    """A model and an engine that are ready to train."""
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
 
 
 class HostMemory:
@@ -78,11 +85,20 @@ class HostMemory:
         }
 
 
-def steady_pass(trainer: EngineSteps | TorchSteps, workload: Workload, steps: int, warm_up: int) -> dict[str, Any]:
+def steady_pass(
+    trainer: Steps,
+    workload: Workload,
+    steps: int,
+    warm_up: int,
+    note: Callable[[], None] = lambda: None,
+    seconds: float = math.inf,
+) -> dict[str, Any]:
     """Steps one after the other, as a training loop takes them: nobody waits for the device in between.
 
-    What of the last warm-up step still goes on at the begin is what of the last step still goes on at the end.
+    What of the last warm-up step still goes on at the begin is what of the last step still goes on at the end. Both are
+    when ``note`` is called. After the first timed step none is begun that would end after so many seconds.
     """
+    until = time.perf_counter() + seconds
     data = batches(workload)
     losses = [trainer.step(*data[step % 2]) for step in range(warm_up)]
     gc.collect()
@@ -90,12 +106,16 @@ def steady_pass(trainer: EngineSteps | TorchSteps, workload: Workload, steps: in
     on_gpu = workload.device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    begin, returned = time.perf_counter(), []
+    note()
+    begin, returned = time.perf_counter(), list[float]()
     for step in range(warm_up, warm_up + steps):
+        if returned and begin + returned[-1] * (1 + 1 / len(returned)) > until:
+            break
         losses.append(trainer.step(*data[step % 2]))
         returned.append(time.perf_counter() - begin)
     synchronise(workload.device)
-    seconds = (time.perf_counter() - begin) / steps
+    seconds = (time.perf_counter() - begin) / len(returned)
+    note()
     flops = 6 * workload.model.num_parameters * workload.batch * workload.model.seq
     return {
         "seconds": seconds,

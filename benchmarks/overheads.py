@@ -28,10 +28,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import RunFailedError, run_ranks
+from benchmarks.launch import RunFailedError, run_ranks, without_folders
 from benchmarks.measure import machine, versions
 from benchmarks.model import PRESETS
-from benchmarks.overheads_worker import VARIANTS, without_folders
+from benchmarks.overheads_worker import VARIANTS
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

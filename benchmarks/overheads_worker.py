@@ -15,7 +15,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from benchmarks.contenders import (
     shard_all_units,
 )
 from benchmarks.gpu_worker import batches, synchronise, timing_pass
+from benchmarks.launch import without_folders
 from benchmarks.model import PRESETS, Decoder
 
 RANK = 16
@@ -173,11 +173,6 @@ def loss_scale(trainer: Trainer, steps: int) -> dict[str, Any]:
     states = [state for state in trainer.optimizer.state.values() if "step" in state]
     taken = int(max(float(state["step"]) for state in states)) if states else 0
     return {"loss_scale": trainer.scaler.get_scale(), "skipped_steps": steps - taken}
-
-
-def without_folders(text: str) -> str:
-    """One line without the folders of the machine, for results that travel."""
-    return re.sub(r"(?:/[\w.+-]+)+/", "", " ".join(text.split()))[:300]
 
 
 def compile_counters() -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""What no step can be faster than when its states rest on the GPU, on the host and on disk.
+
+    at once          max(compute, update, bus, disk)
+    after the norm   backward + max(forward, update, bus, disk)
+
+Each alone: compute is that of the bare model, from decoders of one block and of three; update is the kernel's over what
+is stepped on the host; the bus brings gradients down and parameters up; disk is what a step must read and write there,
+over the drive's speed when it does both at once, with the blocks and the depth that the engine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.disk import drive_rates
+from benchmarks.infinity_variants import disk_bytes
+from benchmarks.offload_floor import bus_rates, compute_seconds, update_rates
+from benchmarks.offload_variants import Size, Variant, workload_of
+from shardwell import native
+from shardwell.memory.disk_queue import DiskSettings
+
+FORMULAS = {
+    "at once": "max(compute, update, bus, disk)",
+    "after the norm": "backward + max(forward, update, bus, disk)",
+}
+FEW, SOME_MORE = 1, 3  # blocks
+DRIVE_BYTES = {"cuda": 2 << 30, "cpu": 1 << 22}
+UPDATED = {"cuda": 2**25, "cpu": 2**12}  # elements
+PLAIN = Variant("shardwell", offload=None)
+
+
+def block_by_block(size: Size, device: str) -> dict[str, float]:
+    """Seconds of forward, backward and both, of a model that need not fit on the device."""
+    workload = workload_of(size, PLAIN, device)
+    few, more = (
+        compute_seconds(replace(workload, model=replace(size.model, blocks=blocks))) for blocks in (FEW, SOME_MORE)
+    )
+    rest = (size.model.blocks - FEW) / (SOME_MORE - FEW)
+    found = {name: few[name] + rest * max(0.0, more[name] - few[name]) for name in few}
+    return {**found, "backward": found["compute"] - found["forward"]}
+
+
+def measure_floors(sizes: dict[str, Size], device: str, folder: str) -> dict[str, Any]:
+    """The speed of everything, and the compute of each size."""
+    return {
+        "drive": drive_rates(Path(folder), DiskSettings(), DRIVE_BYTES[device]),
+        "bus": bus_rates(device),
+        "update": update_rates(device, UPDATED[device]),
+        "kernel": str(native.describe()),
+        "compute": {name: block_by_block(size, device) for name, size in sizes.items()},
+    }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements whose parameters and optimizer state rest on these tiers."""
+
+    parameters: str
+    optimizer: str
+    numel: int
+
+
+def demands(places: Iterable[Place], on_disk: dict[str, int]) -> dict[str, float]:
+    """What a step asks of the host, the bus and the drives; ``on_disk`` are bytes by state.
+
+    Gradients come down in 16 bits. Parameters go up twice if they rest below, and once if only their update does.
+    """
+    places = list(places)
+    below = sum(place.numel for place in places if place.optimizer != "device")
+    gathered = sum(place.numel for place in places if place.parameters != "device")
+    sent = sum(place.numel for place in places if place.parameters == "device" and place.optimizer != "device")
+    moved = disk_bytes(on_disk.get("optimizer", 0), on_disk.get("parameters", 0))
+    return {"updated": below, "down": 2.0 * below, "up": 4.0 * gathered + 2.0 * sent, "disk": sum(moved.values())}
+
+
+def floor_of(commit: str, moments: str, asked: dict[str, float], rates: dict[str, Any], size: str) -> dict[str, float]:
+    """Seconds of each part, and of a step at least."""
+    compute = rates["compute"][size]
+    parts = {
+        "update": asked["updated"] / rates["update"][moments],
+        "bus": max(asked["up"], asked["down"]) / rates["bus"]["each_of_both"] if rates["bus"] else 0.0,
+        "disk": asked["disk"] / rates["drive"]["mixed"],
+    }
+    beside = max(parts.values())
+    waits = commit == "after the norm"
+    floor = compute["backward"] + max(compute["forward"], beside) if waits else max(compute["compute"], beside)
+    return {**compute, **parts, "floor": floor}
