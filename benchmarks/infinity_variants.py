@@ -17,7 +17,8 @@ DISK: dict[str, Any] = {"device": "nvme", "pin_memory": True}
 TILES: dict[str, Any] = {**DISK, "buffer_count": 12}  # DeepSpeed's, four of them for each tile on its way
 PIPELINED: dict[str, Any] = {**TILES, "pipeline_read": True, "pipeline_write": True}
 PAGED: dict[str, Any] = {**DISK, "buffer_count": 16, "buffer_size": 100_000_000, "max_in_cpu": 0}
-AUTO: dict[str, Any] = {"placement": "auto"}  # each state rests as high as there is room
+FEW: dict[str, Any] = {**DISK, "buffer_count": 3}  # what they take cannot hold states
+AUTO: dict[str, Any] = {"placement": "auto", "device_room": 0.1, "host_room": 0.05}  # as high as there is room
 SEQ, BATCH = 1024, 4
 
 
@@ -41,8 +42,8 @@ VARIANTS: dict[str, Variant] = {  # the first ones are what a run that ends earl
     "shardwell3:disk:clip": _ours(commit="after_norm", clip=SOME),
     "shardwell3:disk:parameters-on-host": _ours(parameters=CPU),
     "shardwell3:host:clip": _ours(CPU, "after_norm", clip=SOME),
-    "shardwell3:auto": _ours(parameters=DISK, own=AUTO, born_sharded=True),
-    "shardwell3:auto:8bit": _ours(parameters=DISK, own=AUTO | EIGHT_BIT, born_sharded=True),
+    "shardwell3:auto": _ours(FEW, parameters=FEW, own=AUTO, born_sharded=True),
+    "shardwell3:auto:8bit": _ours(FEW, parameters=FEW, own=AUTO | EIGHT_BIT, born_sharded=True),
 }
 COMPARED = tuple(name for name, variant in VARIANTS.items() if not variant.born_sharded)
 

@@ -335,8 +335,8 @@ def _check_built(config: Config, found: Findings) -> None:
         )
     if config.shardwell.placement == "auto" and zero.offload_optimizer.ratio != 1.0:
         refused["zero_optimization.offload_optimizer.ratio"] = (
-            f'{_show(zero.offload_optimizer.ratio)} contradicts shardwell.placement "auto", which finds out what stays on '
-            "the GPU; use 1.0 or remove it"
+            f'{_show(zero.offload_optimizer.ratio)} contradicts shardwell.placement "auto", which finds out what stays '
+            "on the GPU; use 1.0 or remove it"
         )
     if config.optimizer is not None and config.optimizer.type.lower() in unsupported.REMOVED_OPTIMIZERS:
         kind = config.optimizer.type
