@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 # Some virtual machines announce AMX and then refuse its instructions, which kills any bf16 matrix product.
@@ -29,3 +30,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()

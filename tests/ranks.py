@@ -12,9 +12,11 @@ import gc
 import importlib
 import multiprocessing as mp
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -32,23 +34,26 @@ class Ranks:
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Any]] = []
+        self._store: TCPStore | None = None
+        self._num_jobs = 0
 
     def run(
         self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any
     ) -> list[Any]:
         self._grow(num_ranks)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system finds a free port
+        self._num_jobs += 1
         job = (function.__module__, function.__qualname__, args, kwargs)
         for rank in range(num_ranks):
-            self._workers[rank][1].send((rank, num_ranks, store.port, job))
+            self._workers[rank][1].send((rank, num_ranks, self._num_jobs, job))
         deadline = time.monotonic() + limit
         answers: list[Any] = [None] * num_ranks
         waiting = set(range(num_ranks))
         errors: list[str] = []
-        while waiting and time.monotonic() < deadline:
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready = wait([self._workers[rank][1] for rank in waiting], left)
             for rank in sorted(waiting):
                 process, pipe = self._workers[rank]
-                if pipe.poll(0.01):
+                if pipe in ready:
                     try:
                         ok, answers[rank] = pipe.recv()
                     except EOFError:
@@ -62,12 +67,16 @@ class Ranks:
         if errors:
             self.close()
             raise RankFailedError("\n".join(errors))
+        for rank in range(num_ranks):
+            self._workers[rank][1].send("all have answered")
         return answers
 
     def _grow(self, num_ranks: int) -> None:
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at any free port
         while len(self._workers) < num_ranks:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -79,16 +88,19 @@ class Ranks:
         for process, _ in self._workers:
             process.join()
         self._workers = []
+        self._store = None
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, port: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)  # once: torch asks for the name of the address, and an answer may be slow
+    num_modules = 0
     while True:
         try:
-            rank, num_ranks, port, (module, name, args, kwargs) = pipe.recv()
+            rank, num_ranks, number, (module, name, args, kwargs) = pipe.recv()
         except EOFError:
             return
         os.environ.update(
@@ -96,8 +108,8 @@ def _serve(pipe: Any) -> None:
             LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks), SHARDWELL_DEVICE="cpu",
         )  # fmt: skip
         try:
-            store = dist.TCPStore("127.0.0.1", port)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+            own = dist.PrefixStore(str(number), store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks)
             function = getattr(importlib.import_module(module), name)
             answer = True, _plain(function(*args, **kwargs))
         except BaseException:
@@ -106,9 +118,17 @@ def _serve(pipe: Any) -> None:
             pipe.send(answer)
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        if answer[0]:  # a rank that is done early must not cut the links that others still use
+            try:
+                pipe.recv()
+            except EOFError:
+                return
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
+        if len(sys.modules) > num_modules:  # hundreds of thousands of objects that would be looked at again each time
+            num_modules = len(sys.modules)
+            gc.freeze()
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from tests.parity.loops import distance
 from tests.parity.scenes import WIDTH, Scene, play_all, play_plainly
 from tests.ranks import Ranks
 
-LIMIT = 4.0  # seconds until ranks that wait for each other compare what they are doing
+LIMIT = 1.5  # seconds until ranks that wait for each other compare what they are doing
 
 
 def expert() -> nn.Module:
