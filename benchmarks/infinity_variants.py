@@ -17,6 +17,7 @@ DISK: dict[str, Any] = {"device": "nvme", "pin_memory": True}
 TILES: dict[str, Any] = {**DISK, "buffer_count": 12}  # DeepSpeed's, four of them for each tile on its way
 PIPELINED: dict[str, Any] = {**TILES, "pipeline_read": True, "pipeline_write": True}
 PAGED: dict[str, Any] = {**DISK, "buffer_count": 16, "buffer_size": 100_000_000, "max_in_cpu": 0}
+ALL: dict[str, Any] = {**DISK, "max_in_cpu": 0}
 FEW: dict[str, Any] = {**DISK, "buffer_count": 3}  # what they take cannot hold states
 AUTO: dict[str, Any] = {"placement": "auto", "device_room": 0.1, "host_room": 0.05}  # as high as there is room
 SEQ, BATCH = 1024, 4
@@ -32,9 +33,9 @@ def _theirs(**kwargs: Any) -> Variant:
 
 VARIANTS: dict[str, Variant] = {  # the first ones are what a run that ends early should have
     "shardwell3:disk": _ours(),
-    "shardwell3:disk:parameters": _ours(parameters=DISK),
+    "shardwell3:disk:parameters": _ours(parameters=ALL),
     "deepspeed3:disk:pipelined": _theirs(offload=PIPELINED),
-    "shardwell3:disk:parameters:clip": _ours(commit="after_norm", clip=SOME, parameters=DISK),
+    "shardwell3:disk:parameters:clip": _ours(commit="after_norm", clip=SOME, parameters=ALL),
     "shardwell3:host": _ours(CPU),
     "shardwell3:host:parameters": _ours(CPU, parameters=CPU),
     "deepspeed3:disk": _theirs(offload=TILES),

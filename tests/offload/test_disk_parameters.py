@@ -32,7 +32,7 @@ def blocks(parameters: str, optimizer: str, path: Path | str, **others: Any) -> 
     """The part of a configuration that says where states rest."""
     named = {"nvme_path": str(path)}
     return {
-        "offload_param": {"device": parameters, **(named if parameters == "nvme" else {}), **others},
+        "offload_param": {"device": parameters, **(named if parameters == "nvme" else {}), "max_in_cpu": 0, **others},
         "offload_optimizer": {"device": optimizer, **(named if optimizer == "nvme" else {})},
     }
 
@@ -197,6 +197,21 @@ def train(engine: Any, num_steps: int) -> None:
         engine.step()
         for unit in engine._flow.units:
             unit.wait()
+
+
+def where_parameters_rest(path: str, max_in_cpu: int) -> list[Tier]:
+    quickly()
+    engine = engine_with(blocks("nvme", "nvme", path, max_in_cpu=max_in_cpu))
+    train(engine, 1)
+    return [group.row.parameters.tier for unit in engine._flow.units for group in unit.groups]
+
+
+def test_parameters_that_may_be_on_the_host_are(ranks: Ranks, tmp_path: Path) -> None:
+    assert set(ranks.run(1, where_parameters_rest, str(tmp_path), 0)[0]) == {Tier.DISK}
+    some = ranks.run(1, where_parameters_rest, str(tmp_path), 4000)[0]
+    assert set(some) == {Tier.HOST, Tier.DISK}
+    assert some == sorted(some, key=[Tier.HOST, Tier.DISK].index)  # the first units are on the host
+    assert set(ranks.run(1, where_parameters_rest, str(tmp_path), 10**9)[0]) == {Tier.HOST}
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

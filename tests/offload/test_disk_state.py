@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
+from shardwell import native
 from shardwell.errors import ShardwellError
-from shardwell.memory import Account, MemoryReport, State, Tier
+from shardwell.memory import Account, Device, MemoryReport, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.disk import DiskTier
 from shardwell.memory.disk_file import rounded
@@ -334,8 +335,8 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
     overlaps = []
     seat, step = Store.seat, host.HostUpdates._step
 
-    def seat_and_tell(store: Store, unit: Unit) -> Any:
-        found = seat(store, unit)
+    def seat_and_tell(store: Store, unit: Unit, shards: list[Any]) -> Any:
+        found = seat(store, unit, shards)
         seated[unit.index].set()
         return found
 
@@ -500,4 +501,20 @@ def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
         chest.close(changed=False)
         chest.open()
         assert not tensor.any()
+        chest.close(changed=False)
+
+
+def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:
+    """Models are often built inside `torch.device(...)`."""
+    with DiskTier([tmp_path], settings()) as tier, torch.device("meta"):
+        device = Device("cpu")
+        kept = device.empty(8, torch.float32, Tier.HOST)
+        held = [device.empty(8, torch.float32, Tier.HOST), device.pinned(8), native.Compact.zeros(9, is_second=True)[:]]
+        chest = Chest(tier, Account(), "a unit")
+        chest.keep([kept.fill_(3.0)])
+        held += [kept]
+        assert [tensor.device.type for tensor in held] == ["cpu"] * 4
+        assert kept.isnan().all()
+        chest.open()
+        assert kept.tolist() == [3.0] * 8
         chest.close(changed=False)

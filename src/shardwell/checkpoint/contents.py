@@ -106,7 +106,7 @@ class Contents:
             self.parts[part.name] = part
         for slot in group.layout.slots:
             if not slot.numel and self._rank == 0:
-                self.add(MODEL + slot.name, "parameter", torch.empty(slot.shape, dtype=dtype))
+                self.add(MODEL + slot.name, "parameter", torch.empty(slot.shape, dtype=dtype, device="cpu"))
 
     def _share(self, group: Group) -> Iterator[tuple[Slot, int, int, int]]:
         """This rank's stretches: slot, first element in this rank's masters, first element in the parameter, length."""

@@ -262,7 +262,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:
     """1D, unfilled."""
     try:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     except (RuntimeError, MemoryError):
         raise CheckpointError(f"{where}: not enough memory for {numel * dtype.itemsize} bytes") from None
 

@@ -209,7 +209,7 @@ class Loading:
         if _same_order(want.slot, stored.order):
             return self._source.read(want.name, want.start, want.start + want.numel)
         whole = self._source.read(want.name, 0, stored.numel).as_strided(stored.shape, stored.order)
-        flat = torch.empty(stored.numel, dtype=stored.dtype)
+        flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
         flat.as_strided(want.slot.shape, want.slot.stride).copy_(whole)
         return flat[want.start : want.start + want.numel]
 

@@ -224,7 +224,10 @@ class OffloadParamConfig(Block):
     buffer_size: PositiveCount = Field(
         default=100_000_000, description="No effect: slots are as large as they must be."
     )
-    max_in_cpu: Count = Field(default=1_000_000_000, description="No effect: no copies stay on the host.")
+    max_in_cpu: Count = Field(
+        default=1_000_000_000,
+        description="With nvme: elements of each rank that rest on the host instead, from the model's begin.",
+    )
 
 
 class AioConfig(Block):

@@ -22,6 +22,7 @@ from shardwell.errors import BackwardError
 from shardwell.memory.pages import Pages
 from shardwell.unit import Group, Residency, Unit
 from shardwell.unit.table import ReduceAt
+from shardwell.unit.unit import Arrival
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Flow:
                 later.expect()
 
     def _worth_prefetching(self, unit: Unit, order: Order) -> bool:
-        if unit.residency is not Residency.RELEASED or unit.awaits_update:
+        may_wait = not unit.is_up_to_date if self.num_ranks == 1 else unit.awaits_update
+        if unit.residency is not Residency.RELEASED or may_wait:
             return False  # waiting for an update here would hold up what can run already
         if order is self._backward and isinstance(unit.module, nn.Embedding):
             return False  # nothing in its backward waits for its values: early is only more memory
@@ -340,7 +342,7 @@ class Flow:
         self._finish_reduces(list(self._reducing))
         self._kept_back = False
 
-    def after_update(self, unit: Unit, arrival: Callable[[], None] | None = None) -> None:
+    def after_update(self, unit: Unit, arrival: Arrival | None = None) -> None:
         self.note(Action.STEP, unit)
         if unit.publish(arrival):
             self.note(Action.PUBLISH, unit)

@@ -159,6 +159,9 @@ def _plan_as_asked(states: States, settings: Config, mesh: Mesh, device: Device)
     sizes = states.trained()
     on_host = {name: sizes[name] for name in _below(places)}
     need = Need(sum(on_host.values()), max(on_host.values(), default=0), settings, mesh, device)
+    if settings.zero_optimization.offload_param.device == "nvme":
+        kept = sum(states.held(name) for name, place in places.items() if place.parameters is Tier.HOST)
+        need.buffers += kept * mesh.node_size
     policy = commit_policy(settings)
     free = psutil.virtual_memory().available
     shadowed = set(on_host) if policy is Commit.SHADOW else set()
@@ -208,18 +211,19 @@ def _asked(states: States, settings: Config) -> dict[str, Place]:
 
     Updates of the first units come last, and the next forward waits for them.
     """
-    asked, ratio = deepest(settings), settings.zero_optimization.offload_optimizer.ratio
+    asked, zero = deepest(settings), settings.zero_optimization
     places = dict.fromkeys(states.units, asked._replace(optimizer=Tier.DEVICE))
-    if asked.optimizer is Tier.DEVICE:
-        return places
     sizes = states.trained()
-    most = (1.0 if ratio == "auto" else ratio) * sum(sizes.values())  # what fits on the device moves up later
-    total = 0
+    ratio = 1.0 if zero.offload_optimizer.ratio == "auto" else zero.offload_optimizer.ratio  # what fits moves up later
+    left = ratio * sum(sizes.values())
     for name in reversed(sizes):
-        total += sizes[name]
-        if total > most:
+        left -= sizes[name]
+        if left < 0:
             break
         places[name] = asked
+    if asked.parameters is Tier.DISK:
+        above = _that_fit(states.shares(), zero.offload_param.max_in_cpu)
+        places |= {name: places[name]._replace(parameters=Tier.HOST) for name in above}
     return places
 
 

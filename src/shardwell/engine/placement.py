@@ -156,6 +156,10 @@ class States:
         """Masters and optimizer state of a unit that are stepped below the device."""
         return sum(self.formula.stepped(kind, numel, place) for kind, numel in self.units[name].items())
 
+    def shares(self) -> dict[str, int]:
+        """Elements of each unit that a rank holds where units are split."""
+        return {name: sum(self.formula.share(numel) for numel in kinds.values()) for name, kinds in self.units.items()}
+
     def held(self, name: str) -> int:
         """A rank's share of a unit's parameters, in the compute dtype."""
         return sum(

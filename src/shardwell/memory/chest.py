@@ -52,6 +52,14 @@ class Chest:
         """Of the memory that the tensors need."""
         return sum(rounded(item.num_bytes) for item in self._items)
 
+    @property
+    def is_busy(self) -> bool:
+        """Who wants the tensors now would wait."""
+        if not self._is_free.acquire(blocking=False):
+            return True
+        self._is_free.release()
+        return not all(transfer.has_passed for transfer in self._writes)
+
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """These are the contents from now on. New ones are written, unless they are a number, repeated.
 
@@ -190,4 +198,5 @@ def _send_away(item: _Item) -> None:
 
 
 def _alarm(dtype: torch.dtype) -> Tensor:
-    return torch.full((1,), float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype)
+    number = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return torch.full((1,), number, dtype=dtype, device="cpu")

@@ -141,12 +141,14 @@ class Device:
         if tier is Tier.DEVICE or self.is_virtual:
             return torch.empty(numel, dtype=dtype, device=self.torch_device)
         if self.is_cuda and not pinned:
-            return torch.empty(numel, dtype=dtype).zero_()  # touched by all threads: a copy would fault page by page
-        return torch.empty(numel, dtype=dtype, pin_memory=self.is_cuda and pinned)
+            return torch.empty(
+                numel, dtype=dtype, device="cpu"
+            ).zero_()  # touched by all threads: a copy would fault page by page
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.is_cuda and pinned)
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Host memory that the device can copy to and from, of exactly that size (torch would round it up)."""
-        return self.pin(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.pin(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
     def pin(self, memory: Tensor) -> Tensor:
         """The same memory, which the device can copy to and from until it is freed."""

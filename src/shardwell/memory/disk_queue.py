@@ -87,7 +87,7 @@ def aligned(num_bytes: int, device: Device | None = None) -> Tensor:
     transfer, and with small ones spends three times the processor time on it.
     """
     if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     page = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else SECTOR
     mapped = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if page == _HUGE_PAGE:

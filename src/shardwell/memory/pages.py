@@ -45,8 +45,8 @@ class Page:
         self._coming: tuple[Tensor, list[Transfer]] | None = None
 
     def expect(self) -> None:
-        """Begin to read it, if there is a slot to spare."""
-        if self._coming is None and self._pages.has_room:
+        """Begin to read it, if there is a slot to spare and nobody has to wait for what is still being written."""
+        if self._coming is None and self._pages.has_room and not self.chest.is_busy:
             self._coming = self._begin()
             self._pages.num_ahead += 1
 

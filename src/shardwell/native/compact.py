@@ -28,7 +28,8 @@ class Compact:
     @classmethod
     def zeros(cls, numel: int, *, is_second: bool) -> Compact:
         blocks = cls.num_blocks(numel)
-        return cls(torch.zeros(numel, dtype=torch.uint8), torch.zeros(blocks, dtype=torch.uint8), is_second)
+        codes, exponents = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (numel, blocks))
+        return cls(codes, exponents, is_second)
 
     @staticmethod
     def num_blocks(numel: int) -> int:
@@ -59,7 +60,7 @@ class Compact:
         first = start // BLOCK * BLOCK
         decode = moments8.decode_second if self.is_second else moments8.decode_first
         parts = [decode(self.codes, self.exponents, part) for part in _chunks(first, stop)]
-        return torch.cat(parts)[start - first :] if parts else torch.empty(0)
+        return torch.cat(parts)[start - first :] if parts else torch.empty(0, device="cpu")
 
     def parts(self, span: slice) -> tuple[Tensor, Tensor]:
         """Views of the codes and exponents of a span that begins with a block."""

@@ -51,7 +51,9 @@ def encode_second(codes: Tensor, exponents: Tensor, span: slice, values: Tensor,
 
 
 def _chances(span: slice, seed: int) -> Tensor:
-    return _hash(torch.arange(span.start, span.stop) & _ALL ^ _hash(torch.tensor(seed & _ALL)))
+    return _hash(
+        torch.arange(span.start, span.stop, device="cpu") & _ALL ^ _hash(torch.tensor(seed & _ALL, device="cpu"))
+    )
 
 
 def _blocks(span: slice) -> slice:

@@ -44,7 +44,8 @@ class Moments8:
         blocks = -(-numel // BLOCK)
 
         def pair(length: int) -> tuple[Tensor, Tensor]:
-            return torch.zeros(length, dtype=torch.uint8), torch.zeros(length, dtype=torch.uint8)
+            first, second = (torch.zeros(length, dtype=torch.uint8, device="cpu") for _ in range(2))
+            return first, second
 
         return cls(pair(numel), pair(blocks))
 

@@ -216,7 +216,7 @@ class Descent:
 
     def _total_of(self, group: Group) -> Tensor:
         if group not in self._totals:
-            self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32)
+            self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32, device="cpu")
             size = self._totals[group].numel() * 4
             self._context.account.add(State.GRADIENTS, group.unit, Tier.HOST, size)
         return self._totals[group]

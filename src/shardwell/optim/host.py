@@ -24,7 +24,7 @@ Masters and state of a unit that rest on disk are first brought into a seat by a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -80,6 +80,23 @@ class Job:
 
     def gradient(self, shard: Shard) -> Tensor:
         return self.parcel.gradients[shard.group][shard.start : shard.start + shard.tensor.numel()]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An update that is on its way, for who needs the unit's parameters."""
+
+    job: Job
+
+    @property
+    def is_known(self) -> bool:
+        """The host has done its part: whoever waits now does not hold up the training loop."""
+        return all(ticket.has_passed for ticket in self.job.tickets)
+
+    def wait(self) -> None:
+        for ticket in self.job.tickets:
+            ticket.wait()
+        self.job.up.wait()
 
 
 class HostUpdates:
@@ -152,7 +169,7 @@ class HostUpdates:
         """The state before the first step."""
         if shard.group.chest is None:
             return self.kernel.born(shard.tensor, options)
-        return blank(self.kernel.born(torch.empty(1, dtype=shard.tensor.dtype), options), shard)
+        return blank(self.kernel.born(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
 
     def _fetch(self, job: Job, factor: Factor, after: Mark) -> None:
         """The reader's work: bring masters and state from the disk."""
@@ -254,18 +271,10 @@ class HostUpdates:
         """Whether its update was queued before the norm was known."""
         return unit.index in self._jobs
 
-    def arrival(self, unit: Unit) -> Callable[[], None] | None:
+    def arrival(self, unit: Unit) -> Arrival | None:
         """What has to be waited for before a unit's parameters are used; None if nothing is on its way."""
         job = self._jobs.pop(unit.index, None)
-        if job is None:
-            return None
-
-        def wait() -> None:
-            for ticket in job.tickets:
-                ticket.wait()
-            job.up.wait()
-
-        return wait
+        return None if job is None else Arrival(job)
 
     # --------------------------------------------------------------------------------------------------- shadows
 

@@ -37,7 +37,7 @@ class Kernel:
         if not self.eight_bits:
             return self.birth(master, options)
         zeros = {key: native.Compact.zeros(master.numel(), is_second=key == _MOMENTS[1]) for key in _MOMENTS}
-        return {"step": torch.tensor(0.0), **zeros}
+        return {"step": torch.tensor(0.0, device="cpu"), **zeros}
 
     def packed(self, state: dict[str, Any]) -> dict[str, Any]:
         """State as it is kept here, from state as torch keeps it."""
@@ -149,7 +149,7 @@ def _adam(decoupled: bool) -> RuleOf:
 
 def _zeros(*keys: str, counts: bool) -> Born:
     def birth(master: Tensor, options: Options) -> dict[str, Any]:
-        count = {"step": torch.tensor(0.0)} if counts else {}
+        count = {"step": torch.tensor(0.0, device="cpu")} if counts else {}
         return {**count, **{key: torch.zeros_like(master) for key in keys}}
 
     return birth
@@ -178,7 +178,10 @@ def _adagrad(options: Options, state: dict[str, Any]) -> native.Rule:
 
 
 def _adagrad_birth(master: Tensor, options: Options) -> dict[str, Any]:
-    return {"step": torch.tensor(0.0), "sum": torch.full_like(master, options["initial_accumulator_value"])}
+    return {
+        "step": torch.tensor(0.0, device="cpu"),
+        "sum": torch.full_like(master, options["initial_accumulator_value"]),
+    }
 
 
 def _lion(options: Options, state: dict[str, Any]) -> native.Rule:

@@ -15,7 +15,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
 from shardwell.memory.worker import Worker
 from shardwell.native import Compact
-from shardwell.optim.host import Factor, HostUpdates
+from shardwell.optim.host import Arrival, Factor, HostUpdates
 from shardwell.optim.kernels import kernel_for
 from shardwell.optim.norms import norm_of, sum_of_squares
 from shardwell.optim.scale import LossScale
@@ -25,7 +25,6 @@ from shardwell.unit import Context, Unit
 from shardwell.unit.table import Commit
 
 Norm = Tensor | Callable[[], float]  # or what waits for it
-Arrival = Callable[[], None]
 
 
 def host_updates(

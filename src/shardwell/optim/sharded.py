@@ -23,6 +23,7 @@ from shardwell.memory.device import Later
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead
 from shardwell.optim.build import NO_LABEL, Recipe
+from shardwell.optim.host import Arrival
 from shardwell.optim.norms import GlobalNorm, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
@@ -60,7 +61,7 @@ class ShardedOptimizer(Optimizer):
         terms: Terms,
         before_step: Callable[[], None],
         look_again: Callable[[], None],
-        after_update: Callable[[Unit, Callable[[], None] | None], None],
+        after_update: Callable[[Unit, Arrival | None], None],
     ) -> None:
         super().__init__([torch.zeros(0)], {})
         self._recipe = recipe
@@ -279,7 +280,7 @@ class ShardedOptimizer(Optimizer):
         if is_complete:
             self._ahead.update(unit)
 
-    def _arrival(self, unit: Unit) -> Callable[[], None] | None:
+    def _arrival(self, unit: Unit) -> Arrival | None:
         return None if self._offloaded is None else self._offloaded.host.arrival(unit)
 
     def _step_on_host(self, may_step: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,6 +17,16 @@ from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.unit import guard
 from shardwell.unit.cut import Cut
 from shardwell.unit.group import Group
+
+
+class Arrival(Protocol):
+    """An update that is on its way."""
+
+    @property
+    def is_known(self) -> bool:
+        """The host has done its part."""
+
+    def wait(self) -> None: ...
 
 
 class Residency(enum.Enum):
@@ -54,7 +64,7 @@ class Unit:
         self.has_news = False  # gradients came in this backward
         self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
         self._pending: list[Pending] = []
-        self._arrival: Callable[[], None] | None = None  # waits for an update that is still on its way
+        self._arrival: Arrival | None = None  # an update that nobody has waited for yet
         for group in groups:
             for parameter in group.parameters:
                 guard.keep(parameter, self)
@@ -84,7 +94,7 @@ class Unit:
 
     def expect(self) -> None:
         """It will be gathered soon: begin to read what rests on disk, unless it has to be updated first."""
-        if self.residency is Residency.RELEASED and not self.awaits_update:
+        if self.residency is Residency.RELEASED and self.is_up_to_date:
             for group in self.releasable:
                 group.expect()
 
@@ -105,12 +115,18 @@ class Unit:
 
     @property
     def awaits_update(self) -> bool:
+        """Nobody has waited for it since its update was queued: the same on all ranks."""
         return self._arrival is not None
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whoever needs it now will not wait for an update. Ranks differ: nothing that they do together may ask."""
+        return self._arrival is None or self._arrival.is_known
 
     def _arrive(self) -> None:
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
-            arrival()
+            arrival.wait()
 
     def release(self) -> bool:
         """Free what may be freed, unless somebody holds it; true if that freed anything."""
@@ -134,7 +150,7 @@ class Unit:
             group.release()
         return True
 
-    def publish(self, arrival: Callable[[], None] | None = None) -> bool:
+    def publish(self, arrival: Arrival | None = None) -> bool:
         """Start sending the updated slices of groups that rest whole; readers wait for it.
 
         With `arrival` the update itself is still on its way: who needs the unit waits for that first.
@@ -213,11 +229,11 @@ class Unit:
         return (parameter for group in groups for parameter in group.parameters)
 
 
-def _after(arrival: Callable[[], None], groups: list[Group]) -> Callable[[], None]:
+def _after(arrival: Arrival, groups: list[Group]) -> Callable[[], None]:
     """Wait for an update, then for the others to be sent it."""
 
     def finish() -> None:
-        arrival()
+        arrival.wait()
         for pending in [group.publish() for group in groups]:
             pending.wait()
 

@@ -86,7 +86,7 @@ class Saved:
     def read(self, file: File, first: int, last: int) -> Tensor:
         """1D: elements `first` to `last` of the flat tensor."""
         if first == last or self.numel == 0:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         if self.is_contiguous:
             return self._take(file, first, last)
         span = _reach(self.shape, self.stride)
@@ -95,7 +95,7 @@ class Saved:
 
     def _take(self, file: File, first: int, last: int) -> Tensor:
         width = self.dtype.itemsize
-        raw = torch.empty((last - first) * width, dtype=torch.uint8)
+        raw = torch.empty((last - first) * width, dtype=torch.uint8, device="cpu")
         file.fill(self.start + first * width, raw.numpy().data)
         if self.dtype == torch.bool and int(raw.max()) > 1:
             raise CheckpointError(f"{file.path}: holds bytes that are neither true nor false")

@@ -103,7 +103,7 @@ class DcpSource:
                 f"{self.where}: tensor {name!r}: has {cut.stored.numel} elements, asked for {start} to {stop}"
             )
         if start == stop:
-            return torch.empty(0, dtype=cut.stored.dtype)
+            return torch.empty(0, dtype=cut.stored.dtype, device="cpu")
         return self._stretches(name, cut, start, stop) if cut.starts is not None else self._rows(name, cut, start, stop)
 
     def close(self) -> None:
@@ -130,8 +130,8 @@ class DcpSource:
         shape = cut.stored.shape
         row = product(shape[1:])
         low, high = start // row, -(-stop // row)
-        whole = torch.empty((high - low, *shape[1:]), dtype=cut.stored.dtype)
-        filled = torch.zeros(whole.shape, dtype=torch.bool)
+        whole = torch.empty((high - low, *shape[1:]), dtype=cut.stored.dtype, device="cpu")
+        filled = torch.zeros(whole.shape, dtype=torch.bool, device="cpu")
         for box in cut.boxes:
             top = box.offsets[0]
             first, last = max(low, top), min(high, top + box.sizes[0])

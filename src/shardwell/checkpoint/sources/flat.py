@@ -127,7 +127,7 @@ class Parts:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of elements that are there."""
         spans, flats = self._places[name]
-        found = [torch.empty(0, dtype=self.tensors[name].dtype)]
+        found = [torch.empty(0, dtype=self.tensors[name].dtype, device="cpu")]
         for span in spans[max(bisect_right(spans, start, key=lambda span: span.start) - 1, 0) :]:
             if span.start >= stop:
                 break
