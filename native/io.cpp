@@ -1,5 +1,5 @@
-// Queues of reads and writes. A request is cut into blocks; the threads of a lane take them in order. With io_uring a
-// thread keeps many blocks in flight in a ring of its own, without it a thread has one block at a time.
+// Queues of reads and writes. A request is cut into blocks; the threads of a lane take them, reads and writes by turns.
+// With io_uring a thread keeps many blocks in flight in a ring of its own, without it a thread has one block at a time.
 
 #include <pthread.h>
 #include <signal.h>
@@ -53,7 +53,7 @@ class Queue {
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    Request* submit(bool is_write, const Part* parts, int32_t num_parts) {
+    Request* submit(bool is_write, bool is_urgent, const Part* parts, int32_t num_parts) {
         std::vector<std::vector<Block>> blocks(lanes_.size());
         auto request = std::make_unique<Request>();
         for (int32_t index = 0; index < num_parts; ++index) {
@@ -63,7 +63,7 @@ class Queue {
         request->completed = completed_;
         for (const auto& mine : blocks) request->left += static_cast<int64_t>(mine.size());
         for (size_t lane = 0; lane < lanes_.size(); ++lane) {
-            if (!blocks[lane].empty()) lanes_[lane].put(blocks[lane]);
+            if (!blocks[lane].empty()) lanes_[lane].put(blocks[lane], is_write, is_urgent);
         }
         return request.release();
     }
@@ -118,9 +118,9 @@ void* shardwell_io_open(const Shape* shape, int32_t* error) {
     return nullptr;
 }
 
-void* shardwell_io_submit(void* queue, int32_t is_write, const Part* parts, int32_t num_parts) {
+void* shardwell_io_submit(void* queue, int32_t is_write, int32_t is_urgent, const Part* parts, int32_t num_parts) {
     try {
-        return static_cast<Queue*>(queue)->submit(is_write != 0, parts, num_parts);
+        return static_cast<Queue*>(queue)->submit(is_write != 0, is_urgent != 0, parts, num_parts);
     } catch (const std::bad_alloc&) {
         return nullptr;
     }

@@ -8,7 +8,7 @@
 
 namespace shardwell::io {
 
-constexpr int32_t IO_VERSION = 1;
+constexpr int32_t IO_VERSION = 2;
 constexpr int64_t SECTOR = 4096;     // addresses, offsets and sizes of what is read or written are multiples of it
 constexpr int32_t ENDED_EARLY = -1;  // an error beside errno's: fewer bytes moved than were asked for
 
@@ -50,7 +50,8 @@ SHARDWELL_EXPORT int32_t shardwell_io_uring();
 // Null, and errno in `error`, if there is no such queue to be had.
 SHARDWELL_EXPORT void* shardwell_io_open(const shardwell::io::Shape*, int32_t* error);
 // Begins to read or write. Null if memory is short; else the memory of the parts must stay until the request is done.
-SHARDWELL_EXPORT void* shardwell_io_submit(void* queue, int32_t is_write, const shardwell::io::Part*,
+// What is urgent comes before reads that are not.
+SHARDWELL_EXPORT void* shardwell_io_submit(void* queue, int32_t is_write, int32_t is_urgent, const shardwell::io::Part*,
                                            int32_t num_parts);
 // 1 if the request is done, at the latest after so many milliseconds, else 0.
 SHARDWELL_EXPORT int32_t shardwell_io_wait(void* request, int64_t milliseconds, shardwell::io::Outcome*);

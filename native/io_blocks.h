@@ -107,13 +107,15 @@ inline void cut(const Part& part, int32_t index, bool is_write, int64_t size, Re
                            address + whole, part.size - whole});
 }
 
-// Blocks that wait, and how those who take them are told.
+// Blocks that wait, and how those who take them are told. Reads and writes take turns where both wait: a drive that does
+// both at once moves more than one that does them one after the other.
 class Lane {
   public:
-    void put(std::vector<Block>& blocks) {
+    void put(std::vector<Block>& blocks, bool is_write, bool is_urgent) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            for (Block& block : blocks) waiting_.push_back(std::move(block));
+            auto& waiting = is_write ? writes_ : is_urgent ? urgent_ : reads_;
+            for (Block& block : blocks) waiting.push_back(std::move(block));
         }
         wake();
     }
@@ -134,22 +136,27 @@ class Lane {
     // Blocks the thread; false if there will be no more.
     bool await(Block& block) {
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [this] { return is_stopped_ || !waiting_.empty(); });
+        changed_.wait(lock, [this] { return is_stopped_ || !is_empty(); });
         return pop(block);
     }
 
     bool is_over() {
         std::lock_guard<std::mutex> lock(mutex_);
-        return is_stopped_ && waiting_.empty();
+        return is_stopped_ && is_empty();
     }
 
     void add_bell(int bell) { bells_.push_back(bell); }  // an eventfd; before the first block is put
 
   private:
+    bool is_empty() const { return urgent_.empty() && reads_.empty() && writes_.empty(); }
+
     bool pop(Block& block) {
-        if (waiting_.empty()) return false;
-        block = std::move(waiting_.front());
-        waiting_.pop_front();
+        if (is_empty()) return false;
+        auto& reads = urgent_.empty() ? reads_ : urgent_;
+        wrote_last_ = reads.empty() || (!writes_.empty() && !wrote_last_);
+        auto& waiting = wrote_last_ ? writes_ : reads;
+        block = std::move(waiting.front());
+        waiting.pop_front();
         return true;
     }
 
@@ -164,7 +171,8 @@ class Lane {
 
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::deque<Block> waiting_;
+    std::deque<Block> urgent_, reads_, writes_;
+    bool wrote_last_ = false;
     std::vector<int> bells_;
     bool is_stopped_ = false;
 };

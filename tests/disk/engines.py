@@ -35,7 +35,7 @@ class Stuck:
     is_done = False
     is_closed = False
 
-    def submit(self, is_write: bool, parts: Sequence[Part]) -> Stuck:
+    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> Stuck:
         return self
 
     def wait(self, milliseconds: int) -> Outcome:

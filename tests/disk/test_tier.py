@@ -243,3 +243,21 @@ assert found.sum() == 5 << 20
 @EACH
 def test_a_fork_can_end_while_its_parent_goes_on(engine: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FORKED, os.fspath(tmp_path), engine], check=True, timeout=60)
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["a write", "an urgent read"])
+def test_a_long_read_holds_up_neither_writes_nor_what_is_urgent(engine: str, kind: str, tmp_path: Path) -> None:
+    long, short = 4096 * BLOCK, 2 * BLOCK
+    with DiskTier([tmp_path], settings(engine)) as tier:
+        first, second = tier.allocate(long), tier.allocate(short)
+        tier.write(first, 0, aligned(long)).wait()
+        tier.write(second, 0, noise(short)).wait()
+        reads = [tier.read(first, 0, aligned(long)) for _ in range(2)]
+        if kind == "a write":
+            tier.write(second, 0, noise(short, 1)).wait()
+        else:
+            tier.read(second, 0, aligned(short), urgent=True).wait()
+        assert not reads[1].is_done
+        for transfer in reads:
+            transfer.wait()

@@ -153,10 +153,10 @@ class counted:  # noqa: N801
         self._begin = DiskTier._begin
         begin, moved = self._begin, self._moved
 
-        def count(tier: DiskTier, is_write: bool, extent: Extent, start: int, memory: Tensor) -> Transfer:
+        def count(tier: DiskTier, is_write: bool, extent: Extent, start: int, memory: Tensor, *rest: bool) -> Transfer:
             if moved:
                 moved["written" if is_write else "read"] += memory.numel() * memory.element_size()
-            return begin(tier, is_write, extent, start, memory)
+            return begin(tier, is_write, extent, start, memory, *rest)
 
         DiskTier._begin = count  # type: ignore[method-assign]
 

@@ -83,7 +83,7 @@ class Chest:
         if new:
             self._on_move()
 
-    def fetch(self, memory: Tensor, *, blank: bool = False) -> list[Transfer]:
+    def fetch(self, memory: Tensor, *, blank: bool = False, urgent: bool = False) -> list[Transfer]:
         """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
 
         With `blank` nothing is read: all of it will be overwritten.
@@ -96,7 +96,7 @@ class Chest:
                 place = memory[start : start + item.num_bytes]
                 start += rounded(item.num_bytes)
                 if item.is_written and not blank:
-                    reads.append(self._tier.read(item.extent, 0, place))
+                    reads.append(self._tier.read(item.extent, 0, place, urgent=urgent))
                 item.tensor.data = place.view(item.tensor.dtype)
                 if not item.is_written and not blank:
                     item.tensor.fill_(item.stand_in[0])

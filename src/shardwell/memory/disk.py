@@ -158,9 +158,9 @@ class DiskTier:
             self._extents.add(extent)
             return extent
 
-    def read(self, extent: Extent, start: int, memory: Tensor) -> Transfer:
-        """Begin to fill `memory` with what the extent holds from byte `start` on."""
-        return self._begin(False, extent, start, memory)
+    def read(self, extent: Extent, start: int, memory: Tensor, *, urgent: bool = False) -> Transfer:
+        """Begin to fill `memory` with what the extent holds from byte `start` on; what is urgent comes first."""
+        return self._begin(False, extent, start, memory, urgent)
 
     def write(self, extent: Extent, start: int, memory: Tensor) -> Transfer:
         """Begin to keep `memory` in the extent, from byte `start` on.
@@ -192,7 +192,7 @@ class DiskTier:
     ) -> None:
         self.close()
 
-    def _begin(self, is_write: bool, extent: Extent, start: int, memory: Tensor) -> Transfer:
+    def _begin(self, is_write: bool, extent: Extent, start: int, memory: Tensor, urgent: bool = False) -> Transfer:
         with self._lock:
             self._check_extent(extent)
             size = _check(is_write, extent, start, memory)
@@ -202,7 +202,7 @@ class DiskTier:
                 for lane, offset, at, length in extent.places(start, size)
             ]
             about = is_write, parts, self.paths, self.settings.patience
-            transfer = Transfer(self._queue.submit(is_write, parts), extent, memory, about)
+            transfer = Transfer(self._queue.submit(is_write, parts, urgent=urgent), extent, memory, about)
             while self._pending and self._pending[0].is_done:
                 self._pending.popleft()
             self._pending.append(transfer)

@@ -4,7 +4,8 @@
     bus               | copy 3  | copy 4  | copy 5  |
     device                      | use 3   | use 4   | use 5 |
 
-A page is what rests; there are a few slots that pages are read into. Who will need a page soon says so ahead.
+A page is what rests; there are a few slots that pages are read into. Who will need a page soon says so ahead. The
+device waits for them, and for nothing else that is read: they come first.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Page:
     def _begin(self) -> tuple[Tensor, list[Transfer]]:
         slot = self._pages.slots.take(self.chest.num_bytes)
         try:
-            return slot, self.chest.fetch(slot)
+            return slot, self.chest.fetch(slot, urgent=True)
         except BaseException:
             self._pages.slots.give(slot, Mark())
             raise

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from shardwell import native
 from shardwell.native.library import NAME, UnusableLibraryError, find
 
-IO_VERSION = 1
+IO_VERSION = 2
 SECTOR = 4096  # addresses, offsets and sizes of what is read or written are multiples of it
 ENDED_EARLY = -1  # an error beside errno's: fewer bytes moved than were asked for
 THREADS, IO_URING = 0, 1  # engines of the library
@@ -69,9 +69,9 @@ class Request(Protocol):
 
 
 class Queue(Protocol):
-    """Takes requests. They begin in order and end in any order."""
+    """Takes requests, which end in any order. Reads begin in order, urgent ones first, and so do writes, by turns."""
 
-    def submit(self, is_write: bool, parts: Sequence[Part]) -> Request: ...
+    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> Request: ...
 
     def close(self) -> None:
         """Waits for all that was submitted."""
@@ -116,7 +116,7 @@ class IoLibrary:
     def _declare(self) -> None:
         library = self._library
         library.shardwell_io_open.argtypes, library.shardwell_io_open.restype = [_POINTER, _POINTER], _POINTER
-        library.shardwell_io_submit.argtypes = [_POINTER, _INT, _POINTER, _INT]
+        library.shardwell_io_submit.argtypes = [_POINTER, _INT, _INT, _POINTER, _INT]
         library.shardwell_io_submit.restype = _POINTER
         library.shardwell_io_wait.argtypes = [_POINTER, _SIZE, _POINTER]
         for function in (library.shardwell_io_forget, library.shardwell_io_close):
@@ -143,9 +143,9 @@ class LibraryQueue:
         self._library = library
         self._address: int | None = address
 
-    def submit(self, is_write: bool, parts: Sequence[Part]) -> LibraryRequest:
+    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> LibraryRequest:
         call = (_Part * len(parts))(*(_Part(*part) for part in parts))
-        address = self._library.shardwell_io_submit(self._address, is_write, call, len(parts))
+        address = self._library.shardwell_io_submit(self._address, is_write, urgent, call, len(parts))
         if address is None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         return LibraryRequest(self._library, address)

@@ -9,8 +9,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -48,25 +48,23 @@ class ThreadQueue:
     def __init__(self, shape: Shape) -> None:
         self.completed = 0
         self._shape = shape
-        self._lanes: list[queue.SimpleQueue[_Block | None]] = [queue.SimpleQueue() for _ in range(shape.lanes)]
+        self._lanes = [_Lane() for _ in range(shape.lanes)]
         self._threads: list[threading.Thread] = []
         for lane in self._lanes:
             for _ in range(shape.depth * shape.parallelism):
                 self._threads.append(threading.Thread(target=_serve, args=(lane,), name="disk", daemon=True))
                 self._threads[-1].start()
 
-    def submit(self, is_write: bool, parts: Sequence[Part]) -> ThreadRequest:
+    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> ThreadRequest:
         cuts = [(index, cut) for index, part in enumerate(parts) for cut in _cut(part, self._shape.block)]
         request = ThreadRequest(self, len(cuts))
         for index, cut in cuts:
-            self._lanes[cut.lane].put(_Block(request, index, is_write, cut))
+            self._lanes[cut.lane].put(_Block(request, index, is_write, cut), urgent)
         return request
 
     def close(self) -> None:
-        num_threads = len(self._threads) // len(self._lanes)
         for lane in self._lanes:
-            for _ in range(num_threads):
-                lane.put(None)
+            lane.stop()
         for thread in self._threads:
             thread.join()
         self._threads = []
@@ -87,7 +85,36 @@ class _Block:
         self.request.end(error, self.index, offset)
 
 
-def _serve(lane: queue.SimpleQueue[_Block | None]) -> None:
+class _Lane:
+    """Blocks that wait. Reads and writes take turns where both do."""
+
+    def __init__(self) -> None:
+        self._urgent, self._reads, self._writes = deque[_Block](), deque[_Block](), deque[_Block]()
+        self._wrote_last = self._is_stopped = False
+        self._changed = threading.Condition()
+
+    def put(self, block: _Block, urgent: bool) -> None:
+        with self._changed:
+            (self._writes if block.is_write else self._urgent if urgent else self._reads).append(block)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def get(self) -> _Block | None:
+        """None if there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._urgent or self._reads or self._writes)
+            reads = self._urgent or self._reads
+            if not reads and not self._writes:
+                return None
+            self._wrote_last = not reads or (bool(self._writes) and not self._wrote_last)
+            return (self._writes if self._wrote_last else reads).popleft()
+
+
+def _serve(lane: _Lane) -> None:
     while (block := lane.get()) is not None:
         block.run()
 
