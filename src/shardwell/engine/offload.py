@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from shardwell.comm.mesh import Mesh
 from shardwell.config import Config
-from shardwell.engine.placement import Bytes, Place, States, ladder, plan, table
+from shardwell.engine.placement import Bytes, Place, States, ladder, plan, table, total
 from shardwell.engine.precision import is_scaled
 from shardwell.engine.room import budgets, parts, room
 from shardwell.errors import ConfigError, ShardwellError
@@ -26,7 +26,6 @@ from shardwell.unit.table import Commit
 STEPS_UNTIL_KNOWN = 3  # until the device has shown what it needs
 _FILL = 0.75  # of what the device never needed so far, for optimizer state
 _SHARE = 0.5  # of the host memory that is left, for shadows
-_ADAM, _ADAM_8BIT = 12, 6  # bytes a parameter: fp32 master and moments
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
 
@@ -116,8 +115,7 @@ def _plan_places(states: States, cuts: list[Cut], settings: Config, context: Con
     shadowed: set[str] = set(below) if policy is Commit.SHADOW else set()
     may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and context.device.is_cuda
     if may_speculate and all(places[name].optimizer is Tier.HOST for name in below):
-        sizes = {name: states.stepped(name, places[name]) + states.sent(name, places[name]) for name in below}
-        shadowed = _that_fit(sizes, _SHARE * (free[Tier.HOST] - found.needed[Tier.HOST]))
+        shadowed = _speculating(states, places, below, free[Tier.HOST] - found.needed[Tier.HOST])
     above = Commit.AT_ONCE if policy is Commit.AT_ONCE else Commit.AFTER_NORM
     return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states, above)
 
@@ -156,40 +154,66 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
 def _plan_as_asked(states: States, settings: Config, mesh: Mesh, device: Device) -> Offload:
     """A share of the units where the offload blocks say."""
     places = _asked(states, settings)
-    sizes = states.trained()
-    on_host = {name: sizes[name] for name in _below(places)}
-    need = Need(sum(on_host.values()), max(on_host.values(), default=0), settings, mesh, device)
-    if settings.zero_optimization.offload_param.device == "nvme":
-        kept = sum(states.held(name) for name, place in places.items() if place.parameters is Tier.HOST)
-        need.buffers += kept * mesh.node_size
-    policy = commit_policy(settings)
-    free = psutil.virtual_memory().available
-    shadowed = set(on_host) if policy is Commit.SHADOW else set()
-    if settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda and not need.disk:
-        shadows = {name: need.state * size * need.here for name, size in on_host.items()}
-        shadowed = _that_fit(shadows, _SHARE * (free - need.total(policy)))
-    share = sum(on_host[name] for name in shadowed)
-    needed = need.total(policy, share)
-    over = f"over {mesh.size} rank(s), {mesh.node_size} of them here"
-    smaller = ', or set shardwell.moments to "8bit".' if need.state == _ADAM else "."
-    if on_host and needed > free:
+    below, policy = _below(places), commit_policy(settings)
+    buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
+    needed = total(states.needs(name, place) for name, place in places.items())
+    free = {Tier.HOST: psutil.virtual_memory().available / mesh.node_size}
+    shadowed = set(below) if policy is Commit.SHADOW else set()
+    may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda
+    if may_speculate and not needed[Tier.DISK]:
+        shadowed = _speculating(states, places, below, free[Tier.HOST] - needed[Tier.HOST] - buffers)
+    _check_host(Shortage(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST])
+    _check_drives(Shortage(states, places, settings, mesh), needed[Tier.DISK])
+    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states)
+
+
+def _speculating(states: States, places: dict[str, Place], below: list[str], free: float) -> set[str]:
+    """The units whose second state fits into half of what is free."""
+    sizes = {name: states.stepped(name, places[name]) + states.sent(name, places[name]) for name in below}
+    return _that_fit(sizes, _SHARE * free)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What there is to say if states do not fit where they are asked to rest."""
+
+    states: States
+    places: dict[str, Place]
+    settings: Config
+    mesh: Mesh
+
+    def needs(self, num_bytes: int) -> str:
+        """Bytes of one rank, for this node and for each parameter."""
+        numel = sum(sum(self.states.units[name].values()) for name, place in self.places.items() if place.depth)
+        shares = self.mesh.size if self.settings.zero_optimization.stage else 1
+        each = f"{num_bytes * shares / max(1, numel):.3g} bytes for each of {numel:,} parameters"
+        here = self.mesh.node_size
+        return f"{human(num_bytes * here)} on this node: {each}, over {self.mesh.size} rank(s), {here} of them here"
+
+    @property
+    def ways(self) -> str:
+        smaller = ', or set shardwell.moments to "8bit"' if self.settings.shardwell.moments == "fp32" else ""
+        return f"lower offload_optimizer.ratio, use more ranks{smaller}."
+
+
+def _check_host(short: Shortage, needed: int, buffers: int, speculates: bool, free: float) -> None:
+    if any(place.depth for place in short.places.values()) and needed + buffers > free:
+        slower = 'set shardwell.commit to "after_norm", ' if speculates else ""
         raise ShardwellError(
-            f"optimizer state {'on disk' if need.disk else 'on the host'} needs {human(needed)} of host memory on this "
-            f"node: {need.each(policy)} bytes for each of {need.numel:,} parameters"
-            + (f", {need.state} more for {share:,} of them" if share else "")
-            + f", {over}, and {human(need.buffers)} of buffers. Free are {human(free)}. Lower offload_optimizer.ratio, "
-            "use more ranks" + (', set shardwell.commit to "after_norm"' if shadowed else "") + smaller
+            f"what rests below the device needs more host memory than there is: {short.needs(needed)}, and "
+            f"{human(buffers)} of buffers for each of those. Free are {human(free * short.mesh.node_size)}. To fit, "
+            f"{slower}{short.ways}"
         )
-    for path, part in parts(need.disk, _paths(settings)):
+
+
+def _check_drives(short: Shortage, needed: int) -> None:
+    for path, part in parts(needed * short.mesh.node_size, _paths(short.settings)):
         found = free_bytes(path)
         if found is not None and part > found:
             raise ShardwellError(
-                f"optimizer state on disk needs {human(need.disk)} on this node: {need.state} bytes for each of "
-                f"{need.numel:,} parameters, {over}. {human(part)} of that go to {path}, where {human(found)} are "
-                "free. Free space there, name a path on another drive in offload_optimizer.nvme_path too, lower "
-                f"offload_optimizer.ratio, use more ranks{smaller}"
+                f"what rests on disk needs {short.needs(needed)}. {human(part)} of that go to {path}, where "
+                f"{human(found)} are free. Free space there, name a path on another drive too, {short.ways}"
             )
-    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in on_host}, places, states)
 
 
 def open_disk(settings: Config) -> DiskTier | None:
@@ -242,38 +266,6 @@ def commit_policy(settings: Config) -> Commit:
     zero = settings.zero_optimization
     on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
     return Commit.AFTER_NORM if on_disk and asked == "shadow" else Commit[asked.upper()]
-
-
-class Need:
-    """The memory of the host, and of its drives, that a number of parameters needs on this node."""
-
-    def __init__(self, numel: int, largest: int, settings: Config, mesh: Mesh, device: Device) -> None:
-        zero = settings.zero_optimization
-        self.numel = numel
-        self.state = _ADAM_8BIT if settings.shardwell.moments == "8bit" else _ADAM
-        self._param = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
-        is_together = zero.offload_param.device == zero.offload_optimizer.device and settings.bf16.enabled
-        in_halves = is_together and settings.shardwell.commit != "shadow"  # the parameter is part of its master
-        params = 0 if in_halves or zero.offload_param.device == "none" else self._param
-        self._params = params if zero.offload_param.device == "cpu" else 0
-        self._adds_up = zero.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1
-        self.here = mesh.node_size / (mesh.size if zero.stage else 1)
-        slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
-        on_disk = zero.offload_optimizer.device == "nvme"
-        self.disk = int(self.state * numel * self.here) if on_disk else 0
-        if zero.offload_param.device == "nvme":
-            self.disk += int(params * numel * self.here)
-        seats = max(FEWEST_SEATS, zero.offload_optimizer.buffer_count) if on_disk else 0
-        self.buffers = int((slots * self._param + seats * self.state) * largest * self.here)
-
-    def each(self, policy: Commit) -> int:
-        """Bytes a parameter."""
-        kept = 0 if policy is Commit.AT_ONCE else self._param
-        return (0 if self.disk else self.state) + self._params + (4 if self._adds_up else kept)
-
-    def total(self, policy: Commit, shadowed: int = 0) -> int:
-        """Bytes, with shadows for some of the parameters."""
-        return int((self.each(policy) * self.numel + self.state * shadowed) * self.here) + self.buffers
 
 
 def _that_fit(sizes: dict[str, float] | dict[str, int], free: float) -> set[str]:

@@ -257,7 +257,7 @@ def _states(
         settings.shardwell.shard_at_world_one,
         recipe.num_states if recipe is not None else 0,
         settings.shardwell.moments == "8bit",
-        (settings.gradient_accumulation_steps or 1) > 1,
+        settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
     )
     return States(units, formula)

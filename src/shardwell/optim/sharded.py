@@ -101,18 +101,12 @@ class ShardedOptimizer(Optimizer):
         return self._recipe.make(by_label)
 
     def _make_offloaded(self) -> Offloaded | None:
-        terms = self._terms
-        host = host_updates(
-            self.inner,
-            self._units,
-            self._context,
-            terms.buffer_count,
-            self._store,
-            eight_bits=terms.eight_bit_moments,
-        )
+        terms, context = self._terms, self._context
+        eight_bits = terms.eight_bit_moments
+        host = host_updates(self.inner, self._units, context, terms.buffer_count, self._store, eight_bits=eight_bits)
         if host is None:
             return None
-        return Offloaded(host, self.inner, self.shards, self._context, self.scale, self._clip)
+        return Offloaded(host, self.inner, self.shards, context, self.scale, self._clip)
 
     def _is_stepped_here(self, group: Group) -> bool:
         """By the torch optimizer inside, in line."""
@@ -493,11 +487,8 @@ class ShardedOptimizer(Optimizer):
             unit.wait()
         found = self.inner.state_dict()
         numbers = {id(tensor): i for i, tensor in enumerate(t for g in self.param_groups for t in g["params"])}
-        for unit in self._units if self._store is not None else ():
-            with self.states_of(unit):
-                for shard in self.shards.of(unit):
-                    if shard.group.chest is not None and shard.tensor in self.state:
-                        found["state"][numbers[id(shard.tensor)]] = _copied(self.state[shard.tensor])
+        for tensor, state in self._store.copies(self._units) if self._store is not None else ():
+            found["state"][numbers[id(tensor)]] = state
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -507,11 +498,4 @@ class ShardedOptimizer(Optimizer):
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if self._store is not None:
-            for state in self.state.values():  # the caller's tensors keep their memory
-                state.update({key: v.detach() for key, v in state.items() if isinstance(v, Tensor | Compact)})
-            for unit in self._units:
-                self._store.take_in(unit)
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor | Compact) else value for key, value in state.items()}
+            self._store.take_over(self._units)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,21 @@ class Store:
         """Keep the state that a unit has now. What is new is written, unless it is blank."""
         if self.has(unit):
             self._chest_of(unit).keep(list(self._tensors(unit)))
+
+    def take_over(self, units: Iterable[Unit]) -> None:
+        """Keep the state that somebody else gave the optimizer; his tensors keep their memory."""
+        for state in self._inner.state.values():
+            state.update({key: v.detach() for key, v in state.items() if isinstance(v, Tensor | Compact)})
+        for unit in units:
+            self.take_in(unit)
+
+    def copies(self, units: Iterable[Unit]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """What is stepped, and a copy of its state, for all that rests on disk."""
+        for unit in units:
+            with self.opened(unit, changes=False):
+                for shard in self._shards.of(unit):
+                    if shard.group.chest is not None and shard.tensor in self._inner.state:
+                        yield shard.tensor, _copied(self._inner.state[shard.tensor])
 
     @contextlib.contextmanager
     def opened(self, unit: Unit, *, changes: bool) -> Iterator[None]:
@@ -160,6 +175,10 @@ class Store:
             last_first.callback(lambda: self._seats.give(seat.memory, All(transfers)))
             for chest in seat.chests:
                 last_first.callback(put_back, chest)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor | Compact) else value for key, value in state.items()}
 
 
 def _all_of(group: Group, shards: list[Shard]) -> bool:
