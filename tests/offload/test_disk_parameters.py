@@ -17,6 +17,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.memory.disk import DiskTier, Extent, Transfer
 from shardwell.memory.pages import Page
+from shardwell.unit.tiled import TiledLinear
 from tests.checkpoint.legs import Leg
 from tests.disk.test_trouble import replace as replace_file
 from tests.models import batches, whole_parameters, zero
@@ -174,6 +175,43 @@ def test_frozen_parameters_on_disk_are_only_read(ranks: Ranks, tmp_path: Path) -
     # each master that is trained, padding included, and two moments.
     update = 4 * trained + 8 * 3 * (24 * 4 + 4 + 4 * 24 + 24)
     assert moved == {"read": 3 * 2 * (trained + frozen) + update, "written": update}
+
+
+class Wide(nn.Module):
+    """A layer in tiles, recomputed in backward from an input that rests on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiles, self.norm = TiledLinear(24, 24, in_splits=2, out_splits=3), nn.LayerNorm(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return shardwell.checkpointing.checkpoint(lambda y: torch.tanh(self.norm(self.tiles(y))), x)
+
+
+def tiled(block: dict[str, Any]) -> dict[str, Tensor]:
+    quickly()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Wide() for _ in range(3)])
+    config = zero(
+        3,
+        zero_optimization={**block, "stage3_param_persistence_threshold": 0},
+        activation_checkpointing={"cpu_checkpointing": True},
+        bf16={"enabled": True},
+        aio=AIO,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(3):
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    shardwell.checkpointing.reset()
+    return whole_parameters(engine.module)
+
+
+def test_tiles_and_recomputed_layers_rest_on_disk_too(ranks: Ranks, tmp_path: Path) -> None:
+    above = ranks.run(2, tiled, HOST)[0]
+    check_equal(ranks.run(2, tiled, blocks("nvme", "nvme", tmp_path))[0], above)
 
 
 # -------------------------------------------------------------------------------------------------------- movement
