@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.comm import Kind
-from shardwell.comm.ledger import BETWEEN, INSIDE
+from shardwell.comm.ledger import BETWEEN, INSIDE, PAYLOAD
 from shardwell.engine import Action
 from tests.comm.counter import WireCounter
 from tests.models import Gpt, batches, share, zero
@@ -102,20 +102,33 @@ def test_reuse_distance_saves_the_second_gather(ranks: Ranks) -> None:
         assert answer["payload"] == 2 * answer["padded"] * 4 // 2
 
 
-def traffic_over_two_nodes() -> dict[str, int]:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as a launcher on two nodes of two ranks says
+HOPS = (INSIDE, BETWEEN)
+
+
+def traffic_over_two_nodes(stage: int, bf16: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))  # as a launcher on two nodes of two ranks says
     model = Gpt()
-    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=zero(3))
-    engine.backward(engine(share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())))
+    config = zero(stage, bf16={"enabled": bf16})
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
+    engine.backward(engine(share(batches(1, 4)[0], rank, dist.get_world_size())))
     engine.step()
+    for unit in engine._flow.units:
+        unit.wait()
     received = engine.traffic().received
-    return {hop: sum(received[kind, hop] for kind in (Kind.GATHER, Kind.REDUCE)) for hop in (INSIDE, BETWEEN)}
+    found = {hop: sum(size for (kind, h), size in received.items() if h == hop and kind in PAYLOAD) for hop in HOPS}
+    return {**found, "padded": sum(group.layout.padded for unit in engine._flow.units for group in unit.groups)}
 
 
-def test_traffic_is_told_apart_by_hop(ranks: Ranks) -> None:
-    """Of the three peers, one is in the same node and two are not."""
-    for answer in ranks.run(4, traffic_over_two_nodes):
-        assert answer[BETWEEN] == 2 * answer[INSIDE] > 0
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("stage", "moves"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_what_enters_a_node_enters_it_once(ranks: Ranks, stage: int, moves: int, bf16: bool) -> None:
+    """Half of the elements rest in the other node. Each of the two ranks of a node brings half of those."""
+    answers = ranks.run(4, traffic_over_two_nodes, stage, bf16)
+    for one, other in (answers[:2], answers[2:]):
+        whole = one["padded"] * (2 if bf16 else 4)
+        assert one[BETWEEN] + other[BETWEEN] == moves * whole // 2
+        assert one[INSIDE] == other[INSIDE] == moves * whole // 2
 
 
 def test_one_rank_moves_nothing(ranks: Ranks) -> None:

@@ -110,8 +110,9 @@ class Contents:
 
     def _share(self, group: Group) -> Iterator[tuple[Slot, int, int, int]]:
         """This rank's stretches: slot, first element in this rank's masters, first element in the parameter, length."""
-        first = group.layout.shard_range(self._rank)[0] - group.own[0]
-        for piece in group.layout.pieces(self._rank):
+        place = group.context.world.place
+        first = group.layout.shard_range(place)[0] - group.own[0]
+        for piece in group.layout.pieces(place):
             yield piece.slot, first + piece.in_shard, piece.in_parameter, piece.numel
 
     def _reader_of_masters(self, group: Group, at: int, numel: int) -> Callable[[], Tensor]:

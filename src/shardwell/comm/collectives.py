@@ -20,36 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.comm.agreement import Agreement
+from shardwell.comm.hops import Hops
 from shardwell.comm.ledger import Kind, Ledger
 from shardwell.comm.mesh import Mesh
+from shardwell.comm.pending import Pending
 from shardwell.memory import Device, Mark, Scratch, State
 
 _STAGING = "(staging)"
-
-
-class Pending:
-    """A collective on its way. `wait` may be called any number of times; the first one finishes the work."""
-
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        self._finish = finish
-
-    @property
-    def done(self) -> bool:
-        return self._finish is None
-
-    def wait(self) -> None:
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-    def then(self, more: Callable[[], None]) -> Pending:
-        """This collective, followed by `more` in the same wait."""
-
-        def both() -> None:
-            self.wait()
-            more()
-
-        return Pending(both)
 
 
 class Collectives:
@@ -58,6 +35,7 @@ class Collectives:
     def __init__(self, mesh: Mesh, device: Device, ledger: Ledger, scratch: Scratch) -> None:
         self.mesh = mesh
         self.agreement: Agreement | None = None
+        self.hops: Hops | None = None  # gathers and reduces go through these, if there are several nodes
         self.device = device
         self._ledger = ledger
         self._scratch = scratch
@@ -66,11 +44,39 @@ class Collectives:
 
     # ---------------------------------------------------------------------------------------------- the moves
 
+    @property
+    def place(self) -> int:
+        """Which shard of a flat buffer is this rank's own."""
+        return self.place_of(self.mesh.rank)
+
+    def place_of(self, rank: int) -> int:
+        return rank if self.hops is None else self.hops.place_of(rank)
+
     def gather(self, flat: Tensor, token: str, kind: Kind = Kind.GATHER) -> Pending:
         """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already."""
+        if self.mesh.size > 1:
+            self._announce(token)
+        if self.hops is not None:
+            return self.hops.gather(flat, kind)
+        self.count(kind, flat)
+        return self.move_gather(flat)
+
+    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, token: str) -> Pending:
+        """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
+
+        The sum runs in fp32 at least, in rank order with this rank first.
+        """
+        if self.mesh.size > 1:
+            self._announce(token)
+        if self.hops is not None:
+            return self.hops.reduce(flat, into, scale, accumulate)
+        self.count(Kind.REDUCE, flat)
+        return self.move_reduce(flat, into, scale, accumulate)
+
+    def move_gather(self, flat: Tensor) -> Pending:
+        """A gather, as part of what was announced and counted."""
         if self.mesh.size == 1:
             return Pending()
-        self._open(token, kind, flat)
         if self._by_links:
             shards = flat.chunk(self.mesh.size)
             mine = shards[self.mesh.rank]
@@ -80,16 +86,12 @@ class Collectives:
             mine = flat.chunk(self.mesh.size)[self.mesh.rank]
             return self._launched(self._all_gather(flat, mine))
 
-    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, token: str) -> Pending:
-        """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
-
-        The sum runs in fp32 at least, in rank order with this rank first.
-        """
+    def move_reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
+        """A reduce, as part of what was announced and counted."""
         if self.mesh.size == 1:
             with self.device.reduces.after_current():
                 combine([flat], into, scale, accumulate)
             return _after(self.device.reduces.mark())
-        self._open(token, Kind.REDUCE, flat)
         size, rank = self.mesh.size, self.mesh.rank
         shard = flat.numel() // size
         if self._by_links:
@@ -221,10 +223,11 @@ class Collectives:
 
     # ------------------------------------------------------------------------------------------------ the books
 
-    def _open(self, token: str, kind: Kind, flat: Tensor) -> None:
-        self._announce(token)
-        shard = flat.numel() * flat.element_size() // self.mesh.size
-        self._ledger.count(kind, *self._hops(shard * (self.mesh.size - 1)))
+    def count(self, kind: Kind, flat: Tensor) -> None:
+        """Enter a gather or reduce of `flat`."""
+        if self.mesh.size > 1:
+            shard = flat.numel() * flat.element_size() // self.mesh.size
+            self._ledger.count(kind, *self._hops(shard * (self.mesh.size - 1)))
 
     def _hops(self, size: int) -> tuple[int, int]:
         """Split bytes that come evenly from all peers into those from inside and from outside the node."""
@@ -254,6 +257,8 @@ class Collectives:
 
         Gloo closes all connections of a group when a receive times out, so one that nobody answers is posted.
         """
+        for route in (self.hops.inside, self.hops.across) if self.hops is not None else ():
+            route.cut_links()
         if self.mesh.backend != "gloo":
             return
         nobody_sends_this = (1 << 30) + 1
@@ -264,6 +269,12 @@ class Collectives:
                 work.wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass
+
+    def close(self) -> None:
+        """Give the connections back."""
+        for route in (self.hops.inside, self.hops.across) if self.hops is not None else ():
+            route.close()
+        self.mesh.close()
 
 
 def _after(mark: Mark) -> Pending:

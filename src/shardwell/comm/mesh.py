@@ -42,6 +42,11 @@ class Mesh:
         """Peers on this rank's own node."""
         return self.node_size - 1
 
+    @property
+    def has_nodes(self) -> bool:
+        """Several nodes of several ranks each, all alike."""
+        return 1 < self.node_size < self.size and self.size % self.node_size == 0
+
     def global_rank(self, rank: int) -> int:
         return self.ranks[rank] if self.ranks else rank
 
@@ -77,9 +82,31 @@ def node_mesh(world: Mesh, ranks_per_node: int) -> Mesh:
     return mine
 
 
+def across_mesh(world: Mesh) -> Mesh:
+    """The ranks that stand like this one in their nodes."""
+    mine: Mesh | None = None
+    for stand in range(world.node_size):
+        ranks = tuple(range(stand, world.size, world.node_size))
+        group = dist.new_group(list(ranks), backend=world.backend)
+        if world.rank in ranks:
+            mine = Mesh(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
+    assert mine is not None
+    return mine
+
+
+def ranks_here(world_size: int) -> int:
+    """Ranks on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def stands_in_order(rank: int, node_size: int) -> bool:
+    """Whether ranks of a node follow each other, as far as the launcher says of this one."""
+    return int(os.environ.get("LOCAL_RANK", rank % node_size)) == rank % node_size
+
+
 def node_size(world_size: int) -> int:
     """Ranks per node, as the launcher says; one node if it says nothing that fits."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local = ranks_here(world_size)
     return local if 0 < local <= world_size and world_size % local == 0 else world_size
 
 

@@ -477,7 +477,7 @@ class Engine(nn.Module):
             self.optimizer.state.clear()
         if self._context.disk is not None:
             self._context.disk.close()
-        self._context.world.mesh.close()
+        self._context.world.close()
         self.trim()
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 
 from shardwell import checkpointing
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
-from shardwell.comm.mesh import node_mesh, world_mesh
+from shardwell.comm.hops import Hops, nodes_are_alike
+from shardwell.comm.mesh import across_mesh, node_mesh, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
@@ -146,6 +147,11 @@ def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledge
     agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
     comm.agreement = agreement
     routes = {Axis.WORLD: comm}
+    if nodes_are_alike(comm):
+        inside = Collectives(node_mesh(world, world.node_size), home, ledger, scratch)
+        across = Collectives(across_mesh(world), home, ledger, scratch)
+        inside.agreement = across.agreement = agreement
+        comm.hops = Hops(inside, across, scratch)
     ranks_per_node = settings.zero_optimization.zero_hpz_partition_size
     if ranks_per_node > 1:
         routes[Axis.NODE] = Collectives(node_mesh(world, ranks_per_node), home, ledger, scratch)

@@ -226,7 +226,7 @@ class Access:
                 flat.copy_(part)
             return flat.as_strided(slot.shape, slot.stride)
         for rank in range(world.mesh.size):
-            for piece in group.layout.pieces(rank):
+            for piece in group.layout.pieces(world.place_of(rank)):
                 if piece.slot is slot:
                     view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
                     if rank == world.mesh.rank and part is not None:

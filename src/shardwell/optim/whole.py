@@ -124,7 +124,8 @@ class OverShards:
         wants_whole: Callable[[dict[str, object]], bool] = self._inner.wants_whole  # type: ignore[attr-defined]
         for group in self._groups:
             is_split = group.row.optimizer.over is not None
-            held = [list(group.layout.pieces(rank)) for rank in range(self._comm.mesh.size)] if is_split else []
+            places = [self._comm.place_of(rank) for rank in range(self._comm.mesh.size)]
+            held = [list(group.layout.pieces(place)) for place in places] if is_split else []
             for slot in group.layout.slots:
                 label = self._shards.labels[slot.name]
                 if label >= 0 and slot.name not in self._unseen and wants_whole(self._inner.param_groups[label]):

@@ -187,7 +187,7 @@ class Gradients:
 
     def _average_whole(self, flat: Tensor) -> Pending:
         """Reduce into this rank's own slice, then send the slice to everyone."""
-        start, end = self._layout.shard_range(self._comm.mesh.rank)
+        start, end = self._layout.shard_range(self._comm.place)
         reduced = self._comm.reduce(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
 
         def publish() -> None:

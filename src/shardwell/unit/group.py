@@ -76,7 +76,8 @@ class Group:
         self.layout = lay_out([_spec(member) for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
-        self.own = self.layout.shard_range(world.rank) if row.optimizer.over is not None else (0, self.layout.padded)
+        is_split = row.optimizer.over is not None
+        self.own = self.layout.shard_range(context.world.place) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(State.PARAMETERS, self.layout.padded, precision.compute)
         self.shard: Buffer | None = None
         self.remainder: Buffer | None = None
@@ -185,7 +186,7 @@ class Group:
         if self._apart is not None:
             self._apart.tensor.copy_(whole[start:end])
         if self.shard is not None:
-            first, last = self.layout.shard_range(self.context.world.mesh.rank)
+            first, last = self.layout.shard_range(self.context.world.place)
             source = whole if self.shard.tensor.dtype == whole.dtype else self.flat.tensor
             self.shard.tensor.copy_(source[first:last])
 
@@ -281,7 +282,7 @@ class Group:
         self.flat.grow()
         mesh = comm.mesh
         with self.context.device.gathers.after_current():
-            mine = self.flat.tensor.chunk(mesh.size)[mesh.rank]
+            mine = self.flat.tensor.chunk(mesh.size)[comm.place]
             if source.device == mine.device:
                 narrow(source, mine)
             else:
@@ -357,7 +358,7 @@ class Group:
 
     def _runs(self) -> list[Run]:
         layout = self.layout if self.row.optimizer.over is not None else replace(self.layout, num_shards=1)
-        return layout.runs(self.context.world.mesh.rank if self.row.optimizer.over is not None else 0)
+        return layout.runs(self.context.world.place if self.row.optimizer.over is not None else 0)
 
     @property
     def master(self) -> Tensor:

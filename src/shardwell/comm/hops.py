@@ -1,0 +1,74 @@
+"""Gathers and reduces over several nodes, in two hops: what enters a node enters it once.
+
+    gather    across: from the ranks that stand like this one in the other nodes      then inside the node
+    reduce    inside the node                                                          then across
+
+Each rank brings a part of what its node needs, and each sum leaves its node as one. For that the shards of ranks that
+stand alike lie side by side in a flat buffer, in a slab:
+
+    places    | 0 1 | 2 3 |        two nodes of two ranks: slab 0 holds the shards of ranks 0 and 2,
+    ranks     | 0 2 | 1 3 |        slab 1 those of ranks 1 and 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shardwell.comm.ledger import Kind
+from shardwell.comm.mesh import ranks_here, stands_in_order
+from shardwell.comm.pending import Pending
+from shardwell.memory import Scratch, State
+
+if TYPE_CHECKING:
+    from shardwell.comm.collectives import Collectives
+
+
+class Hops:
+    """The two meshes that a world falls into: this rank's node, and the ranks that stand alike in all nodes."""
+
+    def __init__(self, inside: Collectives, across: Collectives, scratch: Scratch) -> None:
+        self.inside, self.across, self._scratch = inside, across, scratch
+        # gloo's own threads make the progress: what follows a hop has to be started by the host
+        self._host_waits = "gloo" in (inside.mesh.backend, across.mesh.backend)
+
+    def place_of(self, rank: int) -> int:
+        """Which shard of a flat buffer is a rank's own."""
+        node, stand = divmod(rank, self.inside.mesh.size)
+        return stand * self.across.mesh.size + node
+
+    def gather(self, flat: Tensor, kind: Kind) -> Pending:
+        """Fill the other ranks' shards."""
+        slab = flat.chunk(self.inside.mesh.size)[self.inside.mesh.rank]
+        self.across.count(kind, slab)
+        self.inside.count(kind, flat)
+        return self._followed(self.across.move_gather(slab), lambda: self.inside.move_gather(flat))
+
+    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
+        """What a node has summed is rounded to the dtype of `flat` once, and summed again in fp32 at least."""
+        part = self._scratch.take(flat.numel() // self.inside.mesh.size, flat.dtype, State.STAGING, "(staging)")
+        self.inside.count(Kind.REDUCE, flat)
+        self.across.count(Kind.REDUCE, part)
+        first = self.inside.move_reduce(flat, part, 1.0, False)
+        second = self._followed(first, lambda: self.across.move_reduce(part, into, scale, accumulate))
+        return second.then(lambda: self._scratch.give(part))
+
+    def _followed(self, first: Pending, start: Callable[[], Pending]) -> Pending:
+        if not self._host_waits:
+            return start()  # behind the first, on the same lane
+        return first.then(lambda: start().wait())
+
+
+def nodes_are_alike(world: Collectives) -> bool:
+    """Whether there are several nodes of equally many ranks, in order. Launchers may differ: the ranks ask each other.
+
+    Simulated ranks cannot: they move everything in one hop.
+    """
+    mesh = world.mesh
+    if mesh.size == 1 or ranks_here(mesh.size) >= mesh.size:
+        return False
+    size = float(mesh.node_size if mesh.has_nodes and stands_in_order(mesh.rank, mesh.node_size) else 0)
+    least, most = world.least(size, "NODES"), -world.least(-size, "NODES")
+    return mesh.has_nodes and least == most == size

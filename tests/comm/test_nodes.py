@@ -1,0 +1,108 @@
+"""Several nodes: gathers and reduces in two hops give what one hop gives, and checkpoints know nothing of nodes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwell
+from shardwell.comm.mesh import Mesh
+from shardwell.optim.lamb import Lamb
+from tests.checkpoint.legs import Leg, run_leg
+from tests.models import Gpt, batches, share, whole_parameters, zero
+from tests.offload.test_offload import HOST, PRECISIONS, check_equal
+from tests.parity.loops import Case, all_sharded, distance, plainly
+from tests.ranks import Ranks
+
+CASES = [Case(clip=0.5, groups=True, accumulation=2), Case(born_sharded=True, plain_backward=True)]
+
+
+def on_nodes(of: int, function: Any, *args: Any) -> Any:
+    """Run something as a launcher on nodes of so many ranks would."""
+    os.environ.update(LOCAL_WORLD_SIZE=str(of), LOCAL_RANK=str(dist.get_rank() % of))
+    return function(*args)
+
+
+def on_unlike_nodes(sizes: list[int], by_turns: bool) -> int:
+    """Some nodes have more ranks than others, or ranks go round the nodes."""
+    rank, first = dist.get_rank(), 0
+    for size in sizes:
+        if rank < first + size:
+            break
+        first += size
+    local = rank % len(sizes) if by_turns else rank - first
+    os.environ.update(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(local))
+    return place()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp64_parameters_agree_with_plain_pytorch(ranks: Ranks, stage: int) -> None:
+    for case, found in zip(CASES, ranks.run(4, on_nodes, 2, all_sharded, CASES, stage)[0], strict=True):
+        difference, name = distance(found, plainly(case)[0])
+        assert difference < 1e-10, f"{case}: {name} differs by {difference}"
+
+
+@pytest.mark.parametrize(("num_ranks", "of"), [(4, 2), (6, 3), (6, 2)])
+def test_shards_of_ranks_that_stand_alike_lie_side_by_side(ranks: Ranks, num_ranks: int, of: int) -> None:
+    places = ranks.run(num_ranks, on_nodes, of, place)
+    num_nodes = num_ranks // of
+    assert sorted(places) == list(range(num_ranks))
+    assert places == [rank % of * num_nodes + rank // of for rank in range(num_ranks)]
+
+
+def place() -> int:
+    model = Gpt()
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=zero(3))
+    world = engine._context.world
+    assert [world.place_of(rank) for rank in range(dist.get_world_size())][dist.get_rank()] == world.place
+    engine.destroy()
+    return world.place
+
+
+@pytest.mark.parametrize(("sizes", "by_turns"), [([4, 2], False), ([2, 2, 2], True), ([1, 5], False)])
+def test_nodes_that_are_not_alike_count_as_one(ranks: Ranks, sizes: list[int], by_turns: bool) -> None:
+    assert ranks.run(6, on_unlike_nodes, sizes, by_turns) == list(range(6))
+
+
+@pytest.mark.parametrize(("size", "of", "has"), [(4, 2, True), (4, 4, False), (4, 1, False), (6, 4, False)])
+def test_two_hops_need_several_nodes_of_several_ranks(size: int, of: int, has: bool) -> None:
+    assert Mesh(0, size, of, "gloo").has_nodes is has
+
+
+def whole_tensors_and_state() -> dict[str, Tensor]:
+    """An optimizer that needs tensors whole, and what somebody reads of masters and state."""
+    torch.manual_seed(0)
+    model = Gpt()
+    engine, *_ = shardwell.initialize(model=model, optimizer=Lamb(model.parameters(), lr=1e-2), config=zero(3))
+    for batch in batches(3, 4):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    weight = model.blocks[0].up.weight
+    found = {"state": shardwell.utils.safe_get_full_optimizer_state(weight, "exp_avg")}
+    shardwell.utils.safe_set_full_fp32_param(weight, shardwell.utils.safe_get_full_fp32_param(weight) * 2)
+    return {**found, **whole_parameters(model)}
+
+
+def test_whoever_needs_whole_tensors_gets_them(ranks: Ranks) -> None:
+    one = ranks.run(4, on_nodes, 4, whole_tensors_and_state)[0]
+    two = ranks.run(4, on_nodes, 2, whole_tensors_and_state)[0]
+    for name, value in one.items():
+        if name.endswith("qkv.bias"):
+            continue  # the gradient of a key bias is rounding noise
+        torch.testing.assert_close(torch.as_tensor(two[name]), torch.as_tensor(value), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [{}, HOST], ids=["device", "host"])
+def test_checkpoints_know_nothing_of_nodes(ranks: Ranks, tmp_path: Path, block: dict[str, Any]) -> None:
+    case, root = Case(dtype=torch.float32), str(tmp_path)
+    config = {**PRECISIONS["bf16"], "zero_optimization": block}
+    saved = ranks.run(4, on_nodes, 2, run_leg, Leg(3, 0, 2, case, config, loads=False), root)[0]["ended"]
+    for num_ranks, of, stage in ((4, 4, 3), (2, 2, 1), (6, 3, 2)):
+        leg = Leg(stage, 2, 2, case, config, saves=False)
+        check_equal(ranks.run(num_ranks, on_nodes, of, run_leg, leg, root)[0]["loaded"], saved)
