@@ -11,6 +11,7 @@
 
 #include <cmath>
 
+#include "codec.h"
 #include "crc.h"
 #include "moments8.h"
 #include "numbers.h"
@@ -319,6 +320,7 @@ void stream(float* out, const float* first, const float* second, int64_t begin, 
 
 #define TABLE_OF(isa) isa##_kernels
 #define TABLE(isa) TABLE_OF(isa)
-extern const Kernels TABLE(SHARDWELL_ISA) = {adam, sgd, adagrad, lion, add, sum_of_squares, narrow_bf16, crc32, stream};
+extern const Kernels TABLE(SHARDWELL_ISA) = {adam,        sgd,   adagrad,     lion,        add,         sum_of_squares,
+                                             narrow_bf16, crc32, encode_rows, decode_rows, sum_of_rows, stream};
 
 }  // namespace shardwell

@@ -17,6 +17,10 @@ struct Kernels {
     double (*sum_of_squares)(const void* data, Number number, int64_t begin, int64_t end);
     void (*to_bf16)(const float* source, uint16_t* out, int64_t numel);
     uint32_t (*crc32)(uint32_t value, const uint8_t* data, int64_t num_bytes);
+    // Of the blocks [begin, end), counted through all rows.
+    void (*encode)(const Coded&, int64_t begin, int64_t end);
+    void (*decode)(const Coded&, int64_t begin, int64_t end);
+    void (*decode_sum)(const Coded&, int64_t begin, int64_t end);
     void (*stream)(float* out, const float* first, const float* second, int64_t begin, int64_t end);
 };
 

@@ -38,6 +38,12 @@ void step(void (*kernel)(const Stretch&, const Rule&, int64_t, int64_t), const S
     in_parts(stretch.numel, threads, [&](int64_t, int64_t begin, int64_t end) { kernel(stretch, rule, begin, end); });
 }
 
+void code(void (*kernel)(const Coded&, int64_t, int64_t), const Coded& rows, int32_t threads) {
+    const int64_t blocks = rows.outer * rows.inner * ((rows.numel + BLOCK - 1) / BLOCK);
+    in_parts(blocks * BLOCK, threads,
+             [&](int64_t, int64_t begin, int64_t end) { kernel(rows, begin / BLOCK, end / BLOCK); });
+}
+
 }  // namespace
 }  // namespace shardwell
 
@@ -99,6 +105,18 @@ void shardwell_to_bf16(const float* source, uint16_t* out, int64_t numel, int32_
 
 uint32_t shardwell_crc32(uint32_t value, const void* data, int64_t num_bytes, int32_t isa) {
     return kernels_for(isa).crc32(value, static_cast<const uint8_t*>(data), num_bytes);
+}
+
+void shardwell_encode(const Coded* rows, int32_t isa, int32_t threads) {
+    code(kernels_for(isa).encode, *rows, threads);
+}
+
+void shardwell_decode(const Coded* rows, int32_t isa, int32_t threads) {
+    code(kernels_for(isa).decode, *rows, threads);
+}
+
+void shardwell_decode_sum(const Coded* rows, int32_t isa, int32_t threads) {
+    code(kernels_for(isa).decode_sum, *rows, threads);
 }
 
 void shardwell_stream(float* out, const float* first, const float* second, int64_t numel, int32_t isa,

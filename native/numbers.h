@@ -39,6 +39,12 @@ inline uint16_t to_bf16(float value) {
     return (bits & MAGNITUDE) > INFINITE ? BF16_NAN : static_cast<uint16_t>((bits + 0x8000) >> 16);
 }
 
+// To nearest, ties to even.
+inline uint16_t to_bf16_even(float value) {
+    const uint32_t bits = bits_of(value);
+    return (bits & MAGNITUDE) > INFINITE ? BF16_NAN : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 inline float from_halves(uint16_t high, int16_t low) {
     const uint32_t upper = uint32_t{high} << 16;
     // A NaN has room below it: with a remainder it might become an infinity.

@@ -12,13 +12,15 @@
 
 namespace shardwell {
 
-constexpr int32_t ABI_VERSION = 4;
-constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments
+constexpr int32_t ABI_VERSION = 5;
+constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments, or the scale of their codes
 
 enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };
 enum class Number : int32_t { none = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
 // Whose roundings Adam has: torch's foreach operations on CUDA, its fused kernel there, or its operations on the CPU.
 enum class Like : int32_t { cuda = 0, cuda_fused = 1, cpu = 2 };
+
+enum class Kind : int32_t { int8 = 0, int4 = 1, fp8 = 2 };
 
 // A master and its state. A pointer that a call does not need is null.
 struct Slot {
@@ -79,6 +81,24 @@ struct Lion {
     float decay;
 };
 
+// Rows of numbers and their codes (src/shardwell/codec/form.py says in which form), along two dimensions. Strides of
+// numbers count elements, those of codes bytes.
+struct Coded {
+    int64_t outer;
+    int64_t inner;
+    int64_t numel;  // of a row
+    void* values;
+    int64_t value_strides[2];
+    uint8_t* data;
+    int64_t data_strides[2];
+    int64_t num_messages;  // for decode_sum
+    int64_t message_stride;
+    Number number;
+    Kind kind;
+    float factor;
+    int32_t add;
+};
+
 }  // namespace shardwell
 
 extern "C" {
@@ -98,6 +118,10 @@ SHARDWELL_EXPORT double shardwell_sum_of_squares(const void* data, int32_t numbe
 SHARDWELL_EXPORT void shardwell_to_bf16(const float* source, uint16_t* out, int64_t numel, int32_t isa,
                                         int32_t threads);
 SHARDWELL_EXPORT uint32_t shardwell_crc32(uint32_t value, const void* data, int64_t num_bytes, int32_t isa);
+SHARDWELL_EXPORT void shardwell_encode(const shardwell::Coded*, int32_t isa, int32_t threads);
+SHARDWELL_EXPORT void shardwell_decode(const shardwell::Coded*, int32_t isa, int32_t threads);
+// values = factor * the sum of all messages, in fp32 and in their order; or that is added to them.
+SHARDWELL_EXPORT void shardwell_decode_sum(const shardwell::Coded*, int32_t isa, int32_t threads);
 // What memory can do: out = first, out = first + 3 * second, or out *= 3 where out and first are the same.
 SHARDWELL_EXPORT void shardwell_stream(float* out, const float* first, const float* second, int64_t numel, int32_t isa,
                                        int32_t threads);

@@ -116,7 +116,7 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(library, "ABI_VERSION", 99)
     backend, description = native.choose("", "")
     assert isinstance(backend, Reference)
-    assert "interface 4, expected 99" in str(description)
+    assert "interface 5, expected 99" in str(description)
     with pytest.raises(ShardwellError, match="install shardwell again"):
         native.choose("1", "")
 

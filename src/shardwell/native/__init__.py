@@ -37,6 +37,7 @@ __all__ = [
     "Sgd",
     "Stretch",
     "add",
+    "compiled",
     "crc32",
     "describe",
     "sum_of_squares",
@@ -100,6 +101,12 @@ def to_bf16(source: Tensor, out: Tensor, threads: int | None = None) -> Tensor:
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     """What `zlib.crc32` gives."""
     return _chosen()[0].crc32(data, value)
+
+
+def compiled() -> Library | None:
+    """The library, if it runs."""
+    backend = _chosen()[0]
+    return backend if isinstance(backend, Library) else None
 
 
 def describe() -> Description:

@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
 from shardwell.native.stretch import Halves, Moments8, NewState, Stretch
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 NAME = "libshardwell_native.so"
 ISAS = ("scalar", "avx2", "avx512")  # each with its number, the best last
 
@@ -30,6 +30,7 @@ _FUNCTIONS: dict[type, str] = {
     Adagrad: "shardwell_adagrad",
     Lion: "shardwell_lion",
 }
+_CODERS = {name: f"shardwell_{name}" for name in ("encode", "decode", "decode_sum")}
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -56,6 +57,36 @@ class _Stretch(ctypes.Structure):
         ("factor", ctypes.c_float),
         ("seed", ctypes.c_uint32),
     ]
+
+
+class Coded(ctypes.Structure):
+    """Rows of numbers and their codes, along two dimensions."""
+
+    _fields_: ClassVar = [
+        ("outer", _SIZE),
+        ("inner", _SIZE),
+        ("numel", _SIZE),
+        ("values", _POINTER),
+        ("value_strides", _SIZE * 2),
+        ("data", _POINTER),
+        ("data_strides", _SIZE * 2),
+        ("num_messages", _SIZE),
+        ("message_stride", _SIZE),
+        ("number", _INT),
+        ("kind", _INT),
+        ("factor", ctypes.c_float),
+        ("add", _INT),
+    ]
+    num_messages: int
+    message_stride: int
+
+    def take(self, values: Tensor, data: Tensor) -> None:
+        """Tensors of three dimensions, the last in one piece."""
+        self.outer, self.inner, self.numel = values.shape
+        self.values, self.number = values.data_ptr(), _NUMBERS[values.dtype]
+        self.data = data.data_ptr()
+        self.value_strides[:] = values.stride()[:2]
+        self.data_strides[:] = data.stride()[:2]
 
 
 class UnusableLibraryError(ShardwellError):
@@ -85,6 +116,9 @@ class Library:
         for name in _FUNCTIONS.values():
             function = getattr(library, name)
             function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _INT], None
+        for name in _CODERS.values():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_POINTER, _INT, _INT], None
         library.shardwell_add.argtypes = [_POINTER, _POINTER, _INT, ctypes.c_float, _INT, _SIZE, _INT, _INT]
         library.shardwell_add.restype = None
         library.shardwell_sum_of_squares.argtypes = [_POINTER, _INT, _SIZE, _INT, _INT]
@@ -121,6 +155,10 @@ class Library:
     def crc32(self, data: bytes | bytearray | memoryview, value: int) -> int:
         view = np.frombuffer(data, np.uint8)
         return int(self._library.shardwell_crc32(value, view.ctypes.data, view.nbytes, self._isa))
+
+    def code(self, name: str, call: Coded, threads: int) -> None:
+        """Encode, decode, or decode and sum up rows."""
+        getattr(self._library, _CODERS[name])(ctypes.byref(call), self._isa, threads)
 
     def stream(self, out: Tensor, first: Tensor, second: Tensor | None, threads: int) -> None:
         """For measuring memory: `out = first`, `out = first + 3 * second`, or, where they are the same, `out *= 3`."""

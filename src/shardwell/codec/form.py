@@ -1,0 +1,84 @@
+"""The form of an encoded row, and how rows lie in tensors: arithmetic for all implementations.
+
+A row of m elements becomes its codes, padded to an even number of bytes, then one scale for each block:
+
+    codes     m bytes (int8, fp8) or m / 2 (int4: the first of two elements in the low four bits), the rest zeros
+    scales    bf16, little endian, one for each block of 256 elements; the last block may be shorter
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwell.errors import ShardwellError
+
+Kind = Literal["int8", "int4", "fp8"]
+
+BLOCK = 256  # elements that share a scale
+LARGEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # code
+LEAST_SCALE = 2.0**-116  # of a block that is not stored as zeros: below it, subnormal numbers would matter
+VALUES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def num_code_bytes(kind: Kind, numel: int) -> int:
+    """Of a row, with its padding."""
+    num_bytes = -(-numel // 2) if kind == "int4" else numel
+    return num_bytes + num_bytes % 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a kernel walks over: rows of values and of data that lie along two dimensions."""
+
+    values: Tensor  # outer, inner, elements
+    data: Tensor  # outer, inner, bytes; of the first message where there are several
+
+    @property
+    def numel(self) -> int:
+        return self.values.shape[2]
+
+
+def rows_of(values: Tensor, data: Tensor) -> Iterator[Rows]:
+    """All rows of two tensors with the same leading dimensions; dimensions that lie in one piece become one."""
+    merged: list[list[int]] = []  # size, and stride in each tensor
+    for size, *strides in zip(values.shape[:-1], values.stride()[:-1], data.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1:] == [size * stride for stride in strides]:
+            merged[-1] = [merged[-1][0] * size, *strides]
+        else:
+            merged.append([size, *strides])
+    merged = [[1, 0, 0]] * (2 - len(merged)) + merged
+    sizes = [one[0] for one in merged]
+    pair = [
+        tensor.as_strided([*sizes, tensor.shape[-1]], [*(one[place] for one in merged), 1])
+        for place, tensor in enumerate((values, data), 1)
+    ]
+    for index in itertools.product(*map(range, sizes[:-2])):
+        yield Rows(pair[0][index], pair[1][index])
+
+
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, *dtypes: torch.dtype) -> None:
+    """Refuse what a kernel cannot take."""
+    expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if tensor.dtype not in dtypes:
+        raise ShardwellError(f"{name}: found {str(tensor.dtype).removeprefix('torch.')}, expected {expected}")
+    if tensor.device != device:
+        raise ShardwellError(f"{name}: found a tensor on {tensor.device}, expected one on {device}, as the other is")
+    if tuple(tensor.shape) != shape:
+        raise ShardwellError(f"{name}: found shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.layout is not torch.strided or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        raise ShardwellError(
+            f"{name}: found rows with gaps between their elements (strides {list(tensor.stride())}), expected rows in "
+            "one piece: pass a contiguous copy"
+        )
