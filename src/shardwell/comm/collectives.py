@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwell.codec import Codec
+from shardwell.comm import coded
 from shardwell.comm.agreement import Agreement
 from shardwell.comm.hops import Hops
 from shardwell.comm.ledger import Kind, Ledger
@@ -52,26 +54,73 @@ class Collectives:
     def place_of(self, rank: int) -> int:
         return rank if self.hops is None else self.hops.place_of(rank)
 
-    def gather(self, flat: Tensor, token: str, kind: Kind = Kind.GATHER) -> Pending:
-        """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already."""
+    @property
+    def host_waits(self) -> bool:
+        """Gloo's own threads make the progress: what follows a hop has to be started by the host."""
+        return self.mesh.backend == "gloo"
+
+    def gather(self, flat: Tensor, token: str, kind: Kind = Kind.GATHER, codec: Codec | None = None) -> Pending:
+        """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already.
+
+        With a codec, all shards become what was encoded of them, this rank's own too.
+        """
         if self.mesh.size > 1:
             self._announce(token)
+        if codec is not None and self.mesh.size > 1:
+            return coded.gather(self, flat, codec, kind, self._scratch)
+        return self.path_gather(flat, kind)
+
+    def path_gather(self, flat: Tensor, kind: Kind) -> Pending:
+        """A gather that was announced."""
         if self.hops is not None:
             return self.hops.gather(flat, kind)
         self.count(kind, flat)
         return self.move_gather(flat)
 
-    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, token: str) -> Pending:
+    def reduce(
+        self,
+        flat: Tensor,
+        into: Tensor,
+        scale: float,
+        accumulate: bool,
+        token: str,
+        codecs: tuple[Codec, Codec] | None = None,
+    ) -> Pending:
         """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
 
-        The sum runs in fp32 at least, in rank order with this rank first.
+        The sum runs in fp32 at least, in rank order with this rank first. `codecs` are for what travels inside a node,
+        and between nodes.
         """
         if self.mesh.size > 1:
             self._announce(token)
+        if codecs is not None and self.mesh.size > 1:
+            path = self._path(*codecs)
+            for (comm, _), size in zip(path, coded.num_bytes(path, flat.numel()), strict=True):
+                comm.count_bytes(Kind.REDUCE, size)
+            return coded.reduce(path, flat, into, scale, accumulate, self._scratch)
         if self.hops is not None:
             return self.hops.reduce(flat, into, scale, accumulate)
         self.count(Kind.REDUCE, flat)
         return self.move_reduce(flat, into, scale, accumulate)
+
+    def _path(self, inside: Codec, between: Codec) -> list[tuple[Collectives, Codec]]:
+        """The hops of a reduce, and the codec of each."""
+        if self.hops is not None:
+            return [(self.hops.inside, inside), (self.hops.across, between)]
+        return [(self, inside if self.mesh.num_inside else between)]
+
+    def move_exchange(self, sent: Tensor, received: Tensor) -> Pending:
+        """Each rank gets its part of what every rank sends, as part of what was announced and counted."""
+        parts, answers = sent.chunk(self.mesh.size), received.chunk(self.mesh.size)
+        if self._by_links:
+            answers[self.mesh.rank].copy_(parts[self.mesh.rank])
+            works = self._swap(list(zip(parts, answers, strict=True)))
+            return Pending(lambda: self._wait_all(works))
+        with self.device.reduces.after(Mark()):
+            work = self._guarded(dist.all_to_all_single, received, sent, group=self.mesh.group, async_op=True)
+            if not self.host_waits:
+                work.wait()
+        return Pending((lambda: self._wait_all([work])) if self.host_waits else None)
 
     def move_gather(self, flat: Tensor) -> Pending:
         """A gather, as part of what was announced and counted."""
@@ -227,7 +276,11 @@ class Collectives:
         """Enter a gather or reduce of `flat`."""
         if self.mesh.size > 1:
             shard = flat.numel() * flat.element_size() // self.mesh.size
-            self._ledger.count(kind, *self._hops(shard * (self.mesh.size - 1)))
+            self.count_bytes(kind, shard * (self.mesh.size - 1))
+
+    def count_bytes(self, kind: Kind, size: int) -> None:
+        """Enter bytes that come evenly from all peers."""
+        self._ledger.count(kind, *self._hops(size))
 
     def _hops(self, size: int) -> tuple[int, int]:
         """Split bytes that come evenly from all peers into those from inside and from outside the node."""

@@ -31,8 +31,6 @@ class Hops:
 
     def __init__(self, inside: Collectives, across: Collectives, scratch: Scratch) -> None:
         self.inside, self.across, self._scratch = inside, across, scratch
-        # gloo's own threads make the progress: what follows a hop has to be started by the host
-        self._host_waits = "gloo" in (inside.mesh.backend, across.mesh.backend)
 
     def place_of(self, rank: int) -> int:
         """Which shard of a flat buffer is a rank's own."""
@@ -56,7 +54,7 @@ class Hops:
         return second.then(lambda: self._scratch.give(part))
 
     def _followed(self, first: Pending, start: Callable[[], Pending]) -> Pending:
-        if not self._host_waits:
+        if not self.across.host_waits:
             return start()  # behind the first, on the same lane
         return first.then(lambda: start().wait())
 

@@ -329,6 +329,15 @@ def _check_built(config: Config, found: Findings) -> None:
                 f"missing, and {name}.device is \"nvme\"; name a folder on a local drive, or several with ',' between "
                 "them"
             )
+    for key, name, least in (
+        ("zero_quantized_weights", "parameters", 3),
+        ("zero_quantized_gradients", "gradients", 2),
+    ):
+        if getattr(zero, key) and zero.stage < least and not found.broken("zero_optimization.stage"):
+            refused[f"zero_optimization.{key}"] = (
+                f"true contradicts zero_optimization.stage {zero.stage}: {name} travel in shards only from stage "
+                f"{least} on; use false"
+            )
     if config.shardwell.placement == "auto" and zero.stage != 3 and not found.broken("zero_optimization.stage"):
         refused["shardwell.placement"] = (
             f'"auto" contradicts zero_optimization.stage {zero.stage}: it places units of stage 3; use "asked"'

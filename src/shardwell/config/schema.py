@@ -87,6 +87,7 @@ Real = Annotated[float, BeforeValidator(_real), Field(ge=0)]
 PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0)]
 Share = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
+CodecKind = Literal["int8", "int4", "fp8"]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
 AutocastDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_autocast_dtype)]
@@ -291,14 +292,24 @@ class ZeroConfig(Block):
     zero_hpz_partition_size: PositiveCount = Field(
         default=1, description="Ranks of a second, smaller parameter shard; only 1 is built."
     )
-    zero_quantized_weights: Flag = Field(default=False, description="Gather quantized weights; only false is built.")
+    zero_quantized_weights: Flag = Field(
+        default=False, description="Parameters travel as shardwell.codecs.weights says, stage 3."
+    )
     zero_quantized_nontrainable_weights: Flag = Field(
         default=False, description="Quantize frozen weights; only false is built."
     )
     zero_quantized_gradients: Flag = Field(
-        default=False, description="Reduce quantized gradients; only false is built."
+        default=False, description="Gradients travel as shardwell.codecs.inside and between say, stages 2 and 3."
     )
     leaf_module: LeafModuleConfig = Field(default=LeafModuleConfig(), description="Which modules are one unit.")
+
+
+class CodecsConfig(Block):
+    """How what travels is encoded."""
+
+    weights: CodecKind = Field(default="int8", description="Parameters, with zero_quantized_weights.")
+    inside: CodecKind = Field(default="int8", description="Gradients inside a node, with zero_quantized_gradients.")
+    between: CodecKind = Field(default="int4", description="Gradients between nodes, with zero_quantized_gradients.")
 
 
 class ShardwellConfig(Block):
@@ -341,6 +352,7 @@ class ShardwellConfig(Block):
         default="auto",
         description="Bytes that placement may fill under nvme_path on each node; auto = 95% of it.",
     )
+    codecs: CodecsConfig = Field(default=CodecsConfig(), description="How what travels is encoded.")
     keep_last: PositiveCount | None = Field(
         default=None, description="Checkpoints to keep in a folder: older ones are removed after a save; null = all."
     )

@@ -47,11 +47,9 @@ ONLY: dict[str, Only] = {
     ),
     "aio.use_gds": Only((False,), _not_yet("reads from drives straight to the GPU", _OFF)),
     "zero_optimization.zero_hpz_partition_size": Only((1,), _not_yet("a secondary partition", "use 1 or remove it")),
-    "zero_optimization.zero_quantized_weights": Only((False,), _not_yet("quantized weight gathers", _OFF)),
     "zero_optimization.zero_quantized_nontrainable_weights": Only(
         (False,), _not_yet("quantized gathers of frozen weights", _OFF)
     ),
-    "zero_optimization.zero_quantized_gradients": Only((False,), _not_yet("quantized gradient reductions", _OFF)),
 }
 
 _DROP = 'remove the block, or set "enabled": false in it'

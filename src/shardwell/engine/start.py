@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shardwell import checkpointing
+from shardwell.codec import Codec
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
 from shardwell.comm.hops import Hops, nodes_are_alike
 from shardwell.comm.mesh import across_mesh, node_mesh, world_mesh
@@ -202,6 +203,8 @@ def _groups(
         parameter_tier=place.parameters,
         optimizer_tier=place.optimizer,
         commit=places.offload.commit_of(one.name),
+        gather_codec=Codec(own.codecs.weights) if zero.zero_quantized_weights else None,
+        reduce_codecs=(Codec(own.codecs.inside), Codec(own.codecs.between)) if zero.zero_quantized_gradients else None,
     )
     groups = []
     kinds = _kinds(one, settings, recipe, context.world.mesh.size, places.persistent, trained)

@@ -132,6 +132,8 @@ class Gradients:
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if not filled:
                 self._flat[slot.offset : slot.end].zero_()
+        if self._row.reduce_codecs is not None:
+            self._flat[self._layout.numel :].zero_()  # it shares a block with numbers
         flat = self._for_the_wire(self._flat, scale)
         self._pending = (
             self._average_whole(flat) if self._row.gradients.over is None else self._scatter(flat, accumulates)
@@ -163,7 +165,7 @@ class Gradients:
             self.result = self._take_result(self._layout.shard_numel, dtype)
         elif self.result.dtype.itemsize <= 2 or self._lodging is not None:
             self._widen()
-        move = self._comm.reduce(flat, self.result, self._scale, not fresh, f"REDUCE {self._name}")
+        move = self._reduced(flat, self.result, not fresh)
         return move.then(self._give_flat)
 
     def _scatter_to_hand_over(self, flat: Tensor) -> Pending:
@@ -179,7 +181,11 @@ class Gradients:
             self._handed = fresh, 1.0
             self._give_flat()
 
-        return self._comm.reduce(flat, fresh, self._scale, False, f"REDUCE {self._name}").then(finish)
+        return self._reduced(flat, fresh, False).then(finish)
+
+    def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Pending:
+        token = f"REDUCE {self._name}"
+        return self._comm.reduce(flat, into, self._scale, accumulate, token, self._row.reduce_codecs)
 
     def _result_dtype(self, flat: Tensor) -> torch.dtype:
         """As wide as the gradients are and as they travelled."""

@@ -269,8 +269,8 @@ class Group:
 
     # ------------------------------------------------------------------------------------------------- residency
 
-    def gather(self) -> Pending:
-        """Start making a released group whole."""
+    def gather(self, *, exact: bool = False) -> Pending:
+        """Start making a released group whole; `exact`: without a codec, because somebody may keep what he sees."""
         assert self.shard is not None
         comm, token = self.context.world, f"GATHER {self.name}"
         source, slot = self.shard.tensor, None
@@ -290,7 +290,8 @@ class Group:
             mark = self.context.device.gathers.mark()
         if self.page is not None and slot is not None:
             self.page.give(slot, mark)
-        move = comm.gather(self.flat.tensor, token)
+        coded = comm is self.context.world and not exact
+        move = comm.gather(self.flat.tensor, token, codec=self.row.gather_codec if coded else None)
         return Pending(mark.wait) if mesh.size == 1 else move
 
     def expect(self) -> None:

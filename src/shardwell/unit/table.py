@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwell.codec import Codec
 from shardwell.comm.mesh import Axis
 from shardwell.memory import Tier
 
@@ -58,6 +59,8 @@ class Row:
     reduce_at: ReduceAt
     second_copy: Resting | None = None  # of the parameters, closer by; filled by a gather, read by the next one
     commit: Commit = Commit.AFTER_NORM
+    gather_codec: Codec | None = None  # of parameters that are gathered
+    reduce_codecs: tuple[Codec, Codec] | None = None  # of gradients, inside a node and between nodes
 
     @property
     def released(self) -> bool:
@@ -97,6 +100,8 @@ class Wish:
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
     commit: Commit = Commit.AFTER_NORM
+    gather_codec: Codec | None = None
+    reduce_codecs: tuple[Codec, Codec] | None = None
 
 
 def row_for(
@@ -118,11 +123,15 @@ def row_for(
         row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
     if row.released and not persistent:
         row = replace(row, parameters=replace(row.parameters, tier=wish.parameter_tier))
+    if not persistent and row.gradients.over is not None:
+        row = replace(row, reduce_codecs=wish.reduce_codecs)
+    if row.released and not persistent:
+        row = replace(row, gather_codec=wish.gather_codec)
     if row.released and wish.second_copy_in_node:
         row = replace(row, second_copy=Resting(Axis.NODE))
     alone = num_ranks == 1 and not shard_at_world_one
     if row.released and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
-        row = replace(row, parameters=WHOLE, second_copy=None)
+        row = replace(row, parameters=WHOLE, second_copy=None, gather_codec=None)
     return row
 
 

@@ -57,6 +57,7 @@ class Unit:
         self.in_backward = False
         self.opened = 0  # GatheredParameters contexts that hold it
         self._was_opened = False  # since it was gathered: the user may have views of it
+        self._is_exact = False  # was gathered as it rests
         self.misfit = False  # a parameter was given another shape
         self.lent = False  # somebody outside its module may still look at it
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
@@ -83,13 +84,15 @@ class Unit:
 
     # All of these are idempotent: a second call in the same state does nothing and says so.
 
-    def gather(self) -> bool:
-        """Start making it whole; true if that moved anything."""
-        if self.residency is not Residency.RELEASED:
+    def gather(self, *, exact: bool = False) -> bool:
+        """Start making it whole; true if that moved anything. `exact`: as it rests, also if it travels encoded."""
+        is_coded = exact and not self._is_exact and any(group.row.gather_codec for group in self.releasable)
+        if self.residency is not Residency.RELEASED and not is_coded:
             return False
-        self._arrive()
+        self.wait()
         self._move(Residency.GATHERING)
-        self._pending = [group.gather() for group in self.releasable]
+        self._is_exact = exact
+        self._pending = [group.gather(exact=exact) for group in self.releasable]
         return True
 
     def expect(self) -> None:
@@ -198,7 +201,7 @@ class Unit:
     def open(self) -> None:
         self.opened += 1
         self._was_opened = True
-        self.gather()
+        self.gather(exact=True)
         self.wait()
         if self.opened == 1:
             for group in self.groups:

@@ -1,0 +1,95 @@
+"""Gathers and reduces of encoded numbers: fewer bytes on every hop.
+
+A gather encodes this rank's shard, moves bytes, and decodes all shards, its own too: every rank computes with the same
+numbers. A reduce encodes what goes to each peer, decodes what came and sums it in fp32, hop after hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwell.codec import Codec
+from shardwell.comm.ledger import Kind
+from shardwell.comm.pending import Pending
+from shardwell.memory import Mark, Scratch, State
+
+if TYPE_CHECKING:
+    from shardwell.comm.collectives import Collectives
+
+_STAGING = "(staging)"
+
+
+def gather(world: Collectives, flat: Tensor, codec: Codec, kind: Kind, scratch: Scratch) -> Pending:
+    """Fill all shards of `flat` with what was encoded of them; this rank's own must be in it already."""
+    shards = flat.view(world.mesh.size, -1)
+    size = codec.num_bytes(shards.shape[1])
+    memory = scratch.take(len(shards) * size, torch.uint8, State.STAGING, _STAGING)
+    codes, lane = memory.view(-1, size), world.device.gathers
+    with lane.after_current():
+        codec.encode(shards[world.place], codes[world.place])
+    moved = world.path_gather(memory, kind)
+
+    def decode() -> Mark:
+        with lane.after(Mark()):
+            codec.decode(codes, shards)
+        return lane.mark()
+
+    if world.host_waits:
+        return moved.then(lambda: decode().wait()).then(lambda: scratch.give(memory))
+    mark = decode()
+    return Pending(mark.wait).then(lambda: scratch.give(memory))
+
+
+def reduce(
+    path: Sequence[tuple[Collectives, Codec]],
+    flat: Tensor,
+    into: Tensor,
+    scale: float,
+    accumulate: bool,
+    scratch: Scratch,
+) -> Pending:
+    """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path."""
+    (comm, codec), *rest = path
+    rows = flat.view(comm.mesh.size, -1)
+    size, lane = codec.num_bytes(rows.shape[1]), comm.device.reduces
+    sent, received = (scratch.take(len(rows) * size, torch.uint8, State.STAGING, _STAGING) for _ in range(2))
+    with lane.after_current():
+        codec.encode(rows, sent.view(-1, size))
+    moved = comm.move_exchange(sent, received)
+    part = scratch.take(rows.shape[1], torch.float32, State.STAGING, _STAGING) if rest else _wide(into, scratch)
+
+    def add_up() -> Pending:
+        with lane.after(Mark()):
+            adds = accumulate and part is into
+            codec.decode_sum(received.view(-1, size), part, 1.0 if rest else scale, add=adds)
+            if not rest and part is not into:
+                into.add_(part) if accumulate else into.copy_(part)
+        return reduce(rest, part, into, scale, accumulate, scratch) if rest else Pending(lane.mark().wait)
+
+    def give() -> None:
+        for memory in (sent, received, *(() if part is into else (part,))):
+            scratch.give(memory)
+
+    if comm.host_waits:
+        return moved.then(lambda: add_up().wait()).then(give)
+    return add_up().then(give)
+
+
+def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int]:
+    """What comes to this rank on each hop of a reduce."""
+    found = []
+    for comm, codec in path:
+        numel //= comm.mesh.size
+        found.append((comm.mesh.size - 1) * codec.num_bytes(numel))
+    return found
+
+
+def _wide(into: Tensor, scratch: Scratch) -> Tensor:
+    """Where sums are made: in place if that is fp32."""
+    if into.dtype is torch.float32:
+        return into
+    return scratch.take(into.numel(), torch.float32, State.STAGING, _STAGING)

@@ -1,0 +1,158 @@
+"""Encoded gathers and reduces: every rank has the same numbers, errors are bounded, bytes are those of the formula."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwell
+from shardwell.codec import Codec
+from shardwell.comm.ledger import BETWEEN, INSIDE, Kind
+from shardwell.config import load
+from shardwell.utils import safe_get_full_fp32_param
+from tests.models import Gpt, batches, share, whole_parameters, zero
+from tests.ranks import Ranks
+
+ON = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
+def as_nodes(of: int) -> None:
+    os.environ.update(LOCAL_WORLD_SIZE=str(of), LOCAL_RANK=str(dist.get_rank() % of))
+
+
+def engine_with(block: dict[str, Any], stage: int = 3, bf16: bool = False, **others: Any) -> shardwell.Engine:
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(stage, zero_optimization=block, bf16={"enabled": bf16}, **others)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
+
+
+def train(engine: shardwell.Engine, num_steps: int) -> list[float]:
+    losses = []
+    for batch in batches(num_steps, 12):
+        loss = engine(share(batch, dist.get_rank(), dist.get_world_size()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+# --------------------------------------------------------------------------------------------------------- the moves
+
+
+def noise(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def moved(of: int, kinds: tuple[str, str, str], shard: int) -> dict[str, Any]:
+    """A gather and two reduces of random numbers, and what they should be but for codes."""
+    as_nodes(of)
+    world = engine_with({})._context.world
+    weights, inside, between = (Codec(kind) for kind in kinds)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = [noise(size * shard, r) for r in range(size)]
+    flat = torch.zeros(size * shard)
+    flat.chunk(size)[world.place].copy_(values[rank][:shard])
+    world.gather(flat, "A", codec=weights).wait()
+    into = torch.zeros(shard)
+    world.reduce(values[rank].clone(), into, 0.5, False, "B", (inside, between)).wait()
+    twice = into.clone()
+    world.reduce(values[rank].clone(), twice, 0.5, True, "C", (inside, between)).wait()
+    exact = torch.stack(values).sum(0).chunk(size)[world.place] * 0.5
+    return {"flat": flat, "into": into, "twice": twice, "exact": exact, "place": world.place}
+
+
+@pytest.mark.parametrize(("num_ranks", "of"), [(2, 2), (3, 3), (4, 2), (6, 3), (2, 1)])
+@pytest.mark.parametrize("kinds", [("int8", "int8", "int4"), ("fp8", "fp8", "int8"), ("int4", "int4", "int4")])
+def test_every_rank_has_what_was_encoded(ranks: Ranks, num_ranks: int, of: int, kinds: tuple[str, str, str]) -> None:
+    shard = 333
+    found = ranks.run(num_ranks, moved, of, kinds, shard)
+    shards = [
+        torch.randn(num_ranks * shard, generator=torch.Generator().manual_seed(r))[:shard] for r in range(num_ranks)
+    ]
+    expected = torch.zeros(num_ranks, shard)
+    for rank, answer in enumerate(found):
+        expected[answer["place"]] = through(Codec(kinds[0]), shards[rank])
+    coarsest = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 1 / 16}
+    for answer in found:
+        assert torch.equal(torch.as_tensor(answer["flat"]), expected.view(-1))
+        error = (torch.as_tensor(answer["into"]) - torch.as_tensor(answer["exact"])).abs().max()
+        # Each message is off by half a step of a block whose greatest number is below 5, or 5 for each that was summed.
+        most = 5 * 0.5 * num_ranks * sum(0.51 * coarsest[kind] for kind in kinds[1:])
+        assert 0 < error < most
+        assert torch.equal(torch.as_tensor(answer["twice"]), 2 * torch.as_tensor(answer["into"]))
+
+
+def through(codec: Codec, values: Tensor) -> Tensor:
+    codes = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, codes)
+    out = torch.empty_like(values)
+    codec.decode(codes, out)
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------- the engine
+
+
+def traffic(of: int, block: dict[str, Any]) -> dict[str, Any]:
+    as_nodes(of)
+    engine = engine_with({**block, "stage3_param_persistence_threshold": 0}, bf16=True)
+    train(engine, 2)
+    received = engine.traffic().received
+    shards = [g.layout.shard_numel for unit in engine._flow.units for g in unit.groups]
+    kinds, hops = (Kind.GATHER, Kind.REDUCE), (INSIDE, BETWEEN)
+    found = {f"{kind.value} {hop}": received.get((kind, hop), 0) for kind in kinds for hop in hops}
+    return {**found, "shards": shards}
+
+
+@pytest.mark.parametrize("on", [("zero_quantized_weights",), ("zero_quantized_gradients",), tuple(ON)], ids="+".join)
+def test_bytes_are_those_of_the_codes(ranks: Ranks, on: tuple[str, ...]) -> None:
+    eight, four = Codec("int8").num_bytes, Codec("int4").num_bytes
+    weights, gradients = ("zero_quantized_weights" in on), ("zero_quantized_gradients" in on)
+    for found in ranks.run(4, traffic, 2, dict.fromkeys(on, True)):
+        gathered = [eight(s) if weights else 2 * s for s in found["shards"]]
+        assert found["gather between"] == sum(2 * size for size in gathered)  # for forward and backward
+        assert found["gather inside"] == sum(2 * 2 * size for size in gathered)
+        assert found["reduce inside"] == sum(eight(2 * s) if gradients else 4 * s for s in found["shards"])
+        assert found["reduce between"] == sum(four(s) if gradients else 2 * s for s in found["shards"])
+
+
+def story(of: int, block: dict[str, Any], stage: int) -> dict[str, Any]:
+    """Train; look at masters; change one; the others must keep every bit."""
+    as_nodes(of)
+    engine = engine_with(block, stage, bf16=True, gradient_clipping=1.0)
+    losses = train(engine, 30)
+    model = engine.module
+    before = {name: safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters()}
+    with shardwell.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        seen = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+        model.blocks[0].up.weight[0].fill_(0.5)
+    after = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+    return {"losses": losses, "before": before, "seen": seen, "after": after, "whole": whole_parameters(model)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_keep_their_bits_and_training_follows(ranks: Ranks, stage: int) -> None:
+    block = ON if stage == 3 else {"zero_quantized_gradients": True}
+    plain = ranks.run(4, story, 2, {}, stage)[0]
+    found = ranks.run(4, story, 2, block, stage)
+    for answer in found:
+        for name, master in answer["before"].items():
+            rounded = torch.as_tensor(master).bfloat16().float()
+            assert (torch.as_tensor(answer["seen"][name]) - rounded).abs().max() <= rounded.abs().max() * 2**-8, name
+            changed = torch.as_tensor(answer["after"][name]) != torch.as_tensor(master)
+            assert int(changed.sum()) == (changed[0].numel() if name == "blocks.0.up.weight" else 0), name
+    assert found[0]["losses"] != plain["losses"]
+    assert found[0]["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.03)
+
+
+@pytest.mark.parametrize(("key", "stage"), [("zero_quantized_weights", 2), ("zero_quantized_gradients", 1)])
+def test_stages_whose_shards_do_not_travel_are_refused(key: str, stage: int) -> None:
+    with pytest.raises(shardwell.ConfigError, match=f"{key}: true contradicts zero_optimization.stage {stage}"):
+        load({"train_batch_size": 1, "zero_optimization": {"stage": stage, key: True}})
