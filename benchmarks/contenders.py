@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -216,14 +216,21 @@ def build_deepspeed(workload: Workload, stage: int, tuned: bool = False) -> Trai
     return EngineTrainer(engine)
 
 
-def build_shardwell(workload: Workload, stage: int, shard_at_world_one: bool = False, accumulation: int = 1) -> Trainer:
+def build_shardwell(
+    workload: Workload,
+    stage: int,
+    shard_at_world_one: bool = False,
+    accumulation: int = 1,
+    zero: Mapping[str, Any] | None = None,
+) -> Trainer:
+    """`zero` holds more keys of the block `zero_optimization`."""
     import shardwell
 
     model = seeded_model(workload)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
     }
     if workload.bf16:
         config["bf16"] = {"enabled": True}

@@ -25,9 +25,9 @@ class RunFailedError(Exception):
     """A measurement ended without figures; the message is one line."""
 
 
-def without_folders(text: str) -> str:
+def without_folders(text: str, most: int = 300) -> str:
     """One line without the folders of the machine, for results that travel."""
-    return re.sub(r"(?:/[\w.+-]+)+/", "", " ".join(text.split()))[:300]
+    return re.sub(r"(?:/[\w.+-]+)+/", "", " ".join(text.split()))[:most]
 
 
 def free_port() -> int:

@@ -1,0 +1,82 @@
+"""Training between two hosts: the ledger's bytes between nodes are those that cross the link."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import links
+from benchmarks.hosts import why_not
+from benchmarks.links_report import crossing_lines, crossings
+from benchmarks.model import TINY
+
+REFUSED = why_not()
+needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no hosts here: {REFUSED}")
+OVERHEAD = 1.06  # headers of TCP, IP and Ethernet in both directions, and gloo's before each message
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("links") / "links.json"
+    variants = "shardwell3,zero++"
+    assert links.main(["--size", "tiny", "--fp32", "--rates", "none,40", "--only", variants, "--json", str(path)]) == 0
+    assert path.with_suffix(".png").stat().st_size > 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_the_ledger_between_nodes_agrees_with_what_crossed_the_link(report: dict[str, Any]) -> None:
+    assert {(point["variant"], point["mbit"]) for point in report["points"]} >= {
+        ("shardwell3", None),
+        ("shardwell3", 40),
+    }
+    for point in report["points"]:
+        for way in ("there", "back"):
+            assert point["ledger"] / 2 < point[way] < OVERHEAD * point["ledger"] / 2
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_stage_3_moves_its_parameters_three_times_in_each_direction(report: dict[str, Any]) -> None:
+    """Each rank gets half of a gathered or reduced buffer from the other host, and two ranks live there."""
+    whole = 4 * TINY.num_parameters
+    for point in report["points"]:
+        if point["variant"] == "shardwell3":
+            assert 2 * 3 * whole <= point["ledger"] < 2 * 3 * whole * 1.01  # padding, norms
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_every_variant_is_measured_or_says_why_not(report: dict[str, Any]) -> None:
+    measured = {point["variant"] for point in report["points"]}
+    assert measured | report["errors"].keys() == {"shardwell3", "zero++"}
+    assert not measured & report["errors"].keys()
+    assert all("zero_optimization." in error for error in report["errors"].values())
+    assert report["limiter"] in ("tbf", "htb", "netem")
+
+
+def points(variant: str, seconds: dict[float | None, float]) -> list[dict[str, Any]]:
+    return [{"variant": variant, "mbit": mbit, "seconds": time} for mbit, time in seconds.items()]
+
+
+def test_crossings_lie_where_times_are_equal() -> None:
+    few = points("few bytes", {100: 2.0, 10: 4.0, None: 2.0})
+    many = points("many bytes", {100: 1.0, 10: 8.0, None: 1.0})
+    (found,) = crossings(few + many)
+    assert found["faster"] == "few bytes"
+    assert found["changes"] == pytest.approx([10**1.5])  # both are a factor of 2 away from there
+    assert crossing_lines([found]) == ["few bytes is faster than many bytes up to 32 Mbit/s"]
+
+
+def test_a_variant_that_always_wins_has_no_crossing() -> None:
+    (found,) = crossings(points("slow", {10: 2.0, None: 1.0}) + points("fast", {10: 1.0, None: 0.5}))
+    assert crossing_lines([found]) == ["fast is faster than slow at every rate"]
+
+
+def test_a_change_after_the_last_limit_is_told_as_that_limit() -> None:
+    (found,) = crossings(points("a", {10: 1.0, None: 1.0}) + points("b", {10: 2.0, None: 0.5}))
+    assert found["changes"] == [10]
