@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "on the GPU" if on_gpu else f"{threads} thread(s)"
         console.print(table_of(f"codecs, {numel / 1e6:.1f}M elements a call, {where}", figures))
     console.print(f"{told(report)}; {report['kernels']}, load {os.getloadavg()[0]:.1f}", highlight=False)
-    if (path := keep(report, "codec", args.out)) is not None:
+    if (path := keep(report, f"codec-{args.device}", args.out)) is not None:
         console.print(f"raw results: {path}", highlight=False)
     return 0
 
