@@ -18,9 +18,10 @@ def huge(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def tiny(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Around the least scale, down to subnormal numbers."""
-    exponents = torch.randint(-149, -100, (numel,), generator=_generator(seed))
-    return (torch.randn(numel, generator=_generator(seed + 1)).double() * 2.0**exponents).to(dtype)
+    """Blocks whose scale is around the least one, down to subnormal numbers."""
+    greatest = torch.randint(-122, -104, (-(-numel // 256),), generator=_generator(seed)).repeat_interleave(256)
+    exponents = greatest[:numel] - torch.randint(30, (numel,), generator=_generator(seed + 1))
+    return (torch.randn(numel, generator=_generator(seed + 2)).double() * 2.0**exponents).to(dtype)
 
 
 def levels(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
