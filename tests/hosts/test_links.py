@@ -41,12 +41,12 @@ def test_the_ledger_between_nodes_agrees_with_what_crossed_the_link(report: dict
 
 @pytest.mark.slow
 @needs_hosts
-def test_stage_3_moves_its_parameters_three_times_in_each_direction(report: dict[str, Any]) -> None:
-    """Each rank gets half of a gathered or reduced buffer from the other host, and two ranks live there."""
+def test_stage_3_moves_its_parameters_one_and_a_half_times_in_each_direction(report: dict[str, Any]) -> None:
+    """Of what is gathered or reduced, half rests on the other host, and enters this one once."""
     whole = 4 * TINY.num_parameters
     for point in report["points"]:
         if point["variant"] == "shardwell3":
-            assert 2 * 3 * whole <= point["ledger"] < 2 * 3 * whole * 1.01  # padding, norms
+            assert 3 * whole <= point["ledger"] < 3 * whole * 1.01  # padding, norms
 
 
 @pytest.mark.slow
