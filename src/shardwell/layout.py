@@ -119,6 +119,11 @@ def lay_out(specs: Sequence[Spec], num_shards: int, alignment: int = ALIGNMENT) 
     return Layout(tuple(slots), num_shards, offset, shard * num_shards)
 
 
+def even_part(numel: int, num_parts: int, alignment: int = ALIGNMENT) -> int:
+    """How many of the first elements divide into equal parts that all start aligned."""
+    return numel - numel % (num_parts * alignment)
+
+
 def product(shape: Sequence[int]) -> int:
     result = 1
     for size in shape:

@@ -64,6 +64,18 @@ def test_activation_checkpointing_on_the_gpu(ranks: Ranks, recompute: str) -> No
     assert difference < 1e-10, f"{name} differs by {difference}"
 
 
+def test_a_second_copy_in_the_node_changes_no_bit_on_the_gpu(ranks: Ranks) -> None:
+    for num_ranks in (3, 4):
+        without, with_copies = ranks.run(num_ranks, on_the_gpu, [second_copy_case(1), second_copy_case(2)], 3)[0]
+        for name in without:
+            assert (without[name] == with_copies[name]).all(), (num_ranks, name)
+
+
+def second_copy_case(partition: int) -> Case:
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"zero_hpz_partition_size": partition}}
+    return Case(dtype=torch.float32, steps=6, accumulation=2, clip=0.5, config=config)
+
+
 def test_bf16_stages_agree_bit_for_bit_on_the_gpu(ranks: Ranks) -> None:
     case = Case(dtype=torch.float32, steps=6, config={"bf16": {"enabled": True}})
     one, two, three = (ranks.run(2, on_the_gpu, [case], stage)[0][0] for stage in (1, 2, 3))

@@ -93,7 +93,13 @@ def test_what_else_decides_on_bytes() -> None:
     assert +Formula(3, 2, accumulates=True).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 16}
     assert +Formula(3, 2, accumulates=True).needs(kind, 512, Place()) == {DEVICE: 256 * 16}
     assert +Formula(3, 2, commit=Commit.SHADOW).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
+    near = Formula(3, 4, ranks_per_copy=2)  # a second copy, of what is frozen for good
+    assert +near.at_rest(kind, 512, Place()) == {DEVICE: 128 * 12}
+    assert +near.needs(kind, 512, Place()) == {DEVICE: 128 * 14 + 256 * 2}
+    assert +near.needs(kind, 512, Place(HOST, HOST)) == {DEVICE: 256 * 2, HOST: 128 * 14}
+    assert +near.at_rest(frozen, 512, Place(HOST, HOST)) == {HOST: 128 * 2, DEVICE: 256 * 2}
     small = Kind(BF16, True, persistent=True)
+    assert near.at_rest(small, 512, Place()) == Formula(3, 4).at_rest(small, 512, Place())
     assert +formula.at_rest(small, 512, Place(DISK, DISK)) == {DEVICE: 512 * 2 + 256 * 10}
 
 
@@ -130,6 +136,7 @@ formulas = st.builds(
     eight_bits=st.booleans(),
     accumulates=st.booleans(),
     commit=st.sampled_from(list(Commit)),
+    ranks_per_copy=st.integers(0, 2),
 )
 kinds = st.builds(Kind, st.sampled_from([BF16, FP32, FP16]), st.booleans(), st.booleans())
 models = st.lists(st.dictionaries(kinds, sizes, max_size=2), min_size=1, max_size=5)

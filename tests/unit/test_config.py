@@ -394,7 +394,6 @@ NOT_YET = """
 wall_clock_breakdown true  torch_autocast.lower_precision_safe_modules ["torch.nn.Linear"]
 torch_autocast.lower_precision_safe_modules []  activation_checkpointing.profile true
 aio.use_gds true
-zero_optimization.zero_hpz_partition_size 8
 zero_optimization.zero_quantized_nontrainable_weights true
 """
 
@@ -453,6 +452,19 @@ def test_two_divisions_before_the_sum_contradict() -> None:
 def test_parameter_offload_below_stage_3_contradicts_and_shows_the_stage(stage: int) -> None:
     text = refusal({"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}})
     assert f'"cpu" contradicts zero_optimization.stage {stage}' in text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_second_copy_below_stage_3_contradicts_and_any_size_is_taken_there(stage: int) -> None:
+    key = "zero_optimization.zero_hpz_partition_size"
+    text = refusal({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 8}})
+    assert f"{key}: 8 contradicts zero_optimization.stage {stage}" in text
+    assert at(load({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 1}}), key) == 1
+    for size in (2, 3, 1000):
+        zero = {"stage": 3, "zero_hpz_partition_size": size}
+        assert at(load({"zero_optimization": zero}, world_size=4), key) == size
+    zero = {"stage": 3, "zero_hpz_partition_size": 0}
+    assert f"{key}: expected at least 1, found 0" in refusal({"zero_optimization": zero})
 
 
 @pytest.mark.parametrize("paths", [None, "", " , "])

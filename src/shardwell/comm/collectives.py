@@ -64,8 +64,7 @@ class Collectives:
 
         With a codec, all shards become what was encoded of them, this rank's own too.
         """
-        if self.mesh.size > 1:
-            self._announce(token)
+        self._announce(token)  # also by a rank that is alone in its node: its peers' books say so
         if codec is not None and self.mesh.size > 1:
             return coded.gather(self, flat, codec, kind, self._scratch)
         return self.path_gather(flat, kind)

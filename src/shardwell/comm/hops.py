@@ -13,6 +13,7 @@ stand alike lie side by side in a flat buffer, in a slab:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -64,7 +65,7 @@ def nodes_are_alike(world: Collectives) -> bool:
 
     Simulated ranks cannot: they move everything in one hop.
     """
-    mesh = world.mesh
+    mesh = replace(world.mesh, node_size=world.mesh.ranks_here)
     if mesh.size == 1 or ranks_here(mesh.size) >= mesh.size:
         return False
     size = float(mesh.node_size if mesh.has_nodes and stands_in_order(mesh.rank, mesh.node_size) else 0)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwell.errors import ConfigError
 from shardwell.memory.device import num_gpus
 
 
@@ -28,10 +27,11 @@ class Mesh:
 
     rank: int
     size: int
-    node_size: int  # ranks of this group that share a node
+    node_size: int  # ranks of a node; of the last one there may be fewer
     backend: str  # "gloo", "nccl", "fake"; "none" for one process
     group: Any = None  # a torch process group; None stands for the default one
     ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
+    ranks_here: int = 1  # that share this machine's memory and drives, as the launcher says
 
     def is_inside(self, rank: int) -> bool:
         """Whether `rank` is on this rank's own node."""
@@ -40,7 +40,8 @@ class Mesh:
     @property
     def num_inside(self) -> int:
         """Peers on this rank's own node."""
-        return self.node_size - 1
+        first = self.rank // self.node_size * self.node_size
+        return min(self.node_size, self.size - first) - 1
 
     @property
     def has_nodes(self) -> bool:
@@ -64,20 +65,20 @@ def world_mesh(device: torch.device) -> Mesh:
     backend = _backend_for(device)
     # gloo gets links of its own: an engine that fails cuts them to wake its peers, and must not cut the user's.
     group = dist.new_group(backend="gloo") if backend == "gloo" and size > 1 else None
-    return Mesh(rank, size, node_size(size), backend if size > 1 else "none", group)
+    here = node_size(size)
+    return Mesh(rank, size, here, backend if size > 1 else "none", group, ranks_here=here)
 
 
-def node_mesh(world: Mesh, ranks_per_node: int) -> Mesh:
-    """The ranks of this rank's node: consecutive ranks, `ranks_per_node` at a time."""
-    if world.size % ranks_per_node:
-        raise ConfigError(f"{world.size} ranks do not divide into nodes of {ranks_per_node}")
+def node_mesh(world: Mesh) -> Mesh:
+    """The ranks of this rank's node: consecutive ranks, `world.node_size` at a time, and the last ones."""
     mine: Mesh | None = None
-    for start in range(0, world.size, ranks_per_node):
-        ranks = tuple(range(start, start + ranks_per_node))
-        group = None if world.backend in ("none", "fake") else dist.new_group(list(ranks), backend=world.backend)
+    for start in range(0, world.size, world.node_size):
+        ranks = tuple(range(start, min(start + world.node_size, world.size)))
+        is_real = len(ranks) > 1 and world.backend != "fake"
+        group = dist.new_group(list(ranks), backend=world.backend) if is_real else None
         if world.rank in ranks:
-            backend = world.backend if ranks_per_node > 1 else "none"
-            mine = Mesh(world.rank - start, ranks_per_node, ranks_per_node, backend, group, ranks)
+            backend = world.backend if len(ranks) > 1 else "none"
+            mine = Mesh(world.rank - start, len(ranks), len(ranks), backend, group, ranks, world.ranks_here)
     assert mine is not None
     return mine
 
@@ -102,6 +103,11 @@ def ranks_here(world_size: int) -> int:
 def stands_in_order(rank: int, node_size: int) -> bool:
     """Whether ranks of a node follow each other, as far as the launcher says of this one."""
     return int(os.environ.get("LOCAL_RANK", rank % node_size)) == rank % node_size
+
+
+def smallest_node(num_ranks: int, ranks_per_node: int) -> int:
+    """The ranks of the last node, if they are fewer, else those of any."""
+    return num_ranks % ranks_per_node or ranks_per_node if ranks_per_node < num_ranks else num_ranks
 
 
 def node_size(world_size: int) -> int:

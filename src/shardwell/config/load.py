@@ -323,6 +323,11 @@ def _check_built(config: Config, found: Findings) -> None:
             f"{_show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
             'parameters rest sharded, and can be offloaded, only at stage 3; use "none"'
         )
+    if zero.zero_hpz_partition_size > 1 and zero.stage != 3 and not found.broken("zero_optimization.stage"):
+        refused["zero_optimization.zero_hpz_partition_size"] = (
+            f"{_show(zero.zero_hpz_partition_size)} contradicts zero_optimization.stage {zero.stage}: only at stage 3 "
+            "parameters are split, and gathered from a second copy; use 1"
+        )
     for name, below in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if below.device == "nvme" and not any(path.strip() for path in (below.nvme_path or "").split(",")):
             refused[f"zero_optimization.{name}.nvme_path"] = (

@@ -290,7 +290,8 @@ class ZeroConfig(Block):
         default=0, description="Modules with fewer parameters per layer than this become one unit; 0 = off."
     )
     zero_hpz_partition_size: PositiveCount = Field(
-        default=1, description="Ranks of a second, smaller parameter shard; only 1 is built."
+        default=1,
+        description="Consecutive ranks that split a second copy of the parameters, usually those of a node; 1 = none.",
     )
     zero_quantized_weights: Flag = Field(
         default=False, description="Parameters travel as shardwell.codecs.weights says, stage 3."

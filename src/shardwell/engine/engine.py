@@ -475,9 +475,7 @@ class Engine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self.optimizer.state.clear()
-        if self._context.disk is not None:
-            self._context.disk.close()
-        self._context.world.close()
+        self._context.close()
         self.trim()
 
     def __getattr__(self, name: str) -> Any:

@@ -157,7 +157,7 @@ def _plan_as_asked(states: States, settings: Config, mesh: Mesh, device: Device)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
     needed = total(states.needs(name, place) for name, place in places.items())
-    free = {Tier.HOST: psutil.virtual_memory().available / mesh.node_size}
+    free = {Tier.HOST: psutil.virtual_memory().available / mesh.ranks_here}
     shadowed = set(below) if policy is Commit.SHADOW else set()
     may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda
     if may_speculate and not needed[Tier.DISK]:
@@ -187,7 +187,7 @@ class Shortage:
         numel = sum(sum(self.states.units[name].values()) for name, place in self.places.items() if place.depth)
         shares = self.mesh.size if self.settings.zero_optimization.stage else 1
         each = f"{num_bytes * shares / max(1, numel):.3g} bytes for each of {numel:,} parameters"
-        here = self.mesh.node_size
+        here = self.mesh.ranks_here
         return f"{human(num_bytes * here)} on this node: {each}, over {self.mesh.size} rank(s), {here} of them here"
 
     @property
@@ -201,13 +201,13 @@ def _check_host(short: Shortage, needed: int, buffers: int, speculates: bool, fr
         slower = 'set shardwell.commit to "after_norm", ' if speculates else ""
         raise ShardwellError(
             f"what rests below the device needs more host memory than there is: {short.needs(needed)}, and "
-            f"{human(buffers)} of buffers for each of those. Free are {human(free * short.mesh.node_size)}. To fit, "
+            f"{human(buffers)} of buffers for each of those. Free are {human(free * short.mesh.ranks_here)}. To fit, "
             f"{slower}{short.ways}"
         )
 
 
 def _check_drives(short: Shortage, needed: int) -> None:
-    for path, part in parts(needed * short.mesh.node_size, _paths(short.settings)):
+    for path, part in parts(needed * short.mesh.ranks_here, _paths(short.settings)):
         found = free_bytes(path)
         if found is not None and part > found:
             raise ShardwellError(

@@ -63,6 +63,7 @@ class Formula:
     eight_bits: bool = False  # of those, below the device
     accumulates: bool = False  # gradients over several micro-steps
     commit: Commit = Commit.AFTER_NORM  # of updates below the device; on it, shadow is after the norm
+    ranks_per_copy: int = 0  # that split a second copy of the parameters, where they are fewest; 0: there is none
 
     def row(self, kind: Kind, place: Place) -> Row:
         return row_for(
@@ -70,7 +71,7 @@ class Formula:
             persistent=kind.persistent,
             num_ranks=self.num_ranks,
             shard_at_world_one=self.shard_at_world_one,
-            wish=Wish(parameter_tier=place.parameters, optimizer_tier=place.optimizer),
+            wish=Wish(self.ranks_per_copy > 0, place.parameters, place.optimizer),
         )
 
     def share(self, numel: int) -> int:
@@ -90,7 +91,7 @@ class Formula:
         own = self.share(numel) if row.optimizer.over is not None else numel
         compute, master = precision.compute.itemsize, precision.master.itemsize
         if not kind.trains:
-            return Counter({above: held * compute})
+            return total([Counter({above: held * compute}), self.second_copy(kind, numel, row)])
         found = Counter({below: self.moments(own, kind, below)})
         no_halves = precision.is_mixed and not precision.has_halves
         if {above, below} != {Tier.DEVICE} or (no_halves and not row.released):
@@ -104,12 +105,19 @@ class Formula:
             found[above] += held * compute + own * (master - compute)
         return found
 
+    def second_copy(self, kind: Kind, numel: int, row: Row) -> Bytes:
+        """From a forward to the next update; for good, of what is frozen."""
+        if row.second_copy is None:
+            return Counter()
+        return Counter({Tier.DEVICE: -(-numel // self.ranks_per_copy) * kind.precision.compute.itemsize})
+
     def needs(self, kind: Kind, numel: int, place: Place) -> Bytes:
-        """What rests, the gradients that wait for a step, and a second state where updates speculate."""
+        """What rests, what waits for a step (gradients, a second copy), a second state where updates speculate."""
         found = self.at_rest(kind, numel, place)
         if not kind.trains:
             return found
         row, own = self.row(kind, place), self.share(numel)
+        found.update(self.second_copy(kind, numel, row))
         waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
         if row.optimizer.tier is Tier.DEVICE:
             if self.accumulates or self.commit is not Commit.AT_ONCE or kind.persistent:

@@ -43,7 +43,7 @@ def budgets(
     What the model's own parameters have now is free as soon as its units are built. Where the device is the CPU, it has
     what must be there, the `floor`, unless the user says otherwise.
     """
-    own, device, ranks_here = config.shardwell, context.device, context.world.mesh.node_size
+    own, device, ranks_here = config.shardwell, context.device, context.world.mesh.ranks_here
     held = _held(parameters, device)
     above = (device.unused_bytes() + held[Tier.DEVICE]) * (1 - own.device_room) if device.is_cuda else float(floor)
     available = psutil.virtual_memory().available * (1 - own.host_room)

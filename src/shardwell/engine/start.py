@@ -18,7 +18,7 @@ from shardwell import checkpointing
 from shardwell.codec import Codec
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
 from shardwell.comm.hops import Hops, nodes_are_alike
-from shardwell.comm.mesh import across_mesh, node_mesh, world_mesh
+from shardwell.comm.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
@@ -141,23 +141,46 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
     return optimizer
 
 
-def _context(home: Device, world: Any, settings: Config) -> tuple[Context, Ledger, Agreement]:
+def _context(home: Device, world: Mesh, settings: Config) -> tuple[Context, Ledger, Agreement]:
     account, ledger = Account(), Ledger()
     scratch = Scratch(home, account)
-    comm = Collectives(world, home, ledger, scratch)
-    agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
-    comm.agreement = agreement
-    routes = {Axis.WORLD: comm}
-    if nodes_are_alike(comm):
-        inside = Collectives(node_mesh(world, world.node_size), home, ledger, scratch)
-        across = Collectives(across_mesh(world), home, ledger, scratch)
+    meshes = {Axis.WORLD: world}
+    if _ranks_per_copy(settings, world.size):
+        meshes[Axis.WORLD] = _with_nodes(world, settings.zero_optimization.zero_hpz_partition_size)
+        meshes[Axis.NODE] = node_mesh(meshes[Axis.WORLD])
+    routes = {axis: Collectives(mesh, home, ledger, scratch) for axis, mesh in meshes.items()}
+
+    def cut_links() -> None:
+        for route in routes.values():
+            route.cut_links()
+
+    agreement = Agreement(world, settings.shardwell.divergence_timeout, cut_links)
+    for route in routes.values():
+        route.agreement = agreement
+    if nodes_are_alike(routes[Axis.WORLD]):  # by the launcher's count
+        inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(world), across_mesh(world)))
         inside.agreement = across.agreement = agreement
-        comm.hops = Hops(inside, across, scratch)
-    ranks_per_node = settings.zero_optimization.zero_hpz_partition_size
-    if ranks_per_node > 1:
-        routes[Axis.NODE] = Collectives(node_mesh(world, ranks_per_node), home, ledger, scratch)
-        routes[Axis.NODE].agreement = agreement
+        routes[Axis.WORLD].hops = Hops(inside, across, scratch)
     return Context(home, account, scratch, routes), ledger, agreement
+
+
+def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
+    """Over how many ranks a second copy of the parameters is split, where they are fewest; 0 if there is none."""
+    asked = settings.zero_optimization.zero_hpz_partition_size
+    return smallest_node(num_ranks, asked) if asked > 1 and num_ranks > 1 else 0
+
+
+def _with_nodes(world: Mesh, ranks_per_node: int) -> Mesh:
+    """The same ranks, with nodes as the configuration has them."""
+    if world.rank == 0 and world.ranks_here < world.size and world.ranks_here % ranks_per_node:
+        logging.getLogger("shardwell").warning(
+            "zero_optimization.zero_hpz_partition_size %d: some second copies are split over ranks of two nodes, since "
+            "a node has %d. Gathers in backward leave it then; use %d, or a number that divides it.",
+            ranks_per_node,
+            world.ranks_here,
+            world.ranks_here,
+        )
+    return replace(world, node_size=min(ranks_per_node, world.size))
 
 
 def _with_disk(context: Context, settings: Config) -> Context:
@@ -199,7 +222,7 @@ def _groups(
     zero, own = settings.zero_optimization, settings.shardwell
     place = places.offload.places[one.name]
     wish = Wish(
-        second_copy_in_node=zero.zero_hpz_partition_size > 1,
+        second_copy_in_node=Axis.NODE in context.comm,
         parameter_tier=place.parameters,
         optimizer_tier=place.optimizer,
         commit=places.offload.commit_of(one.name),
@@ -268,6 +291,7 @@ def _states(
         settings.shardwell.moments == "8bit",
         settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
+        _ranks_per_copy(settings, num_ranks),
     )
     return States(units, formula)
 

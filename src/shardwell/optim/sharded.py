@@ -156,6 +156,7 @@ class ShardedOptimizer(Optimizer):
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.settle()
+                group.forget_second_copy()  # of all: what was updated ahead of a step that fails may differ by rank
         try:
             self._hear_verdict()
             norm = self._raw_norm = self._global_norm(self._units, self._norms_of)

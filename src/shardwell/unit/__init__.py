@@ -1,7 +1,8 @@
 """Units: a module with the parameters it owns, and the moves between the states of its buffers."""
 
+from shardwell.unit.context import Context
 from shardwell.unit.cut import Cut, cut
-from shardwell.unit.group import Context, Group
+from shardwell.unit.group import Group
 from shardwell.unit.table import Precision, Row, row_for
 from shardwell.unit.unit import Residency, Unit
 

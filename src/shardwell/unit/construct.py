@@ -30,7 +30,7 @@ from shardwell.memory.chest import Chest
 from shardwell.memory.device import default_device
 from shardwell.memory.disk import DiskSettings, DiskTier
 from shardwell.unit import guard
-from shardwell.unit.group import Context
+from shardwell.unit.context import Context
 
 _TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 

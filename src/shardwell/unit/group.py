@@ -16,36 +16,22 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from shardwell.comm import Axis, Collectives, Kind, Pending
+from shardwell.comm import Kind, Pending
 from shardwell.layout import Run, Slot, Spec, dense_stride, lay_out
-from shardwell.memory import Account, Buffer, Device, Mark, Scratch, State, Tier
+from shardwell.memory import Buffer, Mark, State, Tier
 from shardwell.memory.chest import Chest
-from shardwell.memory.disk import DiskTier
-from shardwell.memory.pages import Page, Pages
+from shardwell.memory.pages import Page
 from shardwell.rounding import join, narrow, split
 from shardwell.unit import guard
+from shardwell.unit.context import Context
 from shardwell.unit.gradients import Gradients
+from shardwell.unit.second import SecondCopy
 from shardwell.unit.table import Commit, Precision, Row
-
-
-@dataclass(frozen=True)
-class Context:
-    """What the groups of one engine share."""
-
-    device: Device
-    account: Account
-    scratch: Scratch
-    comm: dict[Axis, Collectives]
-    disk: DiskTier | None = None
-    pages: Pages | None = None  # for parameters on disk
-
-    @property
-    def world(self) -> Collectives:
-        return self.comm[Axis.WORLD]
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,9 @@ class Group:
         self.page: Page | None = None  # that the shard is in, if it rests on disk
         self._joined: Buffer | None = None
         self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
-        self._second: Tensor | None = None  # this rank's slice of the second copy
+        self.second: SecondCopy | None = None
+        if row.second_copy is not None and row.second_copy.over is not None:
+            self.second = SecondCopy(name, unit, context.comm[row.second_copy.over], context.scratch)
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
@@ -197,6 +185,7 @@ class Group:
         """
         flat, (start, end) = self.flat.tensor, self.own
         self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
+        self.forget_second_copy()
         truth = flat[start:end].to(self.master.device, self.precision.master)
         with self.fetched(changes=True):
             before = self._before if self._apart is None else self._apart.tensor
@@ -272,17 +261,17 @@ class Group:
     def gather(self, *, exact: bool = False) -> Pending:
         """Start making a released group whole; `exact`: without a codec, because somebody may keep what he sees."""
         assert self.shard is not None
-        comm, token = self.context.world, f"GATHER {self.name}"
+        if self.second is not None and self.has_second_copy:
+            self.flat.grow()
+            return self.second.gather(self.flat.tensor)
         source, slot = self.shard.tensor, None
-        if self._second is not None:
-            comm, token, source = self.context.comm[Axis.NODE], f"GATHER {self.name} in the node", self._second
-        elif self.page is not None:
+        if self.page is not None:
             slot = self.page.read()
             source = slot[: source.numel() * source.element_size()].view(source.dtype)
         self.flat.grow()
-        mesh = comm.mesh
+        mesh = self.context.world.mesh
         with self.context.device.gathers.after_current():
-            mine = self.flat.tensor.chunk(mesh.size)[comm.place]
+            mine = self.flat.tensor.chunk(mesh.size)[self.context.world.place]
             if source.device == mine.device:
                 narrow(source, mine)
             else:
@@ -290,13 +279,14 @@ class Group:
             mark = self.context.device.gathers.mark()
         if self.page is not None and slot is not None:
             self.page.give(slot, mark)
-        coded = comm is self.context.world and not exact
-        move = comm.gather(self.flat.tensor, token, codec=self.row.gather_codec if coded else None)
-        return Pending(mark.wait) if mesh.size == 1 else move
+        codec = None if exact else self.row.gather_codec
+        move = self.context.world.gather(self.flat.tensor, f"GATHER {self.name}", codec=codec)
+        whole = Pending(mark.wait) if mesh.size == 1 else move
+        return whole if self.second is None else whole.then(partial(self.second.keep, self.flat.tensor))
 
     def expect(self) -> None:
         """It will be gathered soon: begin to read what rests on disk."""
-        if self.page is not None and self._second is None:
+        if self.page is not None and not self.has_second_copy:
             self.page.expect()
 
     def let_go(self) -> None:
@@ -305,18 +295,13 @@ class Group:
             self.page.forget()
 
     def release(self) -> None:
-        """Free the whole parameters, keeping the second copy's slice if the row has one."""
-        second = self.row.second_copy
-        if second is not None and second.over is not None and self._second is None:
-            mesh = self.context.comm[second.over].mesh
-            mine = self.flat.tensor.chunk(mesh.size)[mesh.rank]
-            self._second = self.context.scratch.take(mine.numel(), mine.dtype, State.PARAMETERS, self.unit)
-            self._second.copy_(mine)
+        """Free the whole parameters."""
         self.flat.drop()
 
     def keep_whole(self) -> None:
         """Never release again: nothing changes these parameters, and the shard is a slice of the whole."""
         self.stays_whole = True
+        self.forget_second_copy()
         self.let_go()
         if self.page is not None:
             self.page.chest.free()
@@ -325,10 +310,15 @@ class Group:
             self.shard.drop()
             self.shard = None
 
+    @property
+    def has_second_copy(self) -> bool:
+        """The next gather will not leave the node. The same on all ranks."""
+        return self.second is not None and self.second.is_there
+
     def forget_second_copy(self) -> None:
-        if self._second is not None:
-            self.context.scratch.give(self._second)
-            self._second = None
+        """All ranks must do so at once: the next gather is over all of them."""
+        if self.second is not None:
+            self.second.forget()
 
     def publish(self) -> Pending:
         """Send this rank's updated slice to everyone."""

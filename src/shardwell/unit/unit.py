@@ -159,8 +159,6 @@ class Unit:
         With `arrival` the update itself is still on its way: who needs the unit waits for that first.
         """
         groups = [group for group in self.groups if group.row.publishes and group.trainable]
-        for group in self.groups:
-            group.forget_second_copy()
         if groups and groups[0].context.world.mesh.size == 1:
             groups = []
         if self.releasable:
