@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import shardwell
 from shardwell.codec import Codec
 from shardwell.comm import Kind
 from shardwell.comm.ledger import BETWEEN, INSIDE
+from shardwell.utils import safe_get_full_fp32_param
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.ranks import Ranks
 
@@ -33,16 +35,20 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
-    losses = []
-    for batch in batches(20, 24):
+    losses, seen = [], {}
+    for number, batch in enumerate(batches(20, 24)):
         for micro in range(accumulation):
             loss = engine(share(batch, rank, size, micro, accumulation))
+            if number == 10 and micro == 0:  # with second copies of what was encoded in memory
+                seen = whole_parameters(model)
+                masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
             engine.backward(loss)
             engine.step()
         losses.append(float(loss))
     received = engine.traffic().received
     return {
         "losses": losses,
+        "off": max(float((seen[n].float() - m).abs().max() / m.abs().max()) for n, m in masters.items()),
         "shards": [group.layout.shard_numel for unit in engine._flow.units for group in unit.groups],
         "gathered": [received[Kind.GATHER, hop] for hop in (INSIDE, BETWEEN)],
         "reduced": [received[Kind.REDUCE, hop] for hop in (INSIDE, BETWEEN)],
@@ -56,6 +62,7 @@ def test_bytes_that_enter_a_node_and_what_is_learned(ranks: Ranks, accumulation:
     coded = ranks.run(4, trained, ALL, accumulation)
     eight, four = Codec("int8").num_bytes, Codec("int4").num_bytes
     for before, after in zip(plain, coded, strict=True):
+        assert after["off"] <= 2**-8  # whoever looks sees bf16, not codes
         shards = after["shards"]
         # One gather of a step comes from the other node, in 8 bits; those after it from the copy in this node, in 16.
         assert after["gathered"][1] == sum(eight(s) for s in shards)
@@ -69,3 +76,36 @@ def test_bytes_that_enter_a_node_and_what_is_learned(ranks: Ranks, accumulation:
     for other in coded[1:]:
         for name, value in coded[0]["whole"].items():
             assert (other["whole"][name] == value).all(), name
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.adapter = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.frozen(x) + self.adapter(x))
+
+
+def kept_whole() -> dict[str, Any]:
+    """Frozen weights that were gathered in codes before it was decided that they may stay whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Adapted() for _ in range(3)])
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    config = zero(3, zero_optimization={**ALL, "stage3_param_persistence_threshold": 0}, shardwell={"keep_frozen": 0})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(4):
+        if step == 1:
+            engine._flow.keep_frozen(10**9)
+        engine.backward(engine(torch.ones(2, 64) * dist.get_rank()).square().mean())
+        engine.step()
+    kept = [group.stays_whole for unit in engine._flow.units for group in unit.groups if not group.trainable]
+    frozen = {name: p for name, p in whole_parameters(model).items() if name in before}
+    return {"kept": kept, "same": all(torch.equal(torch.as_tensor(frozen[n]), before[n]) for n in before)}
+
+
+def test_frozen_weights_that_stay_whole_are_those_that_rest(ranks: Ranks) -> None:
+    for answer in ranks.run(4, kept_whole):
+        assert answer == {"kept": [True] * 3, "same": True}

@@ -58,6 +58,7 @@ class Group:
         self.row, self.precision, self.context = row, precision, context
         self.trainable = members[0].trainable
         self.stays_whole = False  # whole for good, although its row would release it
+        self.is_exact = True  # whole as it rests, and not as a codec left it
         world = context.world.mesh
         self.layout = lay_out([_spec(member) for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
@@ -261,7 +262,9 @@ class Group:
     def gather(self, *, exact: bool = False) -> Pending:
         """Start making a released group whole; `exact`: without a codec, because somebody may keep what he sees."""
         assert self.shard is not None
-        if self.second is not None and self.has_second_copy:
+        codec = None if exact else self.row.gather_codec
+        self.is_exact = codec is None
+        if self.second is not None and self.has_second_copy and (codec is not None or self.row.gather_codec is None):
             self.flat.grow()
             return self.second.gather(self.flat.tensor)
         source, slot = self.shard.tensor, None
@@ -279,10 +282,11 @@ class Group:
             mark = self.context.device.gathers.mark()
         if self.page is not None and slot is not None:
             self.page.give(slot, mark)
-        codec = None if exact else self.row.gather_codec
         move = self.context.world.gather(self.flat.tensor, f"GATHER {self.name}", codec=codec)
         whole = Pending(mark.wait) if mesh.size == 1 else move
-        return whole if self.second is None else whole.then(partial(self.second.keep, self.flat.tensor))
+        if self.second is None or self.has_second_copy:
+            return whole
+        return whole.then(partial(self.second.keep, self.flat.tensor))
 
     def expect(self) -> None:
         """It will be gathered soon: begin to read what rests on disk."""

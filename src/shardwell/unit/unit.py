@@ -92,7 +92,8 @@ class Unit:
         self.wait()
         self._move(Residency.GATHERING)
         self._is_exact = exact
-        self._pending = [group.gather(exact=exact) for group in self.releasable]
+        frozen_too = {group for group in self.releasable if self.keeps_frozen and not group.trainable}
+        self._pending = [group.gather(exact=exact or group in frozen_too) for group in self.releasable]
         return True
 
     def expect(self) -> None:
@@ -138,7 +139,7 @@ class Unit:
         self.wait()
         if self.keeps_frozen:
             for group in self.releasable:
-                if not group.trainable:
+                if not group.trainable and group.is_exact:
                     group.keep_whole()
             self._sort()
             if not self.releasable:
