@@ -15,6 +15,7 @@ from benchmarks.model import TINY
 REFUSED = why_not()
 needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no hosts here: {REFUSED}")
 OVERHEAD = 1.06  # headers of TCP, IP and Ethernet in both directions, and gloo's before each message
+HEADERS = 16_384  # bytes of those that short messages have, however little is in them
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_the_ledger_between_nodes_agrees_with_what_crossed_the_link(report: dict
     }
     for point in report["points"]:
         for way in ("there", "back"):
-            assert point["ledger"] / 2 < point[way] < OVERHEAD * point["ledger"] / 2
+            assert point["ledger"] / 2 < point[way] < OVERHEAD * point["ledger"] / 2 + HEADERS
 
 
 @pytest.mark.slow
