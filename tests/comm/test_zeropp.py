@@ -109,3 +109,30 @@ def kept_whole() -> dict[str, Any]:
 def test_frozen_weights_that_stay_whole_are_those_that_rest(ranks: Ranks) -> None:
     for answer in ranks.run(4, kept_whole):
         assert answer == {"kept": [True] * 3, "same": True}
+
+
+class Odd(nn.Module):
+    """Numbers that no codec takes, and none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(16, 16), nn.Parameter(torch.empty(0, 4))
+        self.codes = nn.Parameter(torch.arange(-64, 64, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.codes.float().mean() + self.empty.sum()
+
+
+def odd() -> list[int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Odd() for _ in range(2)])
+    config = zero(3, zero_optimization={**ALL, "stage3_param_persistence_threshold": 0}, shardwell={"keep_frozen": 0})
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 16)).square().mean())
+        engine.step()
+    return whole_parameters(model)["1.codes"].tolist()
+
+
+def test_what_no_codec_takes_travels_as_it_is(ranks: Ranks) -> None:
+    assert ranks.run(2, odd) == [list(range(-64, 64))] * 2

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell import native
 from shardwell.errors import ShardwellError
-from shardwell.memory import Account, Device, MemoryReport, State, Tier
+from shardwell.memory import MemoryReport, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.disk import DiskTier
 from shardwell.memory.disk_file import rounded
@@ -41,7 +40,6 @@ from shardwell.utils import (
     safe_set_local_optimizer_state,
 )
 from tests.checkpoint.legs import Leg, everything, run_leg
-from tests.disk.engines import settings
 from tests.disk.test_trouble import replace as replace_file
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
@@ -453,68 +451,3 @@ def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.Monke
             gc.collect()  # threads may still hold what they do
         assert file.descriptor == -1
         assert not os.listdir(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------------------- a chest
-
-
-def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
-    with DiskTier([tmp_path], settings()) as tier:
-        moved: list[int] = []
-        account = Account()
-        chest = Chest(tier, account, "unit", lambda: moved.append(1))
-        values = [torch.randn(5000), torch.arange(7, dtype=torch.uint8), torch.randn(1)]
-        tensors = [value.clone() for value in values]
-        blank = torch.full((1,), 3.0).expand(1000)
-        chest.keep([*tensors, blank])
-        assert tensors[0].isnan().all()
-        assert (tensors[1] == 255).all()
-        assert (blank == 3.0).all()
-        assert [t.untyped_storage().nbytes() for t in (*tensors, blank)] == [4, 1, 4, 4]
-        chest.open()
-        chest.open()
-        assert all(torch.equal(t, v) for t, v in zip(tensors, values, strict=True))
-        assert account.report().total() == chest.num_bytes == 20480 + 3 * 4096
-        tensors[0][17], blank[999] = 5.0, 4.0
-        chest.close(changed=True)
-        chest.close(changed=False)
-        assert account.report().total() == 0
-        assert blank.isnan().all()
-        reserved = tier.num_bytes
-        chest.keep([tensors[0], blank])
-        assert tier.num_bytes <= reserved
-        chest.empty()
-        values[0][17] = 5.0
-        assert torch.equal(tensors[0], values[0])
-        assert blank.tolist() == [3.0] * 999 + [4.0]
-        assert tier.num_bytes == 0
-        assert len(moved) >= 4
-
-
-def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
-    with DiskTier([tmp_path], settings()) as tier:
-        tensor = torch.zeros(100)
-        chest = Chest(tier, Account(), "unit")
-        chest.keep([tensor])
-        chest.open()
-        tensor.fill_(1.0)
-        chest.close(changed=False)
-        chest.open()
-        assert not tensor.any()
-        chest.close(changed=False)
-
-
-def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:
-    """Models are often built inside `torch.device(...)`."""
-    with DiskTier([tmp_path], settings()) as tier, torch.device("meta"):
-        device = Device("cpu")
-        kept = device.empty(8, torch.float32, Tier.HOST)
-        held = [device.empty(8, torch.float32, Tier.HOST), device.pinned(8), native.Compact.zeros(9, is_second=True)[:]]
-        chest = Chest(tier, Account(), "a unit")
-        chest.keep([kept.fill_(3.0)])
-        held += [kept]
-        assert [tensor.device.type for tensor in held] == ["cpu"] * 4
-        assert kept.isnan().all()
-        chest.open()
-        assert kept.tolist() == [3.0] * 8
-        chest.close(changed=False)

@@ -47,6 +47,11 @@ class Codec:
         if self.kind not in get_args(Kind):
             raise ShardwellError(f"codec: found '{self.kind}', expected one of {', '.join(get_args(Kind))}")
 
+    @staticmethod
+    def takes(dtype: torch.dtype) -> bool:
+        """Whether numbers of that type can be encoded."""
+        return dtype in VALUES
+
     def num_bytes(self, numel: int) -> int:
         """Of a row of so many elements, encoded. Always even."""
         return num_code_bytes(self.kind, numel) + 2 * num_blocks(numel)

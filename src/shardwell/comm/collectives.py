@@ -65,7 +65,7 @@ class Collectives:
         With a codec, all shards become what was encoded of them, this rank's own too.
         """
         self._announce(token)  # also by a rank that is alone in its node: its peers' books say so
-        if codec is not None and self.mesh.size > 1:
+        if codec is not None and self.mesh.size > 1 and flat.numel():
             return coded.gather(self, flat, codec, kind, self._scratch)
         return self.path_gather(flat, kind)
 
@@ -92,7 +92,7 @@ class Collectives:
         """
         if self.mesh.size > 1:
             self._announce(token)
-        if codecs is not None and self.mesh.size > 1:
+        if codecs is not None and self.mesh.size > 1 and flat.numel():
             path = self._path(*codecs)
             for (comm, _), size in zip(path, coded.num_bytes(path, flat.numel()), strict=True):
                 comm.count_bytes(Kind.REDUCE, size)

@@ -86,11 +86,7 @@ def initialize(
     offload = plan_offload(states, cuts, settings, context)
     context = _with_disk(context, settings)
     units = build_units(cuts, settings, recipe, context, offload)
-    statistics = _statistics(model)
-    for name, buffer in model.named_buffers():
-        dtype = mixed_dtype(settings) if id(buffer) in statistics else None
-        buffer.data = buffer.data.to(home.torch_device, dtype)
-        context.world.broadcast(buffer.data, token=f"SETUP {name}")
+    _place_buffers(model, settings, context)
     zero = settings.zero_optimization
     limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1, context.pages)
@@ -115,6 +111,15 @@ def initialize(
     agreement.turn_page()
     engine.training_dataloader = _loader(training_data, engine, collate_fn)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _place_buffers(model: nn.Module, settings: Config, context: Context) -> None:
+    """To the device, rank 0's for everyone."""
+    statistics = _statistics(model)
+    for name, buffer in model.named_buffers():
+        dtype = mixed_dtype(settings) if id(buffer) in statistics else None
+        buffer.data = buffer.data.to(context.device.torch_device, dtype)
+        context.world.broadcast(buffer.data, token=f"SETUP {name}")
 
 
 def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> ShardedOptimizer:
@@ -237,7 +242,7 @@ def _groups(
             persistent=kind.persistent,
             num_ranks=context.world.mesh.size,
             shard_at_world_one=own.shard_at_world_one,
-            wish=wish,
+            wish=wish if Codec.takes(kind.precision.compute) else replace(wish, gather_codec=None, reduce_codecs=None),
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
         groups.append(Group(name, one.name, members, row, kind.precision, context))

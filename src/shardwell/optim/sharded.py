@@ -377,11 +377,9 @@ class ShardedOptimizer(Optimizer):
         return "the step was not applied and parameters and optimizer state are as before"
 
     def _first_nonfinite(self) -> str:
-        for unit in self._units:
-            for shard in self.shards.of(unit):
-                gradient = shard.gradient
-                if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                    return f", first in unit '{unit.name}'"
+        for shard in (shard for unit in self._units for shard in self.shards.of(unit)):
+            if shard.gradient is not None and not bool(torch.isfinite(shard.gradient).all()):
+                return f", first in unit '{shard.group.unit}'"
         return ""
 
     # ------------------------------------------------------------------------------------------------ the update

@@ -1,0 +1,75 @@
+"""Tensors that rest on disk keep their identity and come back as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shardwell import native
+from shardwell.memory import Account, Device, Tier
+from shardwell.memory.chest import Chest
+from shardwell.memory.disk import DiskTier
+from tests.disk.engines import settings
+
+
+def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        moved: list[int] = []
+        account = Account()
+        chest = Chest(tier, account, "unit", lambda: moved.append(1))
+        values = [torch.randn(5000), torch.arange(7, dtype=torch.uint8), torch.randn(1)]
+        tensors = [value.clone() for value in values]
+        blank = torch.full((1,), 3.0).expand(1000)
+        chest.keep([*tensors, blank])
+        assert tensors[0].isnan().all()
+        assert (tensors[1] == 255).all()
+        assert (blank == 3.0).all()
+        assert [t.untyped_storage().nbytes() for t in (*tensors, blank)] == [4, 1, 4, 4]
+        chest.open()
+        chest.open()
+        assert all(torch.equal(t, v) for t, v in zip(tensors, values, strict=True))
+        assert account.report().total() == chest.num_bytes == 20480 + 3 * 4096
+        tensors[0][17], blank[999] = 5.0, 4.0
+        chest.close(changed=True)
+        chest.close(changed=False)
+        assert account.report().total() == 0
+        assert blank.isnan().all()
+        reserved = tier.num_bytes
+        chest.keep([tensors[0], blank])
+        assert tier.num_bytes <= reserved
+        chest.empty()
+        values[0][17] = 5.0
+        assert torch.equal(tensors[0], values[0])
+        assert blank.tolist() == [3.0] * 999 + [4.0]
+        assert tier.num_bytes == 0
+        assert len(moved) >= 4
+
+
+def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        tensor = torch.zeros(100)
+        chest = Chest(tier, Account(), "unit")
+        chest.keep([tensor])
+        chest.open()
+        tensor.fill_(1.0)
+        chest.close(changed=False)
+        chest.open()
+        assert not tensor.any()
+        chest.close(changed=False)
+
+
+def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:
+    """Models are often built inside `torch.device(...)`."""
+    with DiskTier([tmp_path], settings()) as tier, torch.device("meta"):
+        device = Device("cpu")
+        kept = device.empty(8, torch.float32, Tier.HOST)
+        held = [device.empty(8, torch.float32, Tier.HOST), device.pinned(8), native.Compact.zeros(9, is_second=True)[:]]
+        chest = Chest(tier, Account(), "a unit")
+        chest.keep([kept.fill_(3.0)])
+        held += [kept]
+        assert [tensor.device.type for tensor in held] == ["cpu"] * 4
+        assert kept.isnan().all()
+        chest.open()
+        assert kept.tolist() == [3.0] * 8
+        chest.close(changed=False)
