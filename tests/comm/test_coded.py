@@ -57,15 +57,16 @@ def moved(of: int, kinds: tuple[str, str, str], shard: int) -> dict[str, Any]:
     weights, inside, between = (Codec(kind) for kind in kinds)
     rank, size = dist.get_rank(), dist.get_world_size()
     values = [noise(size * shard, r) for r in range(size)]
-    flat = torch.zeros(size * shard)
-    flat.chunk(size)[world.place].copy_(values[rank][:shard])
+    mine = values[rank].to(world.device.torch_device)
+    flat = torch.zeros_like(mine)
+    flat.chunk(size)[world.place].copy_(mine[:shard])
     world.gather(flat, "A", codec=weights).wait()
-    into = torch.zeros(shard)
-    world.reduce(values[rank].clone(), into, 0.5, False, "B", (inside, between)).wait()
+    into = torch.zeros_like(mine[:shard])
+    world.reduce(mine.clone(), into, 0.5, False, "B", (inside, between)).wait()
     twice = into.clone()
-    world.reduce(values[rank].clone(), twice, 0.5, True, "C", (inside, between)).wait()
+    world.reduce(mine.clone(), twice, 0.5, True, "C", (inside, between)).wait()
     exact = torch.stack(values).sum(0).chunk(size)[world.place] * 0.5
-    return {"flat": flat, "into": into, "twice": twice, "exact": exact, "place": world.place}
+    return {"flat": flat.cpu(), "into": into.cpu(), "twice": twice.cpu(), "exact": exact, "place": world.place}
 
 
 @pytest.mark.parametrize(("num_ranks", "of"), [(2, 2), (3, 3), (4, 2), (6, 3), (2, 1)])

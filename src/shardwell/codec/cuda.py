@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwell.codec.form import BLOCK, LARGEST, Kind, Rows, num_blocks, num_code_bytes, rows_of
 
 _BLOCKS = 8  # that a program takes at most
+_WARPS = 4
 
 
 @triton.jit
@@ -180,6 +181,7 @@ def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
             LARGEST=LARGEST[kind],
             BLOCKS=blocks,
             BLOCK=BLOCK,
+            num_warps=_WARPS,
             enable_fp_fusion=False,
         )
 
@@ -212,6 +214,7 @@ def _launch_decode(kind: Kind, data: Tensor, out: Tensor, factor: float, *, is_s
             ADD=add,
             BLOCKS=blocks,
             BLOCK=BLOCK,
+            num_warps=_WARPS,
             enable_fp_fusion=False,
         )
 
