@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +25,8 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -230,6 +232,38 @@ def drive_rates(path: Path, settings: DiskSettings, num_bytes: int) -> dict[str,
             finally:
                 contender.close()
     return found
+
+
+def sustained_rate(path: Path, settings: DiskSettings, span: int, seconds: float) -> float:
+    """Bytes a second that the drive keeps up, half of them read and half written, over so much of it for so long."""
+    depth = 64
+    memory, tier = aligned(depth * REQUEST), DiskTier([path], settings)
+    half = span // REQUEST // 2
+    begin = time.perf_counter()
+
+    def moved(requests: Iterable[tuple[bool, int]]) -> int:
+        tickets, total = deque[Any](), 0
+        for is_write, place in requests:
+            if len(tickets) == depth:
+                tickets.popleft().wait()
+            slot = memory[total // REQUEST % depth * REQUEST :][:REQUEST]
+            tickets.append((tier.write if is_write else tier.read)(extent, place * REQUEST, slot))
+            total += REQUEST
+        for ticket in tickets:
+            ticket.wait()
+        return total
+
+    def both() -> Iterator[tuple[bool, int]]:
+        for turn in itertools.takewhile(lambda _: time.perf_counter() < begin + seconds, itertools.count()):
+            yield turn % 2 == 1, turn // 2 % half + half * (turn % 2)
+
+    try:
+        extent = tier.allocate(2 * half * REQUEST)
+        moved((True, place) for place in range(2 * half))  # what nobody wrote is no work to read
+        begin = time.perf_counter()
+        return moved(both()) / (time.perf_counter() - begin)
+    finally:
+        tier.close()
 
 
 def is_right(contender: Any, memory: Tensor, crc: int) -> bool:

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.infinity_floor import FORMULAS, floor_of
+from benchmarks.infinity_floor import FORMULAS, drive_speed, floor_of
 from benchmarks.infinity_plot import draw_files
 from benchmarks.infinity_variants import SIZES, VARIANTS, Run, runs_of
 from benchmarks.launch import RunFailedError, Runs
@@ -93,14 +93,27 @@ def measure_run(
     except RunFailedError as failure:
         found["error"] = str(failure)
         return found
+    note_drive(start, args, rates)
     return found | judged(found["figures"], rates, run.size)
+
+
+def note_drive(start: Runs, args: argparse.Namespace, rates: dict[str, Any]) -> None:
+    """What the drive keeps up now, after a run."""
+    if "kept_up" not in rates:
+        return
+    with tempfile.TemporaryDirectory(prefix="shardwell-bench-", dir=args.nvme) as drive:
+        try:
+            found = start("drive", {"pass": "drive", "device": args.device, "drive": drive}, 90.0)
+        except RunFailedError:
+            found = {"kept_up": rates["kept_up"][-1]}
+    rates["kept_up"].append(found["kept_up"])
 
 
 def judged(figures: dict[str, Any], rates: dict[str, Any], size: str) -> dict[str, Any]:
     """The floor, the ratio to it, and the share of the drive's speed that was used."""
     if "drive" not in rates:
         return {}
-    used, moved = figures["usage"], rates["drive"]["mixed"]
+    used, moved = figures["usage"], drive_speed(rates)
     bytes_moved = used["disk_read"] + used["disk_written"] or used["process_moved"] or 0  # a peer has its own tier
     used["disk_busy"] = bytes_moved / (moved * used["seconds"])
     if "demands" not in figures:
@@ -197,6 +210,7 @@ def tell_rates(rates: dict[str, Any], console: Console) -> None:
         console.print(f"floor: {rates['error']}", highlight=False, markup=False)
         return
     drive = ", ".join(f"{job} {rate / 1e9:.2f}" for job, rate in rates["drive"].items())
+    drive += f"; kept up {', '.join(f'{rate / 1e9:.2f}' for rate in rates['kept_up'])} (before, after each run)"
     bus = "no bus" if rates["bus"] is None else f"bus {rates['bus']['each_of_both'] / 1e9:.1f} each way"
     update = f"updates {rates['update']['fp32'] / 1e9:.2f}e9 elements a second ({rates['update']['threads']} threads)"
     console.print(f"GB/s: drive {drive}; {bus}; {update}", highlight=False)

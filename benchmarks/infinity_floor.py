@@ -5,17 +5,19 @@
 
 Each alone: compute is that of the bare model, from decoders of one block and of three; update is the kernel's over what
 is stepped on the host; the bus brings gradients down and parameters up; disk is what a step must read and write there,
-over the drive's speed when it does both at once, with the blocks and the depth that the engine has.
+over what the drive keeps up for seconds when it does both at once: the mean of before the run and after it, because
+drives slow down under load and recover.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.disk import drive_rates
+from benchmarks.disk import drive_rates, sustained_rate
 from benchmarks.infinity_variants import disk_bytes
 from benchmarks.offload_floor import bus_rates, compute_seconds, update_rates
 from benchmarks.offload_variants import Size, Variant, workload_of
@@ -28,6 +30,7 @@ FORMULAS = {
 }
 FEW, SOME_MORE = 1, 3  # blocks
 DRIVE_BYTES = {"cuda": 2 << 30, "cpu": 1 << 22}
+SUSTAINED = {"cuda": (8 << 30, 8.0), "cpu": (1 << 26, 0.1)}  # bytes, seconds
 UPDATED = {"cuda": 2**25, "cpu": 2**12}  # elements
 PLAIN = Variant("shardwell", offload=None)
 
@@ -43,10 +46,16 @@ def block_by_block(size: Size, device: str) -> dict[str, float]:
     return {**found, "backward": found["compute"] - found["forward"]}
 
 
+def kept_up(device: str, folder: str) -> float:
+    """Bytes a second, read and written at once."""
+    return sustained_rate(Path(folder), DiskSettings(), *SUSTAINED[device])
+
+
 def measure_floors(sizes: dict[str, Size], device: str, folder: str) -> dict[str, Any]:
     """The speed of everything, and the compute of each size."""
     return {
         "drive": drive_rates(Path(folder), DiskSettings(), DRIVE_BYTES[device]),
+        "kept_up": [kept_up(device, folder)],
         "bus": bus_rates(device),
         "update": update_rates(device, UPDATED[device]),
         "kernel": str(native.describe()),
@@ -76,13 +85,18 @@ def demands(places: Iterable[Place], on_disk: dict[str, int]) -> dict[str, float
     return {"updated": below, "down": 2.0 * below, "up": 4.0 * gathered + 2.0 * sent, "disk": sum(moved.values())}
 
 
+def drive_speed(rates: dict[str, Any]) -> float:
+    """Bytes a second, from before the last run and after it."""
+    return statistics.mean(rates["kept_up"][-2:])
+
+
 def floor_of(commit: str, moments: str, asked: dict[str, float], rates: dict[str, Any], size: str) -> dict[str, float]:
     """Seconds of each part, and of a step at least."""
     compute = rates["compute"][size]
     parts = {
         "update": asked["updated"] / rates["update"][moments],
         "bus": max(asked["up"], asked["down"]) / rates["bus"]["each_of_both"] if rates["bus"] else 0.0,
-        "disk": asked["disk"] / rates["drive"]["mixed"],
+        "disk": asked["disk"] / drive_speed(rates),
     }
     beside = max(parts.values())
     waits = commit == "after the norm"

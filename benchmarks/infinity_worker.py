@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.infinity_floor import PLAIN, Place, demands, measure_floors
+from benchmarks.infinity_floor import PLAIN, Place, demands, kept_up, measure_floors
 from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, disk_bytes_of, located
 from benchmarks.infinity_watch import Watch
 from benchmarks.offload_variants import SOME, EngineSteps, Size, TorchSteps, Variant, build, clip_rate, workload_of
@@ -140,6 +140,9 @@ def main() -> None:
     if spec["pass"] == "peer":
         result = have_peer_compiled()
         start(VARIANTS["deepspeed3:disk"], spec["device"], None)
+    elif spec["pass"] == "drive":
+        result = {"kept_up": kept_up(spec["device"], spec["drive"])}
+        start(PLAIN, "cpu", None)
     elif spec["pass"] == "floor":
         start(PLAIN, spec["device"], None)
         sizes = {name: size_of(name, spec["batch"]) for name in spec["sizes"]}

@@ -12,13 +12,15 @@ constexpr uint32_t LEAST_SCALE = 11u << 7;  // 2^-116 in bf16: blocks with less 
 constexpr float TO_INTEGER = 0x1.8p23f;     // added to a small number, rounds it; the integer is in the low bits
 constexpr float TO_SUBNORMAL = 0x1p14f;     // the same for multiples of 2^-9
 
-constexpr float largest_code(Kind kind) { return kind == Kind::int8 ? 127.0f : kind == Kind::int4 ? 7.0f : 448.0f; }
+// 1 / the largest code (127, 7, 448), rounded down.
+constexpr float share_of(Kind kind) {
+    return kind == Kind::int8 ? 0x1.020408p-7f : kind == Kind::int4 ? 0x1.249248p-3f : 0x1.249248p-9f;
+}
+
+constexpr int64_t padded(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 // Of n elements that begin with a block, with padding.
-constexpr int64_t code_bytes(Kind kind, int64_t n) {
-    const int64_t bytes = kind == Kind::int4 ? (n + 1) / 2 : n;
-    return bytes + bytes % 2;
-}
+constexpr int64_t code_bytes(Kind kind, int64_t n) { return padded(kind == Kind::int4 ? (n + 1) / 2 : n); }
 
 constexpr int64_t NUM_CODE_BYTES[] = {BLOCK, BLOCK / 2, BLOCK};
 
@@ -32,8 +34,8 @@ struct CodecTile {
 
 // --- one block ---
 
-// The scale of a block, in bf16: the least that is not below the greatest magnitude / the largest code.
-inline uint16_t block_scale(const float* values, float largest) {
+// The scale of a block, in bf16: the greatest magnitude / the largest code, rounded up.
+inline uint16_t block_scale(const float* values, float share) {
     uint32_t greatest = 0;
 #pragma omp simd reduction(max : greatest)
     for (int64_t i = 0; i < BLOCK; ++i) {
@@ -41,7 +43,7 @@ inline uint16_t block_scale(const float* values, float largest) {
         greatest = magnitude > greatest ? magnitude : greatest;
     }
     if (greatest >= INFINITE) return BF16_NAN;
-    const uint32_t upper = (bits_of(float_of(greatest) / largest) + 0xffff) >> 16;
+    const uint32_t upper = (bits_of(float_of(greatest) * share) + 0xffff) >> 16;
     return static_cast<uint16_t>(upper < LEAST_SCALE ? 0 : upper);
 }
 
@@ -107,6 +109,7 @@ struct Place {
     uint8_t* codes;
     uint8_t* scale;
     int64_t n;
+    int64_t padding;  // bytes after the scale
 };
 
 template <class Work>
@@ -120,7 +123,7 @@ void each_block(const Coded& c, int64_t begin, int64_t end, const Work& work) {
         for (int64_t block = begin % blocks; block < blocks && begin < end; ++block, ++begin) {
             const int64_t left = c.numel - block * BLOCK;
             work(Place{values + block * BLOCK, data + block * size, data + scales + 2 * block,
-                       left < BLOCK ? left : BLOCK});
+                       left < BLOCK ? left : BLOCK, block == blocks - 1 ? padded(2 * blocks) - 2 * blocks : 0});
         }
     }
 }
@@ -173,7 +176,7 @@ void encode_blocks(const Coded& c, int64_t begin, int64_t end) {
     each_block(c, begin, end, [&](const Place& at) {
         expect_values(c, at);
         const float* const values = block_values(c, at, tile);
-        const uint16_t scale = block_scale(values, largest_code(kind));
+        const uint16_t scale = block_scale(values, share_of(kind));
         if (scale == 0 || scale == BF16_NAN) {
             std::memset(tile.codes, 0, sizeof tile.codes);
         } else {
@@ -181,6 +184,7 @@ void encode_blocks(const Coded& c, int64_t begin, int64_t end) {
         }
         copy_past_cache(at.codes, tile.codes, code_bytes(kind, at.n));
         std::memcpy(at.scale, &scale, sizeof scale);
+        std::memset(at.scale + sizeof scale, 0, static_cast<size_t>(at.padding));
     });
     finish_stores();
 }

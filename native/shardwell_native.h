@@ -12,7 +12,7 @@
 
 namespace shardwell {
 
-constexpr int32_t ABI_VERSION = 5;
+constexpr int32_t ABI_VERSION = 6;
 constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments, or the scale of their codes
 
 enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };

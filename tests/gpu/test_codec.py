@@ -49,12 +49,12 @@ def test_the_reference_gives_the_same_bits_on_the_gpu(kind: Kind) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_decoding(kind: Kind, dtype: torch.dtype) -> None:
-    """Also of bytes that no encoder wrote, at an odd address and with gaps between rows."""
+    """Also of bytes that no encoder wrote, with gaps between rows, into memory that is not aligned."""
     for numel, is_real in itertools.product((*LENGTHS[1:], 4099), (False, True)):
         data = torch.randint(256, (3, 2, Codec(kind).num_bytes(numel))).byte()
         if is_real:
             reference.encode(kind, likely(6 * numel, torch.float32, numel).view(3, 2, numel), data)
-        data = torch.cat([data, data], -1)[..., 1 : data.shape[-1] + 1].transpose(0, 1)
+        data = torch.cat([data, data], -1)[..., 16 : data.shape[-1] + 16].transpose(0, 1)
         ours = torch.zeros(2, 3, numel + 5, dtype=dtype, device="cuda")
         theirs = torch.zeros(2, 3, numel, dtype=dtype)
         Codec(kind).decode(on_gpu(data), ours[..., 3 : numel + 3])
@@ -74,6 +74,27 @@ def test_sums(kind: Kind, factor: float, add: bool) -> None:
         Codec(kind).decode_sum(data.cuda(), ours, factor, add=add)
         reference.decode_sum(kind, data, theirs, factor, add)
         assert same(ours.cpu(), theirs), (numel, num_messages)
+
+
+def test_every_scale(kind: Kind) -> None:
+    """The greatest number of each block is another one of bf16."""
+    greatest = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    source = greatest[:, None] * torch.rand(len(greatest), 256, generator=torch.Generator().manual_seed(0))
+    source[:, 7] = greatest
+    ours, theirs = empty(kind, source.numel()), empty(kind, source.numel(), device="cpu")
+    Codec(kind).encode(source.view(-1).cuda(), ours)
+    reference.encode(kind, source.view(-1), theirs)
+    assert torch.equal(ours.cpu(), theirs)
+
+
+def test_devices_without_conversions_of_fp8(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind != "fp8":
+        pytest.skip("only fp8 has them")
+    from shardwell.codec import cuda
+
+    monkeypatch.setattr(cuda, "_NARROW_CONVERSIONS", (99, 0))
+    test_every_scale(kind)
+    test_decoding(kind, torch.float32)
 
 
 def test_large_tensors(kind: Kind) -> None:

@@ -1,8 +1,8 @@
 """Codecs for what travels: rows of numbers in a quarter or an eighth of the bytes, block by block.
 
-Each block of 256 elements has a scale, the least bf16 number that is not below its greatest magnitude divided by the
-largest code (127, 7 or 448). An element is stored as the nearest code, ties to even, of itself times the inverse of
-the scale, and read as code * scale. Where this cannot be, the scale says so:
+Each block of 256 elements has a scale: its greatest magnitude over the largest code (127, 7 or 448), rounded up to
+bf16. An element is stored as the nearest code, ties to even, of itself times the inverse of the scale, and read as code
+* scale. Where this cannot be, the scale says so:
 
     a block of zeros, or of numbers so small that its scale would be below 2^-116     scale 0, all zeros
     a block with a NaN or an infinity                                                 scale NaN, all NaN
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwell import native
 from shardwell.codec import host, reference
-from shardwell.codec.form import BLOCK, VALUES, Kind, check, num_blocks, num_code_bytes
+from shardwell.codec.form import BLOCK, VALUES, Kind, check, check_places, num_code_bytes, num_scale_bytes
 from shardwell.errors import ShardwellError
 
 __all__ = ["BLOCK", "Codec", "Kind"]
@@ -53,8 +53,8 @@ class Codec:
         return dtype in VALUES
 
     def num_bytes(self, numel: int) -> int:
-        """Of a row of so many elements, encoded. Always even."""
-        return num_code_bytes(self.kind, numel) + 2 * num_blocks(numel)
+        """Of a row of so many elements, encoded: a multiple of 16."""
+        return num_code_bytes(self.kind, numel) + num_scale_bytes(numel)
 
     def encode(self, source: Tensor, out: Tensor) -> None:
         """Encode rows: (..., m) of fp32, bf16 or fp16 into contiguous (..., num_bytes(m)) of bytes.
@@ -81,6 +81,7 @@ class Codec:
         if data.ndim < 2 or data.shape[0] == 0:
             raise ShardwellError(f"data: found shape {list(data.shape)}, expected one message or more of whole rows")
         self._check("out", out, "data", data[0], data.device, torch.float32)
+        check_places("data", data)
         if out.numel() > 0 and not out.is_meta:
             _kernels(out.device).decode_sum(self.kind, data, out, factor, add)
 
@@ -110,6 +111,7 @@ class Codec:
         check(values_name, values, tuple(values.shape), device, *(dtypes or VALUES))
         shape = (*values.shape[:-1], self.num_bytes(values.shape[-1]))
         check(data_name, data, shape, device, torch.uint8)
+        check_places(data_name, data)
 
 
 def _kernels(device: torch.device) -> Kernels:

@@ -1,50 +1,52 @@
-"""The codecs as Triton kernels: a program takes a few blocks of a row.
+"""The codecs as Triton kernels: a program takes some blocks of a row.
 
-They work on bits where a device or a compiler might round in another way: codes of fp8 are made and read as integers,
-divisions are IEEE's, and no product and sum become one operation. Where the rows of a tensor lie is said by strides of
-two dimensions.
+They work on bits where a device or a compiler might round in another way, and no product and sum become one operation.
+Almost all programs have whole blocks only: those need no masks, and what they read and write lies at multiples of 16
+bytes. Where the rows of a tensor lie is said by strides of two dimensions.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
-from shardwell.codec.form import BLOCK, LARGEST, Kind, Rows, num_blocks, num_code_bytes, rows_of
+from shardwell.codec.form import BLOCK, SHARE, Kind, num_blocks, num_code_bytes, num_scale_bytes, rows_of
 
-_BLOCKS = 8  # that a program takes at most
+_BLOCKS = 8  # that a program takes: as many as have 16 bytes of scales, or a multiple
 _WARPS = 4
+_NARROW_CONVERSIONS = (8, 9)  # the first devices that have them for fp8
 
 
 @triton.jit
 def _place(inner, num_groups, BLOCKS: tl.constexpr):
-    """The outer and inner number of the row, and the blocks in it."""
-    program = tl.program_id(0).to(tl.int64)
+    """The outer and inner number of the row, and the first block in it."""
+    program = tl.program_id(0)
     row = program // num_groups
-    return row // inner, row % inner, (program % num_groups) * BLOCKS + tl.arange(0, BLOCKS)
+    return (row // inner).to(tl.int64), (row % inner).to(tl.int64), (program % num_groups).to(tl.int64) * BLOCKS
 
 
 @triton.jit
-def _scale_bits(values, LARGEST: tl.constexpr):
-    greatest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    amax = greatest.to(tl.float32, bitcast=True)
-    quotient = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
-    upper = (quotient.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+def _greater(first, second):
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _scale_bits(values, SHARE: tl.constexpr):
+    """Of bf16, one for each block; the bits of NaN where a number is not finite."""
+    share = tl.reduce(tl.abs(values), 1, _greater) * SHARE
+    bits = share.to(tl.int32, bitcast=True)
+    upper = (bits + 0xFFFF) >> 16
     upper = tl.where(upper < 0x0580, 0, upper)  # 2^-116
-    return tl.where(greatest >= 0x7F800000, 0x7FC0, upper)
+    return tl.where((bits & 0x7FFFFFFF) >= 0x7F800000, 0x7FC0, upper)
 
 
 @triton.jit
-def _scaled(values, upper):
-    usable = (upper > 0) & (upper < 0x7F80)
-    scale = (tl.where(usable, upper, 0x3F80) << 16).to(tl.float32, bitcast=True)
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    return tl.where(usable[:, None], values * inverse[:, None], 0.0)
-
-
-@triton.jit
-def _to_e4m3(values):
+def _to_e4m3(values, NARROW: tl.constexpr):
+    if NARROW:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0  # rounds to a multiple of 2^-9
@@ -59,7 +61,10 @@ def _to_integer(values):
 
 
 @triton.jit
-def _from_e4m3(codes):
+def _from_e4m3(codes, NARROW: tl.constexpr):
+    if NARROW:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    codes = codes.to(tl.int32)
     magnitude = codes & 0x7F
     subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
     normal = tl.where(magnitude == 0x7F, 0x7FC00000, (magnitude << 20) + 0x3C000000)
@@ -68,25 +73,53 @@ def _from_e4m3(codes):
 
 
 @triton.jit
-def _decoded(data, blocks, numel, code_bytes, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """The numbers of blocks of a row."""
-    exists = blocks * BLOCK < numel
-    scales = data + code_bytes + 2 * blocks
-    low = tl.load(scales, mask=exists, other=0).to(tl.int32)
-    high = tl.load(scales + 1, mask=exists, other=0).to(tl.int32)
-    scale = ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
-    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = at < numel
-    if KIND == "int4":
-        codes = tl.load(data + at // 2, mask=inside, other=0).to(tl.int32) >> ((at & 1) * 4).to(tl.int32)
-        values = (((codes & 15) ^ 8) - 8).to(tl.float32)
+def _from_integer(codes, SIGN: tl.constexpr):
+    """Integers whose sign is in this bit, in the low bits: as the last digits of 2^23 and more."""
+    return ((codes ^ SIGN) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + SIGN)
+
+
+@triton.jit
+def _encode_blocks(
+    source,
+    codes,
+    scales,
+    left,
+    code_bytes_left,
+    scales_left,
+    KIND: tl.constexpr,
+    SHARE: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    block = tl.arange(0, BLOCKS)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if WHOLE:
+        values = tl.load(source + at).to(tl.float32)
     else:
-        codes = tl.load(data + at, mask=inside, other=0).to(tl.int32)
-        if KIND == "fp8":
-            values = _from_e4m3(codes)
-        else:
-            values = ((codes ^ 0x80) - 0x80).to(tl.float32)
-    return values * scale[:, None]
+        values = tl.load(source + at, mask=at < left, other=0.0).to(tl.float32)
+    upper = _scale_bits(values, SHARE)
+    usable = (upper > 0) & (upper < 0x7F80)
+    scale = (tl.where(usable, upper, 0x3F80) << 16).to(tl.float32, bitcast=True)
+    scaled = values * libdevice.rcp_rn(scale)[:, None]
+    kept = tl.where(usable, 0xFF, 0)[:, None]
+    if KIND == "int4":
+        low, high = tl.split(tl.reshape(_to_integer(scaled), (BLOCKS, BLOCK // 2, 2)))
+        code = ((low & 15) | (high << 4)) & kept
+        to = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    elif KIND == "fp8":
+        code = _to_e4m3(scaled, NARROW) & kept
+        to = at
+    else:
+        code = _to_integer(scaled) & kept
+        to = at
+    if WHOLE:
+        tl.store(codes + to, code.to(tl.uint8))
+        tl.store(scales + block, upper.to(tl.int16))
+    else:
+        tl.store(codes + to, code.to(tl.uint8), mask=to < code_bytes_left)
+        tl.store(scales + block, upper.to(tl.int16), mask=block < scales_left)
 
 
 @triton.jit
@@ -95,6 +128,7 @@ def _encode(
     out,
     numel,
     code_bytes,
+    num_scales,
     inner,
     num_groups,
     source_outer,
@@ -102,31 +136,90 @@ def _encode(
     out_outer,
     out_inner,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
+    SHARE: tl.constexpr,
+    NARROW: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
 ):
-    i, j, blocks = _place(inner, num_groups, BLOCKS)
-    source += i * source_outer + j * source_inner
+    i, j, first = _place(inner, num_groups, BLOCKS)
+    source += i * source_outer + j * source_inner + first * BLOCK
     out += i * out_outer + j * out_inner
-    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    values = tl.load(source + at, mask=at < numel, other=0.0).to(tl.float32)
-    upper = _scale_bits(values, LARGEST)
-    scaled = _scaled(values, upper)
-    if KIND == "int4":
-        low, high = tl.split(tl.reshape(_to_integer(scaled), (BLOCKS, BLOCK // 2, 2)))
-        codes = (low & 15) | ((high & 15) << 4)
-        to = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    codes, scales = out + first * CODE_BYTES, (out + code_bytes).to(tl.pointer_type(tl.int16)) + first
+    left = numel - first * BLOCK
+    if left >= BLOCKS * BLOCK:
+        _encode_blocks(source, codes, scales, 0, 0, 0, KIND, SHARE, NARROW, BLOCKS, BLOCK, True)
     else:
-        if KIND == "fp8":
-            codes = _to_e4m3(scaled)
-        else:
-            codes = _to_integer(scaled) & 0xFF
-        to = at
-    tl.store(out + to, codes.to(tl.uint8), mask=to < code_bytes)
-    exists = blocks * BLOCK < numel
-    tl.store(out + code_bytes + 2 * blocks, (upper & 0xFF).to(tl.uint8), mask=exists)
-    tl.store(out + code_bytes + 2 * blocks + 1, (upper >> 8).to(tl.uint8), mask=exists)
+        lefts = left.to(tl.int32), (code_bytes - first * CODE_BYTES).to(tl.int32), (num_scales - first).to(tl.int32)
+        _encode_blocks(source, codes, scales, *lefts, KIND, SHARE, NARROW, BLOCKS, BLOCK, False)
+
+
+@triton.jit
+def _decoded(
+    codes,
+    scales,
+    left,
+    KIND: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The numbers of blocks of a row; zeros behind its end."""
+    block = tl.arange(0, BLOCKS)
+    size: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
+    at = block[:, None] * size + tl.arange(0, size)[None, :]
+    if WHOLE:
+        code, upper = tl.load(codes + at), tl.load(scales + block)
+    else:
+        there = at * (BLOCK // size) < left
+        code = tl.load(codes + at, mask=there, other=0)
+        upper = tl.load(scales + block, mask=block * BLOCK < left, other=0)
+    if KIND == "fp8":
+        values = _from_e4m3(code, NARROW)
+    elif KIND == "int4":
+        pair = code.to(tl.int32)
+        both = tl.join(_from_integer(pair & 15, 8), _from_integer(pair >> 4, 8))
+        values = tl.reshape(both, (BLOCKS, BLOCK))
+    else:
+        values = _from_integer(code.to(tl.int32), 0x80)
+    return values * (upper.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _decode_blocks(
+    codes,
+    scales,
+    out,
+    left,
+    num_messages,
+    message_stride,
+    factor,
+    KIND: tl.constexpr,
+    SUM: tl.constexpr,
+    ADD: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    values = _decoded(codes, scales, left, KIND, NARROW, BLOCKS, BLOCK, WHOLE)
+    at = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if SUM:
+        for _ in range(1, num_messages):
+            codes += message_stride
+            scales += message_stride // 2
+            values += _decoded(codes, scales, left, KIND, NARROW, BLOCKS, BLOCK, WHOLE)
+        values *= factor
+        if ADD:
+            if WHOLE:
+                values = tl.load(out + at) + values
+            else:
+                values = tl.load(out + at, mask=at < left, other=0.0) + values
+    if WHOLE:
+        tl.store(out + at, values.to(out.dtype.element_ty))
+    else:
+        tl.store(out + at, values.to(out.dtype.element_ty), mask=at < left)
 
 
 @triton.jit
@@ -147,42 +240,43 @@ def _decode(
     KIND: tl.constexpr,
     SUM: tl.constexpr,
     ADD: tl.constexpr,
+    NARROW: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
 ):
-    i, j, blocks = _place(inner, num_groups, BLOCKS)
+    i, j, first = _place(inner, num_groups, BLOCKS)
+    out += i * out_outer + j * out_inner + first * BLOCK
     data += i * data_outer + j * data_inner
-    out += i * out_outer + j * out_inner
-    values = _decoded(data, blocks, numel, code_bytes, KIND, BLOCK)
-    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if SUM:
-        for _ in range(1, num_messages):
-            data += message_stride
-            values += _decoded(data, blocks, numel, code_bytes, KIND, BLOCK)
-        values *= factor
-        if ADD:
-            values = tl.load(out + at, mask=at < numel, other=0.0) + values
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=at < numel)
+    codes, scales = data + first * CODE_BYTES, (data + code_bytes).to(tl.pointer_type(tl.int16)) + first
+    left = numel - first * BLOCK
+    if left >= BLOCKS * BLOCK:
+        _decode_blocks(
+            codes, scales, out, 0, num_messages, message_stride, factor, KIND, SUM, ADD, NARROW, BLOCKS, BLOCK, True
+        )
+    else:
+        last = left.to(tl.int32)
+        _decode_blocks(
+            codes, scales, out, last, num_messages, message_stride, factor, KIND, SUM, ADD, NARROW, BLOCKS, BLOCK, False
+        )
 
 
 def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
     for rows in rows_of(source.detach(), out):
-        blocks, num_groups = _groups(rows)
-        _encode[_grid(rows, num_groups)](
+        outer, inner, numel = rows.values.shape
+        num_groups = triton.cdiv(num_blocks(numel), _BLOCKS)
+        _encode[(outer * inner * num_groups,)](
             rows.values,
             rows.data,
-            rows.numel,
-            num_code_bytes(kind, rows.numel),
-            rows.values.shape[1],
+            numel,
+            num_code_bytes(kind, numel),
+            num_scale_bytes(numel) // 2,
+            inner,
             num_groups,
             *rows.values.stride()[:2],
             *rows.data.stride()[:2],
-            KIND=kind,
-            LARGEST=LARGEST[kind],
-            BLOCKS=blocks,
-            BLOCK=BLOCK,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
+            SHARE=SHARE[kind],
+            **_choices(kind, out.device),
         )
 
 
@@ -196,35 +290,34 @@ def decode_sum(kind: Kind, data: Tensor, out: Tensor, factor: float, add: bool) 
 
 def _launch_decode(kind: Kind, data: Tensor, out: Tensor, factor: float, *, is_sum: bool, add: bool) -> None:
     for rows in rows_of(out.detach(), data[0]):
-        blocks, num_groups = _groups(rows)
-        _decode[_grid(rows, num_groups)](
+        outer, inner, numel = rows.values.shape
+        num_groups = triton.cdiv(num_blocks(numel), _BLOCKS)
+        _decode[(outer * inner * num_groups,)](
             rows.data,
             rows.values,
-            rows.numel,
-            num_code_bytes(kind, rows.numel),
-            rows.values.shape[1],
+            numel,
+            num_code_bytes(kind, numel),
+            inner,
             num_groups,
             *rows.data.stride()[:2],
             *rows.values.stride()[:2],
             data.shape[0],
             data.stride(0),
             factor,
-            KIND=kind,
             SUM=is_sum,
             ADD=add,
-            BLOCKS=blocks,
-            BLOCK=BLOCK,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
+            **_choices(kind, out.device),
         )
 
 
-def _groups(rows: Rows) -> tuple[int, int]:
-    """How many blocks of a row a program takes, and how many programs that makes for a row."""
-    blocks = min(_BLOCKS, triton.next_power_of_2(num_blocks(rows.numel)))
-    return blocks, triton.cdiv(num_blocks(rows.numel), blocks)
-
-
-def _grid(rows: Rows, num_groups: int) -> tuple[int]:
-    outer, inner, _ = rows.values.shape
-    return (outer * inner * num_groups,)
+def _choices(kind: Kind, device: torch.device) -> dict[str, object]:
+    """What kernels are compiled for."""
+    return {
+        "KIND": kind,
+        "NARROW": kind == "fp8" and torch.cuda.get_device_capability(device) >= _NARROW_CONVERSIONS,
+        "BLOCKS": _BLOCKS,
+        "BLOCK": BLOCK,
+        "CODE_BYTES": BLOCK // 2 if kind == "int4" else BLOCK,
+        "num_warps": _WARPS,
+        "enable_fp_fusion": False,
+    }

@@ -1,9 +1,11 @@
 """The form of an encoded row, and how rows lie in tensors: arithmetic for all implementations.
 
-A row of m elements becomes its codes, padded to an even number of bytes, then one scale for each block:
+A row of m elements becomes its codes, then one scale for each block, both padded with zeros to a multiple of 16 bytes:
 
-    codes     m bytes (int8, fp8) or m / 2 (int4: the first of two elements in the low four bits), the rest zeros
+    codes     m bytes (int8, fp8) or m / 2 (int4: the first of two elements in the low four bits)
     scales    bf16, little endian, one for each block of 256 elements; the last block may be shorter
+
+Rows of codes begin at multiples of 16 bytes in memory too: a GPU then moves 16 bytes at once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from shardwell.errors import ShardwellError
 Kind = Literal["int8", "int4", "fp8"]
 
 BLOCK = 256  # elements that share a scale
-LARGEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # code
+ALIGNMENT = 16  # bytes
+# 1 / the largest code (127, 7, 448), in fp32 and rounded down: what codes can say exactly gets the scale that says so.
+SHARE: dict[Kind, float] = {"int8": 0x1020408 * 2.0**-31, "int4": 0x1249248 * 2.0**-27, "fp8": 0x1249248 * 2.0**-33}
 LEAST_SCALE = 2.0**-116  # of a block that is not stored as zeros: below it, subnormal numbers would matter
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,9 +35,17 @@ def num_blocks(numel: int) -> int:
 
 
 def num_code_bytes(kind: Kind, numel: int) -> int:
-    """Of a row, with its padding."""
-    num_bytes = -(-numel // 2) if kind == "int4" else numel
-    return num_bytes + num_bytes % 2
+    """Of a row, with padding."""
+    return _padded(-(-numel // 2) if kind == "int4" else numel)
+
+
+def num_scale_bytes(numel: int) -> int:
+    """The same of its scales."""
+    return _padded(2 * num_blocks(numel))
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -81,4 +93,16 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.devic
         raise ShardwellError(
             f"{name}: found rows with gaps between their elements (strides {list(tensor.stride())}), expected rows in "
             "one piece: pass a contiguous copy"
+        )
+
+
+def check_places(name: str, data: Tensor) -> None:
+    """Refuse rows of codes that do not begin at multiples of 16 bytes."""
+    if data.is_meta or data.numel() == 0:
+        return
+    steps = [stride for size, stride in zip(data.shape[:-1], data.stride()[:-1], strict=True) if size > 1]
+    if data.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in steps):
+        raise ShardwellError(
+            f"{name}: found rows at address {data.data_ptr() % ALIGNMENT} modulo {ALIGNMENT} with strides "
+            f"{list(data.stride())}, expected rows that begin at multiples of {ALIGNMENT} bytes: pass a copy"
         )

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shardwell import native
-from shardwell.codec.form import LARGEST, Kind, rows_of
+from shardwell.codec.form import SHARE, Kind, rows_of
 from shardwell.native.library import Coded, Library
 
-_KINDS: tuple[Kind, ...] = tuple(LARGEST)  # each with its number
+_KINDS: tuple[Kind, ...] = tuple(SHARE)  # each with its number
 
 
 def encode(kind: Kind, source: Tensor, out: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The codecs as torch operations, on any device: what the kernels must equal, and what runs where they are missing.
 
-Divisions are by tensors: by a number, torch multiplies by the inverse on CUDA. No code needs to be clipped: a scale is
-rounded up, and what the two divisions and the product are off is less than what rounding to a code takes away.
+The division is by a tensor: by a number, torch multiplies by the inverse on CUDA. No code needs to be clipped: a scale
+is rounded up, and what the division and the products are off is less than what rounding to a code takes away.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwell.codec.form import BLOCK, LARGEST, LEAST_SCALE, Kind, num_code_bytes
+from shardwell.codec.form import ALIGNMENT, BLOCK, LEAST_SCALE, SHARE, Kind, num_code_bytes
 
 _CHUNK = 2**18  # elements at once: temporaries stay small
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
@@ -22,7 +22,8 @@ _NAN = 0x7FC0  # in bf16
 @torch.no_grad()
 def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
     codes, scales = _parts(kind, out, source.shape[-1])
-    codes[..., -1:] = 0  # the padding, if there is one
+    codes[..., -ALIGNMENT:] = 0  # with the padding
+    scales[..., -ALIGNMENT:] = 0
     for span in _spans(source):
         values = _blocks(source[..., span].float())
         upper = _upper_halves(kind, values)
@@ -84,11 +85,10 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _upper_halves(kind: Kind, blocks: Tensor) -> Tensor:
-    """The scales in bf16, as the bits of that: the least that is not below the greatest value / the largest code."""
+    """The scales as bits of bf16: the greatest value / the largest code, rounded up."""
     greatest = (blocks.view(torch.int32) & _MAGNITUDE).amax(-1)
-    amax = greatest.view(torch.float32)
-    quotient = amax / torch.full_like(amax, LARGEST[kind])
-    upper = (quotient.view(torch.int32) + 0xFFFF) >> 16
+    share = greatest.view(torch.float32) * SHARE[kind]
+    upper = (share.view(torch.int32) + 0xFFFF) >> 16
     upper = upper.masked_fill(_wide(upper) < LEAST_SCALE, 0)
     return upper.masked_fill(greatest >= _INFINITE, _NAN)
 

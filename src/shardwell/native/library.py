@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 from shardwell.native.rules import Adagrad, Adam, Lion, Rule, Sgd
 from shardwell.native.stretch import Halves, Moments8, NewState, Stretch
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 NAME = "libshardwell_native.so"
 ISAS = ("scalar", "avx2", "avx512")  # each with its number, the best last
 
