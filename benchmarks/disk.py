@@ -235,10 +235,10 @@ def drive_rates(path: Path, settings: DiskSettings, num_bytes: int) -> dict[str,
 
 
 def sustained_rate(path: Path, settings: DiskSettings, span: int, seconds: float) -> float:
-    """Bytes a second that the drive keeps up, half of them read and half written, over so much of it for so long."""
-    depth = 64
+    """Bytes a second that the drive keeps up over so much of it for so long if what is read is written soon after."""
+    depth, lag, num_places = 64, 32, max(2, span // REQUEST)
     memory, tier = aligned(depth * REQUEST), DiskTier([path], settings)
-    half = span // REQUEST // 2
+    memory.view(torch.int64).random_()  # some drives know zeros, and have no work with them
     begin = time.perf_counter()
 
     def moved(requests: Iterable[tuple[bool, int]]) -> int:
@@ -255,11 +255,11 @@ def sustained_rate(path: Path, settings: DiskSettings, span: int, seconds: float
 
     def both() -> Iterator[tuple[bool, int]]:
         for turn in itertools.takewhile(lambda _: time.perf_counter() < begin + seconds, itertools.count()):
-            yield turn % 2 == 1, turn // 2 % half + half * (turn % 2)
+            yield turn % 2 == 1, (turn // 2 - lag * (turn % 2)) % num_places
 
     try:
-        extent = tier.allocate(2 * half * REQUEST)
-        moved((True, place) for place in range(2 * half))  # what nobody wrote is no work to read
+        extent = tier.allocate(num_places * REQUEST)
+        moved((True, place) for place in range(num_places))  # what nobody wrote is no work to read
         begin = time.perf_counter()
         return moved(both()) / (time.perf_counter() - begin)
     finally:

@@ -4,11 +4,11 @@
     python -m benchmarks.infinity --plot FILE... [--png PATH]
 
 Part ``disk1b`` trains 1.345B parameters (8 x 2048 tokens) with states on disk and on the host, beside DeepSpeed.
-``largest`` trains 25B and 40B (4 x 1024), born sharded and placed wherever there is room. ``growth`` does the same from
-1.3B up, two steps each; ``--plot`` draws what several runs left. bf16, AdamW, activation checkpointing per block, each
-run in a process of its own. The floor is measured first, see ``benchmarks.infinity_floor``. Disk busy is bytes moved
-over the drive's speed when it reads and writes at once. With ``--device cpu --size tiny`` the same code runs anywhere,
-for its own sake and not for its numbers.
+``largest`` trains 25B, 40B with 8-bit moments and 21B with clipping (4 x 1024), born sharded and placed wherever there
+is room. ``growth`` does so from 1.3B up, two steps each; ``--plot`` draws what several runs left. bf16, AdamW,
+activation checkpointing per block, each run in a process of its own. The floor is measured first, see
+``benchmarks.infinity_floor``. Disk busy is bytes moved over the drive's speed when it reads and writes at once. With
+``--device cpu --size tiny`` the same code runs anywhere, for its own sake and not for its numbers.
 """
 
 from __future__ import annotations

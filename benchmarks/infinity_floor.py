@@ -30,7 +30,7 @@ FORMULAS = {
 }
 FEW, SOME_MORE = 1, 3  # blocks
 DRIVE_BYTES = {"cuda": 2 << 30, "cpu": 1 << 22}
-SUSTAINED = {"cuda": (8 << 30, 8.0), "cpu": (1 << 26, 0.1)}  # bytes, seconds
+SUSTAINED = {"cuda": (8 << 30, 6.0), "cpu": (1 << 26, 0.1)}  # bytes, seconds
 UPDATED = {"cuda": 2**25, "cpu": 2**12}  # elements
 PLAIN = Variant("shardwell", offload=None)
 

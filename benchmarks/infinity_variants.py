@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.model import DEEP, DEEPEST, HUGE, LARGE, SEVEN, XLARGE, DecoderConfig
+from benchmarks.model import DEEP, DEEPEST, HUGE, LARGE, SEVEN, TALL, XLARGE, DecoderConfig
 from benchmarks.offload_variants import CPU, EIGHT_BIT, SOME, Size, Variant
 from benchmarks.offload_variants import SIZES as OFFLOAD_SIZES
 
@@ -44,6 +44,7 @@ VARIANTS: dict[str, Variant] = {  # the first ones are what a run that ends earl
     "shardwell3:disk:parameters-on-host": _ours(parameters=CPU),
     "shardwell3:host:clip": _ours(CPU, "after_norm", clip=SOME),
     "shardwell3:auto": _ours(FEW, parameters=FEW, own=AUTO, born_sharded=True),
+    "shardwell3:auto:clip": _ours(FEW, "after_norm", clip=SOME, parameters=FEW, own=AUTO, born_sharded=True),
     "shardwell3:auto:8bit": _ours(FEW, parameters=FEW, own=AUTO | EIGHT_BIT, born_sharded=True),
 }
 COMPARED = tuple(name for name, variant in VARIANTS.items() if not variant.born_sharded)
@@ -60,12 +61,14 @@ SIZES: dict[str, Size] = {
     "3.1b": _grown(XLARGE),
     "6.7b": _grown(SEVEN),
     "13b": _grown(HUGE),
+    "21b": _grown(TALL),
     "25b": _grown(DEEP),
     "40b": _grown(DEEPEST),
 }
 GROWTH = ("1.3b", "3.1b", "6.7b", "13b", "25b", "40b")
-LARGEST = ("25b", "40b")
+LARGEST = ("25b", "40b", "21b")
 IN_EIGHT_BITS = ("40b",)  # fp32 moments would not fit
+CLIPPED = ("21b",)  # gradients wait for their norm, 2 bytes more for each parameter
 MOMENTS = {"fp32": 8.0, "8bit": 2 * (1 + 1 / 256)}  # bytes a parameter: Adam has two
 
 
@@ -82,6 +85,8 @@ class Run:
 
 def placed(size: str) -> str:
     """The variant of a size that rests wherever there is room."""
+    if size in CLIPPED:
+        return "shardwell3:auto:clip"
     return "shardwell3:auto:8bit" if size in IN_EIGHT_BITS else "shardwell3:auto"
 
 

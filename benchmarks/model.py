@@ -39,6 +39,7 @@ LARGE = DecoderConfig(vocab=32000, width=2048, blocks=24, heads=16, mlp=5504, se
 XLARGE = DecoderConfig(vocab=32000, width=3072, blocks=26, heads=24, mlp=8192, seq=2048)  # 3.14B
 SEVEN = DecoderConfig(vocab=32000, width=4096, blocks=32, heads=32, mlp=11008, seq=1024)  # 6.74B
 HUGE = DecoderConfig(vocab=32000, width=5120, blocks=40, heads=40, mlp=13824, seq=1024)  # 13.0B
+TALL = replace(HUGE, blocks=65)  # 20.95B
 DEEP = replace(HUGE, blocks=78)  # 25.07B
 DEEPEST = replace(HUGE, blocks=126)  # 40.30B
 PRESETS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "large": LARGE, "xlarge": XLARGE, "huge": HUGE}

@@ -148,6 +148,7 @@ def test_the_largest_are_just_larger_than_their_names() -> None:
     assert {name: run.variant for name, run in runs_of("largest", "1b", 60).items()} == {
         "25b": "shardwell3:auto",
         "40b": "shardwell3:auto:8bit",
+        "21b": "shardwell3:auto:clip",
     }
     assert 25e9 < SIZES["25b"].model.num_parameters < 25.4e9
     assert 40e9 < SIZES["40b"].model.num_parameters < 40.4e9

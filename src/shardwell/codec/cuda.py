@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 from shardwell.codec.form import BLOCK, SHARE, Kind, num_blocks, num_code_bytes, num_scale_bytes, rows_of
 
 _BLOCKS = 8  # that a program takes: as many as have 16 bytes of scales, or a multiple
-_WARPS = 4
+_WARPS = 2
 _NARROW_CONVERSIONS = (8, 9)  # the first devices that have them for fp8
 
 
@@ -165,7 +165,7 @@ def _decoded(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The numbers of blocks of a row; zeros behind its end."""
+    """The numbers of blocks of a row, zeros behind its end. Those of int4 lie in pairs along a last dimension."""
     block = tl.arange(0, BLOCKS)
     size: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
     at = block[:, None] * size + tl.arange(0, size)[None, :]
@@ -175,15 +175,13 @@ def _decoded(
         there = at * (BLOCK // size) < left
         code = tl.load(codes + at, mask=there, other=0)
         upper = tl.load(scales + block, mask=block * BLOCK < left, other=0)
-    if KIND == "fp8":
-        values = _from_e4m3(code, NARROW)
-    elif KIND == "int4":
+    scale = (upper.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+    if KIND == "int4":
         pair = code.to(tl.int32)
-        both = tl.join(_from_integer(pair & 15, 8), _from_integer(pair >> 4, 8))
-        values = tl.reshape(both, (BLOCKS, BLOCK))
-    else:
-        values = _from_integer(code.to(tl.int32), 0x80)
-    return values * (upper.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+        return tl.join(_from_integer(pair & 15, 8) * scale, _from_integer(pair >> 4, 8) * scale)
+    if KIND == "fp8":
+        return _from_e4m3(code, NARROW) * scale
+    return _from_integer(code.to(tl.int32), 0x80) * scale
 
 
 @triton.jit
@@ -211,11 +209,12 @@ def _decode_blocks(
             scales += message_stride // 2
             values += _decoded(codes, scales, left, KIND, NARROW, BLOCKS, BLOCK, WHOLE)
         values *= factor
-        if ADD:
-            if WHOLE:
-                values = tl.load(out + at) + values
-            else:
-                values = tl.load(out + at, mask=at < left, other=0.0) + values
+    values = tl.reshape(values, (BLOCKS, BLOCK))
+    if ADD:
+        if WHOLE:
+            values = tl.load(out + at) + values
+        else:
+            values = tl.load(out + at, mask=at < left, other=0.0) + values
     if WHOLE:
         tl.store(out + at, values.to(out.dtype.element_ty))
     else:

@@ -7,6 +7,7 @@ numbers. A reduce encodes what goes to each peer, decodes what came and sums it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from shardwell.codec import Codec
 from shardwell.comm.ledger import Kind
 from shardwell.comm.pending import Pending
-from shardwell.memory import Mark, Scratch, State
+from shardwell.memory import Lane, Mark, Scratch, State
 
 if TYPE_CHECKING:
     from shardwell.comm.collectives import Collectives
@@ -34,7 +35,7 @@ def gather(world: Collectives, flat: Tensor, codec: Codec, kind: Kind, scratch: 
     moved = world.path_gather(memory, kind)
 
     def decode() -> Mark:
-        with lane.after(Mark()):
+        with _behind(world, lane):
             codec.decode(codes, shards)
         return lane.mark()
 
@@ -63,7 +64,7 @@ def reduce(
     part = scratch.take(rows.shape[1], torch.float32, State.STAGING, _STAGING) if rest else _wide(into, scratch)
 
     def add_up() -> Pending:
-        with lane.after(Mark()):
+        with _behind(comm, lane):
             adds = accumulate and part is into
             codec.decode_sum(received.view(-1, size), part, 1.0 if rest else scale, add=adds)
             if not rest and part is not into:
@@ -86,6 +87,11 @@ def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int
         numel //= comm.mesh.size
         found.append((comm.mesh.size - 1) * codec.num_bytes(numel))
     return found
+
+
+def _behind(comm: Collectives, lane: Lane) -> AbstractContextManager[None]:
+    """Work on a lane, behind a move. Waiting for it on the host has told the caller's lane of its end, not this one."""
+    return lane.after_current() if comm.host_waits else lane.after(Mark())
 
 
 def _wide(into: Tensor, scratch: Scratch) -> Tensor:
