@@ -394,7 +394,6 @@ NOT_YET = """
 wall_clock_breakdown true  torch_autocast.lower_precision_safe_modules ["torch.nn.Linear"]
 torch_autocast.lower_precision_safe_modules []  activation_checkpointing.profile true
 aio.use_gds true
-zero_optimization.zero_quantized_nontrainable_weights true
 """
 
 

@@ -1,12 +1,13 @@
 """Gathers and reduces of encoded numbers: fewer bytes on every hop.
 
-A gather encodes this rank's shard, moves bytes, and decodes all shards, its own too: every rank computes with the same
-numbers. A reduce encodes what goes to each peer, decodes what came and sums it in fp32, hop after hop.
+A gather encodes this rank's shard, unless it rests so, moves bytes, and decodes all shards, its own too: every rank
+computes with the same numbers. A reduce encodes what goes to each peer, decodes what came and sums it in fp32, hop
+after hop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -22,27 +23,60 @@ if TYPE_CHECKING:
     from shardwell.comm.collectives import Collectives
 
 _STAGING = "(staging)"
+Keep = Callable[[Tensor], None]  # is shown the codes of all shards, before their memory goes
 
 
-def gather(world: Collectives, flat: Tensor, codec: Codec, kind: Kind, scratch: Scratch) -> Pending:
-    """Fill all shards of `flat` with what was encoded of them; this rank's own must be in it already."""
-    shards = flat.view(world.mesh.size, -1)
+def gather(
+    world: Collectives,
+    flat: Tensor,
+    codec: Codec,
+    kind: Kind,
+    scratch: Scratch,
+    rest: Tensor | None = None,
+    keep: Keep | None = None,
+) -> Pending:
+    """Fill all shards of `flat` with what was encoded of them: this rank's own is there already, or rests in codes."""
+    place = world.place
+
+    def bring(memory: Tensor) -> Pending:
+        codes = memory.view(world.mesh.size, -1)
+        with world.device.gathers.after_current():
+            if rest is None:
+                codec.encode(flat.view(len(codes), -1)[place], codes[place])
+            else:
+                codes[place].copy_(rest, non_blocking=True)
+        return world.path_gather(memory, kind)
+
+    return decode(world, flat, codec, bring, scratch, keep)
+
+
+def decode(
+    world: Collectives,
+    flat: Tensor,
+    codec: Codec,
+    bring: Callable[[Tensor], Pending],
+    scratch: Scratch,
+    keep: Keep | None = None,
+) -> Pending:
+    """Fill all shards of `flat` from the codes of all that `bring` begins to bring into memory; `keep` sees those."""
+    shards, lane = flat.view(world.mesh.size, -1), world.device.gathers
     size = codec.num_bytes(shards.shape[1])
     memory = scratch.take(len(shards) * size, torch.uint8, State.STAGING, _STAGING)
-    codes, lane = memory.view(-1, size), world.device.gathers
-    with lane.after_current():
-        codec.encode(shards[world.place], codes[world.place])
-    moved = world.path_gather(memory, kind)
+    moved = bring(memory)
 
-    def decode() -> Mark:
+    def decoded() -> Mark:
         with _behind(world, lane):
-            codec.decode(codes, shards)
+            codec.decode(memory.view(-1, size), shards)
         return lane.mark()
 
+    def finish() -> None:
+        if keep is not None:
+            keep(memory)
+        scratch.give(memory)
+
     if world.host_waits:
-        return moved.then(lambda: decode().wait()).then(lambda: scratch.give(memory))
-    mark = decode()
-    return Pending(mark.wait).then(lambda: scratch.give(memory))
+        return moved.then(lambda: decoded().wait()).then(finish)
+    return Pending(decoded().wait).then(finish)
 
 
 def reduce(

@@ -69,6 +69,13 @@ class Collectives:
             return coded.gather(self, flat, codec, kind, self._scratch)
         return self.path_gather(flat, kind)
 
+    def gather_codes(
+        self, rest: Tensor, flat: Tensor, codec: Codec, token: str, keep: coded.Keep | None = None
+    ) -> Pending:
+        """Fill `flat` with what the codes of all ranks stand for; `rest` are this rank's own. `keep` is shown all."""
+        self._announce(token)
+        return coded.gather(self, flat, codec, Kind.GATHER, self._scratch, rest, keep)
+
     def path_gather(self, flat: Tensor, kind: Kind) -> Pending:
         """A gather that was announced."""
         if self.hops is not None:

@@ -336,6 +336,7 @@ def _check_built(config: Config, found: Findings) -> None:
             )
     for key, name, least in (
         ("zero_quantized_weights", "parameters", 3),
+        ("zero_quantized_nontrainable_weights", "parameters", 3),
         ("zero_quantized_gradients", "gradients", 2),
     ):
         if getattr(zero, key) and zero.stage < least and not found.broken("zero_optimization.stage"):

@@ -297,7 +297,7 @@ class ZeroConfig(Block):
         default=False, description="Parameters travel as shardwell.codecs.weights says, stage 3."
     )
     zero_quantized_nontrainable_weights: Flag = Field(
-        default=False, description="Quantize frozen weights; only false is built."
+        default=False, description="Frozen parameters rest and travel as shardwell.codecs.frozen says, stage 3."
     )
     zero_quantized_gradients: Flag = Field(
         default=False, description="Gradients travel as shardwell.codecs.inside and between say, stages 2 and 3."
@@ -306,9 +306,12 @@ class ZeroConfig(Block):
 
 
 class CodecsConfig(Block):
-    """How what travels is encoded."""
+    """How what travels, or rests frozen, is encoded."""
 
     weights: CodecKind = Field(default="int8", description="Parameters, with zero_quantized_weights.")
+    frozen: CodecKind = Field(
+        default="int8", description="Frozen parameters, also at rest, with zero_quantized_nontrainable_weights."
+    )
     inside: CodecKind = Field(default="int8", description="Gradients inside a node, with zero_quantized_gradients.")
     between: CodecKind = Field(default="int4", description="Gradients between nodes, with zero_quantized_gradients.")
 
@@ -353,7 +356,7 @@ class ShardwellConfig(Block):
         default="auto",
         description="Bytes that placement may fill under nvme_path on each node; auto = 95% of it.",
     )
-    codecs: CodecsConfig = Field(default=CodecsConfig(), description="How what travels is encoded.")
+    codecs: CodecsConfig = Field(default=CodecsConfig(), description="How what travels, or rests frozen, is encoded.")
     keep_last: PositiveCount | None = Field(
         default=None, description="Checkpoints to keep in a folder: older ones are removed after a save; null = all."
     )

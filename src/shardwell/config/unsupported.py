@@ -46,9 +46,6 @@ ONLY: dict[str, Only] = {
         (0,), _not_yet("units by granularity", "use 0 or remove it, and name units in leaf_module")
     ),
     "aio.use_gds": Only((False,), _not_yet("reads from drives straight to the GPU", _OFF)),
-    "zero_optimization.zero_quantized_nontrainable_weights": Only(
-        (False,), _not_yet("quantized gathers of frozen weights", _OFF)
-    ),
 }
 
 _DROP = 'remove the block, or set "enabled": false in it'

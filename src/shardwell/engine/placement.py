@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwell.codec import Codec
 from shardwell.memory import Tier
 from shardwell.memory.account import human
 from shardwell.native import Compact
@@ -64,6 +65,7 @@ class Formula:
     accumulates: bool = False  # gradients over several micro-steps
     commit: Commit = Commit.AFTER_NORM  # of updates below the device; on it, shadow is after the norm
     ranks_per_copy: int = 0  # that split a second copy of the parameters, where they are fewest; 0: there is none
+    rest_codec: Codec | None = None  # of what is frozen
 
     def row(self, kind: Kind, place: Place) -> Row:
         return row_for(
@@ -71,8 +73,16 @@ class Formula:
             persistent=kind.persistent,
             num_ranks=self.num_ranks,
             shard_at_world_one=self.shard_at_world_one,
-            wish=Wish(self.ranks_per_copy > 0, place.parameters, place.optimizer),
+            wish=Wish(self.ranks_per_copy > 0, place.parameters, place.optimizer, rest_codec=self.rest_codec).of(
+                kind.precision.compute, kind.trains
+            ),
         )
+
+    def shard(self, kind: Kind, numel: int, row: Row) -> int:
+        """A rank's share of the parameters, as it travels."""
+        if row.rest_codec is not None:
+            return row.rest_codec.num_bytes(self.share(numel))
+        return self.share(numel) * kind.precision.compute.itemsize
 
     def share(self, numel: int) -> int:
         return -(-numel // self.num_ranks)
@@ -91,7 +101,8 @@ class Formula:
         own = self.share(numel) if row.optimizer.over is not None else numel
         compute, master = precision.compute.itemsize, precision.master.itemsize
         if not kind.trains:
-            return total([Counter({above: held * compute}), self.second_copy(kind, numel, row)])
+            rests = self.shard(kind, numel, row) if row.released else held * compute
+            return total([Counter({above: rests}), self.second_copy(kind, numel, row)])
         found = Counter({below: self.moments(own, kind, below)})
         no_halves = precision.is_mixed and not precision.has_halves
         if {above, below} != {Tier.DEVICE} or (no_halves and not row.released):
@@ -109,6 +120,8 @@ class Formula:
         """From a forward to the next update; for good, of what is frozen."""
         if row.second_copy is None:
             return Counter()
+        if row.rest_codec is not None:
+            return Counter({Tier.DEVICE: -(-self.num_ranks * self.shard(kind, numel, row) // self.ranks_per_copy)})
         return Counter({Tier.DEVICE: -(-numel // self.ranks_per_copy) * kind.precision.compute.itemsize})
 
     def needs(self, kind: Kind, numel: int, place: Place) -> Bytes:
@@ -169,10 +182,9 @@ class States:
         return {name: sum(self.formula.share(numel) for numel in kinds.values()) for name, kinds in self.units.items()}
 
     def held(self, name: str) -> int:
-        """A rank's share of a unit's parameters, in the compute dtype."""
-        return sum(
-            self.formula.share(numel) * kind.precision.compute.itemsize for kind, numel in self.units[name].items()
-        )
+        """A rank's share of a unit's parameters, as they travel."""
+        formula = self.formula
+        return sum(formula.shard(kind, numel, formula.row(kind, Place())) for kind, numel in self.units[name].items())
 
     def sent(self, name: str, place: Place) -> int:
         """Parameters of a unit, in the compute dtype, that are stepped below the device."""

@@ -122,7 +122,8 @@ def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dic
                 for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
                     if tuple(parameter.shape) == slot.shape:
                         access = Access(parameter)
-                        values.append((parameter, access.master()))
+                        dtype = group.precision.master if group.trainable else group.precision.compute
+                        values.append((parameter, access.master().to(dtype)))
                         states[id(parameter)] = access.states() if optimizer is not None and group.trainable else {}
     if optimizer is not None:
         optimizer.leave(unit)

@@ -232,6 +232,7 @@ def _groups(
         optimizer_tier=place.optimizer,
         commit=places.offload.commit_of(one.name),
         gather_codec=Codec(own.codecs.weights) if zero.zero_quantized_weights else None,
+        rest_codec=_rest_codec(settings),
         reduce_codecs=(Codec(own.codecs.inside), Codec(own.codecs.between)) if zero.zero_quantized_gradients else None,
     )
     groups = []
@@ -242,11 +243,17 @@ def _groups(
             persistent=kind.persistent,
             num_ranks=context.world.mesh.size,
             shard_at_world_one=own.shard_at_world_one,
-            wish=wish if Codec.takes(kind.precision.compute) else replace(wish, gather_codec=None, reduce_codecs=None),
+            wish=wish.of(kind.precision.compute, kind.trains),
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
         groups.append(Group(name, one.name, members, row, kind.precision, context))
     return groups
+
+
+def _rest_codec(settings: Config) -> Codec | None:
+    """Of frozen parameters."""
+    is_on = settings.zero_optimization.zero_quantized_nontrainable_weights
+    return Codec(settings.shardwell.codecs.frozen) if is_on else None
 
 
 def _kinds(
@@ -297,6 +304,7 @@ def _states(
         settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
         _ranks_per_copy(settings, num_ranks),
+        _rest_codec(settings),
     )
     return States(units, formula)
 

@@ -62,6 +62,7 @@ class Access:
         self._group.forget_second_copy()
         if self._group.flat.present:
             narrow(wide, self._group.flat.tensor[self._slot.offset : self._slot.end])
+        self._group.see_codes()
 
     def set_local_master(self, value: Tensor) -> None:
         """Change this rank's part of the truth; only where nobody else has a copy of it."""

@@ -1,11 +1,12 @@
 """A group: the parameters of one unit that share dtype, trainability and persistence, and their three buffers.
 
 - flat: compute dtype, all parameters back to back; the parameters are views of it
-- shard: this rank's slice in storage of its own (rows that release their parameters)
+- shard: this rank's slice in storage of its own (rows that release their parameters), in numbers or in codes
 - remainder: the lower halves of this rank's fp32 masters (rows that keep bf16 parameters whole, or rest them below the
   device together with their masters)
 - master: the truth, as the optimizer steps it: a copy apart (below the parameters, or for whole fp16 parameters, which
-  are no half of anything), the shard, a slice of `flat`, or upper and lower halves joined for the step
+  are no half of anything), the shard, a slice of `flat`, or for as long as somebody looks upper and lower halves
+  joined, or codes decoded
 
 What rests on disk is in chests: the shard in one of its own, that is a page; masters or remainder in another.
 """
@@ -16,7 +17,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from shardwell.unit import guard
 from shardwell.unit.context import Context
 from shardwell.unit.gradients import Gradients
 from shardwell.unit.second import SecondCopy
+from shardwell.unit.shard import Shard
 from shardwell.unit.table import Commit, Precision, Row
 
 
@@ -55,7 +56,8 @@ class Group:
         self, name: str, unit: str, members: list[Member], row: Row, precision: Precision, context: Context
     ) -> None:
         self.name, self.unit = name, unit
-        self.row, self.precision, self.context = row, precision, context
+        self.row, self.context = row, context
+        self.precision = replace(precision, master=torch.float32) if self.is_encoded else precision
         self.trainable = members[0].trainable
         self.stays_whole = False  # whole for good, although its row would release it
         self.is_exact = True  # whole as it rests, and not as a codec left it
@@ -66,16 +68,12 @@ class Group:
         is_split = row.optimizer.over is not None
         self.own = self.layout.shard_range(context.world.place) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(State.PARAMETERS, self.layout.padded, precision.compute)
-        self.shard: Buffer | None = None
+        self.shard: Shard | None = None
         self.remainder: Buffer | None = None
         self._apart: Buffer | None = None  # masters that rest apart from the parameters
         self.chest: Chest | None = None  # that those, or the remainder, are in if they rest on disk
-        self.page: Page | None = None  # that the shard is in, if it rests on disk
-        self._joined: Buffer | None = None
+        self._joined: Buffer | None = None  # masters that are whole numbers only while somebody looks
         self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
-        self.second: SecondCopy | None = None
-        if row.second_copy is not None and row.second_copy.over is not None:
-            self.second = SecondCopy(name, unit, context.comm[row.second_copy.over], context.scratch)
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
@@ -95,13 +93,11 @@ class Group:
             self._apart = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
         if self.row.released:
             dtype = self.precision.compute if is_split or self._apart is not None else self.precision.master
-            where = self.row.parameters.tier
-            entry = (State.PARAMETERS, self.unit, where)
-            device, account, numel = self.context.device, self.context.account, self.layout.shard_numel
-            self.shard = Buffer(device, account, entry, numel, dtype, pinned=where is Tier.HOST)
+            self.shard = Shard(self.name, self.unit, self.row, self.layout.shard_numel, dtype, self.context)
         if is_split:
             self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16, tier)
-            where = Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST
+        if is_split or self.is_encoded:
+            where = Tier.DEVICE if self.row.parameters.tier is Tier.DEVICE else Tier.HOST
             self._joined = self._buffer(State.STAGING, own, self.precision.master, where)
             self._joined.drop()
         self.runs = [(run, self.cut_master(run.start, run.numel)) for run in self._runs()]
@@ -129,9 +125,8 @@ class Group:
         """What rests on disk goes there now."""
         if context.disk is None:
             return
-        if self.shard is not None and self.row.parameters.tier is Tier.DISK and context.pages is not None:
-            self.page = Page(context.pages, Chest(context.disk, context.account, self.unit))
-            self.page.chest.keep([self.shard.tensor])
+        if self.shard is not None:
+            self.shard.send_to_disk()
         below = self._apart or self.remainder
         if below is not None and self.row.optimizer.tier is Tier.DISK:
             me = weakref.ref(self)
@@ -143,6 +138,20 @@ class Group:
 
             self.chest = Chest(context.disk, context.account, self.unit, on_move)
             self.chest.keep([below.tensor])
+
+    @property
+    def is_encoded(self) -> bool:
+        """It rests in codes."""
+        return self.row.rest_codec is not None
+
+    @property
+    def page(self) -> Page | None:
+        """That the shard is in, if it rests on disk."""
+        return self.shard.page if self.shard is not None else None
+
+    @property
+    def second(self) -> SecondCopy | None:
+        return self.shard.second if self.shard is not None else None
 
     @property
     def chests(self) -> list[Chest]:
@@ -176,13 +185,13 @@ class Group:
             self._apart.tensor.copy_(whole[start:end])
         if self.shard is not None:
             first, last = self.layout.shard_range(self.context.world.place)
-            source = whole if self.shard.tensor.dtype == whole.dtype else self.flat.tensor
-            self.shard.tensor.copy_(source[first:last])
+            as_it_is = self.is_encoded or self.shard.tensor.dtype == whole.dtype
+            self.shard.store((whole if as_it_is else self.flat.tensor)[first:last])
 
     def write_back(self, source: int) -> None:
         """The parameters were changed on rank `source` while whole: make that the truth everywhere.
 
-        Where a 16-bit value did not change, the master keeps its lower half.
+        Where a 16-bit value did not change, the master keeps its lower half. What rests in codes is encoded again.
         """
         flat, (start, end) = self.flat.tensor, self.own
         self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
@@ -191,33 +200,49 @@ class Group:
         with self.fetched(changes=True):
             before = self._before if self._apart is None else self._apart.tensor
             if before is not None and self.precision.is_mixed:
-                rounded = narrow(before, torch.empty_like(before, dtype=self.precision.compute))
+                rounded = self._rounded(before)
                 truth = torch.where(truth == rounded.to(truth.dtype), before, truth)
             if self._apart is not None:
                 self._apart.tensor.copy_(truth)
             if self.remainder is not None:
                 split(truth, self.resting, self.remainder.tensor)
             elif self.shard is not None:
-                self.shard.tensor.copy_(truth)
+                self.shard.store(truth)
         if self._before is not None:
             self._before = truth
+        self.see_codes()
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
         """Let `fill` write this rank's part of the truth. Where parameters are whole, all ranks are sent theirs."""
         with self.opened_master(changes=True):
             fill(self.master)
         self.forget_second_copy()
+        if self.is_encoded:
+            self.see_codes()
+            return
         if self.flat.present and self.shard is not None:
             with self.fetched():
                 narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
         if self.flat.present and self.row.optimizer.over is not None:
             self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
 
+    def see_codes(self) -> None:
+        """Whole parameters that rest in codes become what those say now. All ranks must call it."""
+        if self.is_encoded and self.flat.present:
+            self.gather().wait()
+            if self._before is not None:
+                self.open_for_writing()
+
     def open_for_writing(self) -> None:
         """Remember the masters, if the user may now overwrite their upper halves."""
         if self.precision.is_mixed and self._apart is None:
             with self.opened_master():
                 self._before = self.master.clone()
+
+    def _rounded(self, masters: Tensor) -> Tensor:
+        """As a gather rounds them: codecs do so as torch does."""
+        compute = torch.empty_like(masters, dtype=self.precision.compute)
+        return compute.copy_(masters) if self.is_encoded else narrow(masters, compute)
 
     def remember(self, start: int, values: Tensor) -> None:
         """A stretch of the masters was changed for good while the user may overwrite their upper halves."""
@@ -249,11 +274,11 @@ class Group:
     def free(self) -> None:
         """Let go of everything; the parameters belong to somebody else."""
         self.gradients.clear()
-        self.forget_second_copy()
-        self.let_go()
-        for chest in self.chests:
-            chest.free()
-        for buffer in (self.flat, self.shard, self.remainder, self._apart, self._joined):
+        if self.shard is not None:
+            self.shard.free()
+        if self.chest is not None:
+            self.chest.free()
+        for buffer in (self.flat, self.remainder, self._apart, self._joined):
             if buffer is not None:
                 buffer.drop()
 
@@ -264,54 +289,29 @@ class Group:
         assert self.shard is not None
         codec = None if exact else self.row.gather_codec
         self.is_exact = codec is None
-        if self.second is not None and self.has_second_copy and (codec is not None or self.row.gather_codec is None):
-            self.flat.grow()
-            return self.second.gather(self.flat.tensor)
-        source, slot = self.shard.tensor, None
-        if self.page is not None:
-            slot = self.page.read()
-            source = slot[: source.numel() * source.element_size()].view(source.dtype)
-        self.flat.grow()
-        mesh = self.context.world.mesh
-        with self.context.device.gathers.after_current():
-            mine = self.flat.tensor.chunk(mesh.size)[self.context.world.place]
-            if source.device == mine.device:
-                narrow(source, mine)
-            else:
-                mine.copy_(source, non_blocking=True)
-            mark = self.context.device.gathers.mark()
-        if self.page is not None and slot is not None:
-            self.page.give(slot, mark)
-        move = self.context.world.gather(self.flat.tensor, f"GATHER {self.name}", codec=codec)
-        whole = Pending(mark.wait) if mesh.size == 1 else move
-        if self.second is None or self.has_second_copy:
-            return whole
-        return whole.then(partial(self.second.keep, self.flat.tensor))
+        return self.shard.gather(self.flat, codec, keeps=not self.stays_whole)
 
     def expect(self) -> None:
         """It will be gathered soon: begin to read what rests on disk."""
-        if self.page is not None and not self.has_second_copy:
-            self.page.expect()
+        if self.shard is not None:
+            self.shard.expect()
 
     def let_go(self) -> None:
         """It will not be gathered soon after all."""
-        if self.page is not None:
-            self.page.forget()
+        if self.shard is not None:
+            self.shard.let_go()
 
     def release(self) -> None:
         """Free the whole parameters."""
         self.flat.drop()
 
     def keep_whole(self) -> None:
-        """Never release again: nothing changes these parameters, and the shard is a slice of the whole."""
+        """Never release again: nothing changes these parameters, and a shard of numbers is a slice of the whole."""
         self.stays_whole = True
         self.forget_second_copy()
         self.let_go()
-        if self.page is not None:
-            self.page.chest.free()
-            self.page = None
-        if self.shard is not None:
-            self.shard.drop()
+        if self.shard is not None and not self.is_encoded:
+            self.shard.free()
             self.shard = None
 
     @property
@@ -346,7 +346,7 @@ class Group:
 
     @property
     def resting(self) -> Tensor:
-        """1D, this rank's part of the parameters as they rest, in the compute dtype."""
+        """1D, this rank's part of the parameters as they rest: in the compute dtype, or codes."""
         return self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
 
     # ---------------------------------------------------------------------------------------------- the optimizer
@@ -465,9 +465,12 @@ class Group:
     def open_master(self) -> None:
         """Make `master` readable."""
         self._open()
-        if self._joined is not None and self.remainder is not None:
+        if self._joined is not None:
             self._joined.grow()
-            join(self.resting, self.remainder.tensor, self._joined.tensor)
+            if self.shard is not None and self.is_encoded:
+                self.shard.decode(self._joined.tensor)
+            elif self.remainder is not None:
+                join(self.resting, self.remainder.tensor, self._joined.tensor)
 
     def close_master(self, *, changed: bool = True) -> None:
         """Take over what was written, if anything was."""
@@ -477,8 +480,10 @@ class Group:
                 rounded = narrow(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
             above = self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
             above.copy_(rounded)
-        if self._joined is not None and self.remainder is not None:
-            if changed:
+        if self._joined is not None:
+            if changed and self.shard is not None and self.is_encoded:
+                self.shard.store(self._joined.tensor)
+            elif changed and self.remainder is not None:
                 split(self._joined.tensor, self.resting, self.remainder.tensor)
             self._joined.drop()
         self._close(changed)

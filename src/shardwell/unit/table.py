@@ -60,6 +60,7 @@ class Row:
     second_copy: Resting | None = None  # of the parameters, closer by; filled by a gather, read by the next one
     commit: Commit = Commit.AFTER_NORM
     gather_codec: Codec | None = None  # of parameters that are gathered
+    rest_codec: Codec | None = None  # of parameters that rest encoded, and travel as they rest
     reduce_codecs: tuple[Codec, Codec] | None = None  # of gradients, inside a node and between nodes
 
     @property
@@ -101,7 +102,14 @@ class Wish:
     optimizer_tier: Tier = Tier.DEVICE
     commit: Commit = Commit.AFTER_NORM
     gather_codec: Codec | None = None
+    rest_codec: Codec | None = None  # of what is frozen
     reduce_codecs: tuple[Codec, Codec] | None = None
+
+    def of(self, dtype: torch.dtype, trains: bool) -> Wish:
+        """What of it is for parameters of a dtype: no codec takes all of them, and only frozen ones rest encoded."""
+        if not Codec.takes(dtype):
+            return replace(self, gather_codec=None, rest_codec=None, reduce_codecs=None)
+        return replace(self, rest_codec=None if trains else self.rest_codec)
 
 
 def row_for(
@@ -115,7 +123,7 @@ def row_for(
     """The row of a group at `stage`.
 
     Persistent groups (small parameters) stay whole, on stage 2's row. With one rank a split over the world is no
-    split: parameters then rest whole, at the same bytes, unless asked otherwise.
+    split: parameters then rest whole, at the same bytes, unless asked otherwise or encoded, which takes fewer.
     """
     wish = wish or Wish()
     row = STAGES[stage]
@@ -126,10 +134,11 @@ def row_for(
     if not persistent and row.gradients.over is not None:
         row = replace(row, reduce_codecs=wish.reduce_codecs)
     if row.released and not persistent:
-        row = replace(row, gather_codec=wish.gather_codec)
+        travels = wish.gather_codec if wish.rest_codec is None else None
+        row = replace(row, gather_codec=travels, rest_codec=wish.rest_codec)
     if row.released and wish.second_copy_in_node:
         row = replace(row, second_copy=Resting(Axis.NODE))
-    alone = num_ranks == 1 and not shard_at_world_one
+    alone = num_ranks == 1 and not shard_at_world_one and row.rest_codec is None
     if row.released and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
         row = replace(row, parameters=WHOLE, second_copy=None, gather_codec=None)
     return row

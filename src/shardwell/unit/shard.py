@@ -1,0 +1,136 @@
+"""A shard: this rank's slice of a group's parameters as it rests, and how the whole is made of all ranks' shards.
+
+It rests in numbers or in codes, on the device, on the host (pinned) or on disk (a page). What rests in codes travels in
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwell.codec import Codec
+from shardwell.comm import Pending, coded
+from shardwell.memory import Buffer, State, Tier
+from shardwell.memory.chest import Chest
+from shardwell.memory.pages import Page
+from shardwell.rounding import narrow
+from shardwell.unit.codes import encode
+from shardwell.unit.context import Context
+from shardwell.unit.second import SecondCopy
+from shardwell.unit.table import Row
+
+
+class Shard:
+    """Parameters at rest, of rows that release them."""
+
+    def __init__(self, name: str, unit: str, row: Row, numel: int, dtype: torch.dtype, context: Context) -> None:
+        self._name, self._unit, self._row, self._context = name, unit, row, context
+        codec, tier = row.rest_codec, row.parameters.tier
+        size = (numel, dtype) if codec is None else (codec.num_bytes(numel), torch.uint8)
+        entry = (State.PARAMETERS, unit, tier)
+        self._buffer = Buffer(context.device, context.account, entry, *size, pinned=tier is Tier.HOST)
+        self.page: Page | None = None  # that it is in, if it rests on disk
+        self.second: SecondCopy | None = None
+        if row.second_copy is not None and row.second_copy.over is not None:
+            self.second = SecondCopy(name, unit, context.comm[row.second_copy.over], context.scratch)
+
+    @property
+    def tensor(self) -> Tensor:
+        """1D: numbers, or codes."""
+        return self._buffer.tensor
+
+    def store(self, values: Tensor) -> None:
+        """Rest as these numbers (1D), or as their codes; then those are in fp32."""
+        codec, rests = self._row.rest_codec, self.tensor
+        if codec is None:
+            rests.copy_(values)
+            return
+        codes = rests if rests.device == values.device else torch.empty_like(rests, device=values.device)
+        encode(codec, values, codes)
+        if codes is not rests:
+            rests.copy_(codes)
+
+    def decode(self, values: Tensor) -> None:
+        """The numbers (1D, where the shard is) that codes stand for."""
+        assert self._row.rest_codec is not None
+        self._row.rest_codec.decode(self.tensor, values)
+
+    def send_to_disk(self) -> None:
+        if self._row.parameters.tier is Tier.DISK and self._context.disk and self._context.pages:
+            self.page = Page(self._context.pages, Chest(self._context.disk, self._context.account, self._unit))
+            self.page.chest.keep([self.tensor])
+
+    def free(self) -> None:
+        """Let go of everything."""
+        if self.second is not None:
+            self.second.forget()
+        self.let_go()
+        if self.page is not None:
+            self.page.chest.free()
+        self._buffer.drop()
+
+    # --------------------------------------------------------------------------------------------------- gathers
+
+    def gather(self, flat: Buffer, codec: Codec | None, *, keeps: bool = True) -> Pending:
+        """Start to fill `flat` with all shards; a codec is for numbers, on the way. `keeps`: a second copy, if any."""
+        second = self.second if keeps else None
+        if self._row.rest_codec is not None:
+            return self._gather_codes(flat, self._row.rest_codec, second)
+        if second is not None and second.is_there and (codec is not None or self._row.gather_codec is None):
+            flat.grow()
+            return second.gather(flat.tensor)
+        world, lane = self._context.world, self._context.device.gathers
+        with self._source() as source:
+            flat.grow()
+            with lane.after_current():
+                mine = flat.tensor.chunk(world.mesh.size)[world.place]
+                if source.device == mine.device:
+                    narrow(source, mine)
+                else:
+                    mine.copy_(source, non_blocking=True)
+        mark = lane.mark()
+        move = world.gather(flat.tensor, f"GATHER {self._name}", codec=codec)
+        whole = Pending(mark.wait) if world.mesh.size == 1 else move
+        if second is None or second.is_there:
+            return whole
+        return whole.then(partial(second.keep, flat.tensor))
+
+    def _gather_codes(self, flat: Buffer, codec: Codec, second: SecondCopy | None) -> Pending:
+        """The second copy is one of codes, too."""
+        world, lane = self._context.world, self._context.device.gathers
+        if second is not None and second.is_there:
+            flat.grow()
+            return coded.decode(world, flat.tensor, codec, second.gather, self._context.scratch)
+        with self._source() as source:
+            flat.grow()
+            if world.mesh.size > 1 and source.numel():
+                keep = second.keep if second is not None else None
+                return world.gather_codes(source, flat.tensor, codec, f"GATHER {self._name}", keep)
+            with lane.after_current():
+                codec.decode(source.to(flat.tensor.device, non_blocking=True), flat.tensor)
+        return Pending(lane.mark().wait)
+
+    @contextlib.contextmanager
+    def _source(self) -> Iterator[Tensor]:
+        """What rests, where it can be copied from: whoever does is on the lane of gathers when this ends."""
+        if self.page is None:
+            yield self.tensor
+            return
+        slot = self.page.read()
+        yield slot[: self._buffer.nbytes].view(self.tensor.dtype)
+        self.page.give(slot, self._context.device.gathers.mark())
+
+    def expect(self) -> None:
+        """It will be gathered soon: begin to read what rests on disk."""
+        if self.page is not None and (self.second is None or not self.second.is_there):
+            self.page.expect()
+
+    def let_go(self) -> None:
+        """It will not be gathered soon after all."""
+        if self.page is not None:
+            self.page.forget()
