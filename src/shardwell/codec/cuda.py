@@ -178,10 +178,12 @@ def _decoded(
     scale = (upper.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
     if KIND == "int4":
         pair = code.to(tl.int32)
-        return tl.join(_from_integer(pair & 15, 8) * scale, _from_integer(pair >> 4, 8) * scale)
-    if KIND == "fp8":
-        return _from_e4m3(code, NARROW) * scale
-    return _from_integer(code.to(tl.int32), 0x80) * scale
+        values = tl.join(_from_integer(pair & 15, 8) * scale, _from_integer(pair >> 4, 8) * scale)
+    elif KIND == "fp8":
+        values = _from_e4m3(code, NARROW) * scale
+    else:
+        values = _from_integer(code.to(tl.int32), 0x80) * scale
+    return values
 
 
 @triton.jit
