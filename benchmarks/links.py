@@ -6,7 +6,8 @@
 Four ranks of one thread, two on each of two hosts that are network namespaces of this machine (``benchmarks.hosts``).
 All variants live in the same processes and take turns at each rate, so that a slow minute of the machine hits everyone.
 A step's seconds are those of its slowest rank. Bytes are counted by the link's interface, and beside that by
-shardwell's ledger. With so few tokens the link dominates. A variant that cannot be built is shown with the reason.
+shardwell's ledger. With so few tokens the link dominates. A variant that cannot be built is shown with the reason. One
+that looks at the link when it is built ("auto") is built anew at each rate, and its points say what it has chosen.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ from rich.console import Console
 
 from benchmarks.hosts import HostRanks, Hosts, HostsError
 from benchmarks.launch import RunFailedError, without_folders
-from benchmarks.links_report import bytes_table, crossing_lines, crossings, draw, rate_name, seconds_table
-from benchmarks.links_worker import VARIANTS
+from benchmarks.links_report import (
+    bytes_table,
+    chosen_words,
+    crossing_lines,
+    crossings,
+    draw,
+    rate_name,
+    seconds_table,
+)
+from benchmarks.links_worker import CHOOSING, VARIANTS
 from benchmarks.measure import circumstances, keep, told
 from benchmarks.model import PRESETS
 
 WARM_UP_STEPS = 3
 START_LIMIT = 180.0  # seconds: importing torch, building a model
+START_BYTES = 16  # of each parameter that may cross the link when a model is built, with room
 
 
 class Session:
@@ -40,19 +50,26 @@ class Session:
         self._hosts, self._ranks, self._args, self._console = hosts, ranks, args, console
         self.points: list[dict[str, Any]] = []
         self.warm: dict[str, dict[str, Any]] = {}  # the first steps of each variant, without a limit
+        self.chosen: dict[str, dict[str, Any] | None] = {}
         self.errors: dict[str, str] = {}
 
     def build(self, variants: Sequence[str]) -> None:
         """Build and warm up each variant on a link without limit; what fails is left out of everything after."""
         self._hosts.limit(None)
-        workload = {"size": self._args.size, "seq": self._args.seq, "batch": 1, "bf16": not self._args.fp32}
         for variant in variants:
-            self._console.print(f"[dim]build: {variant}[/dim]", highlight=False)
-            answers = self._ranks.ask({"build": {"variant": variant, **workload}}, START_LIMIT)
-            if not self._failed(variant, answers):
-                self._point(variant, None, WARM_UP_STEPS - 1)
+            self._build(variant, None)
             if variant not in self.errors and (last := self._point(variant, None, 1)) is not None:
                 self.warm[variant] = last
+
+    def _build(self, variant: str, mbit: float | None) -> None:
+        """Build a variant on the link as it is, and run its first steps."""
+        self._console.print(f"[dim]{rate_name(mbit)}: build {variant}[/dim]", highlight=False)
+        workload = {"size": self._args.size, "seq": self._args.seq, "batch": 1, "bf16": not self._args.fp32}
+        sending = START_BYTES * PRESETS[self._args.size].num_parameters * 8e-6 / mbit if mbit else 0.0
+        answers = self._ranks.ask({"build": {"variant": variant, **workload}}, START_LIMIT + sending)
+        if not self._failed(variant, answers):
+            self.chosen[variant] = answers[0]["chosen"]
+            self._point(variant, mbit, WARM_UP_STEPS - 1 if mbit is None else 1)
 
     def measure(self, rates: Sequence[float | None]) -> None:
         """Every variant at every rate, in the other order at every other rate."""
@@ -60,10 +77,14 @@ class Session:
             self._hosts.limit(mbit)
             alive = [variant for variant in self.warm if variant not in self.errors]
             for variant in alive if number % 2 == 0 else reversed(alive):
+                if variant in CHOOSING:
+                    self._build(variant, mbit)
+                if variant in self.errors:
+                    continue
                 point = self._point(variant, mbit, self._num_steps(variant, mbit))
                 if point is not None:
                     self.points.append(point)
-                    said = f"{rate_name(mbit)}: {variant}: {point['seconds']:.2f} s"
+                    said = f"{rate_name(mbit)}: {variant}: {point['seconds']:.2f} s{chosen_words(point['chosen'])}"
                     self._console.print(f"[dim]{said}[/dim]", highlight=False)
 
     def _num_steps(self, variant: str, mbit: float | None) -> int:
@@ -96,6 +117,7 @@ class Session:
             "back": (after[1] - before[1]) / steps,
             "ledger": sum(books) / steps if books else None,
             "loss": statistics.mean(answer["losses"][-1] for answer in answers),
+            "chosen": self.chosen[variant] if variant in CHOOSING else None,
         }
 
     def _failed(self, variant: str, answers: list[dict[str, Any]]) -> bool:

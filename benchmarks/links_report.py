@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,14 @@ Point = dict[str, Any]
 
 def rate_name(mbit: float | None) -> str:
     return "no limit" if mbit is None else f"{mbit:g} Mbit/s"
+
+
+def chosen_words(chosen: Mapping[str, Any] | None) -> str:
+    """What a variant has turned on, of what it may; nothing of one that does not choose."""
+    if chosen is None:
+        return ""
+    on = [f"{key} {json.dumps(value)}" for key, value in chosen.items() if value is True or value > 1]
+    return f" ({', '.join(on) or 'nothing turned on'})"
 
 
 def by_variant(points: Sequence[Point]) -> dict[str, dict[float | None, Point]]:

@@ -59,9 +59,13 @@ VARIANTS: dict[str, Callable[[Workload], Trainer]] = {
     "hpZ": shardwell_with(**{HPZ: 2}),
     "qgZ": shardwell_with(**{QGZ: True}),
     "zero++": shardwell_with(**{QWZ: True, HPZ: 2, QGZ: True}),
+    "auto": shardwell_with(**dict.fromkeys((QWZ, HPZ, QGZ), "auto")),
     "fsdp2": lambda workload: build_fsdp2(workload, hybrid=False),
     "fsdp2-hybrid": lambda workload: build_fsdp2(workload, hybrid=True),
 }
+
+
+CHOOSING = ("auto",)  # the variants that look at the link when they are built
 
 
 class Worker:
@@ -80,9 +84,17 @@ class Worker:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _build(self, variant: str, size: str, seq: int, batch: int, bf16: bool) -> dict[str, Any]:
+        """Build in place of what was built before; tells what is in force of ZeRO++."""
         workload = Workload(replace(PRESETS[size], seq=seq), batch, bf16=bf16)
-        self._built[variant] = VARIANTS[variant](workload), workload
-        return {}
+        before = self._built.pop(variant, None)
+        if before is not None and isinstance(before[0], EngineTrainer):
+            before[0].engine.destroy()
+        trainer = VARIANTS[variant](workload)
+        self._built[variant] = trainer, workload
+        if not isinstance(trainer, EngineTrainer):
+            return {"chosen": None}
+        zero = trainer.engine.config.zero_optimization
+        return {"chosen": {key: getattr(zero, key) for key in (QWZ, QGZ, HPZ)}}
 
     def _run(self, variant: str, steps: int) -> dict[str, Any]:
         """Seconds, loss and bytes from other nodes (by the engine's own books, if it keeps any) of each step."""

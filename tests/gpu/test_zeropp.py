@@ -12,6 +12,7 @@ from shardwell.codec import Codec
 from shardwell.comm import coded
 from shardwell.comm.ledger import Kind
 from tests.comm.test_coded import moved
+from tests.comm.test_trial import AUTO, ON, trained_if
 from tests.comm.test_zeropp import ALL, trained
 from tests.gpu.test_gpu import nccl_engine
 from tests.ranks import Ranks
@@ -24,7 +25,7 @@ SHAPES = [(2, 2), (2, 1), (4, 2)]  # ranks, and ranks of a node
 def on_the_gpu(function: str, *args: Any) -> Any:
     os.environ["SHARDWELL_DEVICE"] = "cuda:0"
     torch.backends.cuda.matmul.allow_tf32 = False
-    return {"moved": moved, "trained": trained}[function](*args)
+    return {"moved": moved, "trained": trained, "trained_if": trained_if}[function](*args)
 
 
 @pytest.mark.parametrize(("num_ranks", "of"), SHAPES)
@@ -53,6 +54,14 @@ def test_training_moves_the_same_bytes_and_learns_the_same(ranks: Ranks, num_ran
     for other in there[1:]:
         for name, value in there[0]["whole"].items():
             assert (other["whole"][name] == value).all(), name
+
+
+def test_what_is_tried_on_the_gpu_is_in_force_there(ranks: Ranks) -> None:
+    here = ranks.run(4, trained_if, float("inf"), AUTO)
+    there = ranks.run(4, on_the_gpu, "trained_if", float("inf"), AUTO)
+    for one, other in zip(here, there, strict=True):
+        assert one["chosen"] == other["chosen"] == ON
+        assert (other["step"], other["staging"]) == (one["step"], 0)
 
 
 def on_lanes() -> list[bool]:

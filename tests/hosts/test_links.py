@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import links
 from benchmarks.hosts import why_not
-from benchmarks.links_report import crossing_lines, crossings
+from benchmarks.links_report import chosen_words, crossing_lines, crossings
 from benchmarks.model import TINY
 
 REFUSED = why_not()
@@ -60,6 +61,19 @@ def test_every_variant_is_measured_or_says_why_not(report: dict[str, Any]) -> No
     assert report["limiter"] in ("tbf", "htb", "netem")
 
 
+@pytest.mark.slow
+@needs_hosts
+def test_auto_turns_all_of_zero_plus_plus_on_where_the_link_is_slow(tmp_path: Path) -> None:
+    path = tmp_path / "auto.json"
+    assert links.main(["--size", "tiny", "--fp32", "--rates", "20", "--only", "auto", "--json", str(path)]) == 0
+    (point,) = json.loads(path.read_text())["points"]
+    assert point["chosen"] == {
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 2,
+    }
+
+
 def points(variant: str, seconds: dict[float | None, float]) -> list[dict[str, Any]]:
     return [{"variant": variant, "mbit": mbit, "seconds": time} for mbit, time in seconds.items()]
 
@@ -71,6 +85,12 @@ def test_crossings_lie_where_times_are_equal() -> None:
     assert found["faster"] == "few bytes"
     assert found["changes"] == pytest.approx([10**1.5])  # both are a factor of 2 away from there
     assert crossing_lines([found]) == ["few bytes is faster than many bytes up to 32 Mbit/s"]
+
+
+def test_what_was_chosen_is_told() -> None:
+    assert chosen_words(None) == ""
+    assert chosen_words({"weights": False, "copies": 1}) == " (nothing turned on)"
+    assert chosen_words({"weights": True, "gradients": False, "copies": 2}) == " (weights true, copies 2)"
 
 
 def test_a_variant_that_always_wins_has_no_crossing() -> None:

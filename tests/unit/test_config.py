@@ -86,6 +86,8 @@ zero_optimization.stage3_max_reuse_distance 0  zero_optimization.stage3_prefetch
 zero_optimization.stage3_param_persistence_threshold 100000
 zero_optimization.stage3_model_persistence_threshold null
 zero_optimization.stage3_module_granularity_threshold 0
+zero_optimization.zero_quantized_weights false  zero_optimization.zero_quantized_gradients false
+zero_optimization.zero_hpz_partition_size 1
 """
 
 
@@ -116,6 +118,8 @@ activation_checkpointing.contiguous_memory_optimization true  activation_checkpo
 activation_checkpointing.synchronize_checkpoint_boundary true
 shardwell.device_room 0.0  shardwell.host_room 0.5  shardwell.device_memory 0  shardwell.disk_memory "auto"
 shardwell.keep_frozen 0  shardwell.keep_frozen 5000000000  shardwell.keep_frozen "auto"
+zero_optimization.zero_quantized_weights "auto"  zero_optimization.zero_quantized_gradients "auto"
+zero_optimization.zero_hpz_partition_size "auto"
 """
 
 
@@ -196,6 +200,10 @@ def test_what_is_not_a_whole_number_is_refused(value: Any) -> None:
         ("shardwell.keep_frozen", True, 'expected a whole number or "auto", found true'),
         ("shardwell.keep_frozen", "all", 'expected a whole number or "auto", found "all"'),
         ("shardwell.keep_frozen", None, 'expected a whole number or "auto", found null'),
+        ("zero_optimization.zero_quantized_weights", 1, 'expected true, false or "auto", found 1'),
+        ("zero_optimization.zero_quantized_gradients", "on", 'expected true, false or "auto", found "on"'),
+        ("zero_optimization.zero_hpz_partition_size", "node", 'expected a whole number or "auto", found "node"'),
+        ("zero_optimization.zero_hpz_partition_size", -1, "expected at least 1, found -1"),
         ("zero_optimization.offload_param.device", "gpu", 'expected "none", "cpu" or "nvme", found "gpu"'),
         ("zero_optimization.leaf_module.classes", "Block", 'expected a list of strings, found "Block"'),
         ("optimizer.type", 3, "expected a string, found 3"),

@@ -59,10 +59,10 @@ class Collectives:
         """Gloo's own threads make the progress: what follows a hop has to be started by the host."""
         return self.mesh.backend == "gloo"
 
-    def gather(self, flat: Tensor, token: str, kind: Kind = Kind.GATHER, codec: Codec | None = None) -> Pending:
+    def gather(self, flat: Tensor, token: str | None, kind: Kind = Kind.GATHER, codec: Codec | None = None) -> Pending:
         """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already.
 
-        With a codec, all shards become what was encoded of them, this rank's own too.
+        With a codec, all shards become what was encoded of them, this rank's own too. Without a token it was announced.
         """
         self._announce(token)  # also by a rank that is alone in its node: its peers' books say so
         if codec is not None and self.mesh.size > 1 and flat.numel():
@@ -89,24 +89,25 @@ class Collectives:
         into: Tensor,
         scale: float,
         accumulate: bool,
-        token: str,
+        token: str | None,
         codecs: tuple[Codec, Codec] | None = None,
+        kind: Kind = Kind.REDUCE,
     ) -> Pending:
         """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
 
         The sum runs in fp32 at least, in rank order with this rank first. `codecs` are for what travels inside a node,
-        and between nodes.
+        and between nodes. Without a token it was announced.
         """
         if self.mesh.size > 1:
             self._announce(token)
         if codecs is not None and self.mesh.size > 1 and flat.numel():
             path = self._path(*codecs)
             for (comm, _), size in zip(path, coded.num_bytes(path, flat.numel()), strict=True):
-                comm.count_bytes(Kind.REDUCE, size)
+                comm.count_bytes(kind, size)
             return coded.reduce(path, flat, into, scale, accumulate, self._scratch)
         if self.hops is not None:
-            return self.hops.reduce(flat, into, scale, accumulate)
-        self.count(Kind.REDUCE, flat)
+            return self.hops.reduce(flat, into, scale, accumulate, kind)
+        self.count(kind, flat)
         return self.move_reduce(flat, into, scale, accumulate)
 
     def _path(self, inside: Codec, between: Codec) -> list[tuple[Collectives, Codec]]:
@@ -293,8 +294,8 @@ class Collectives:
         inside = size * self.mesh.num_inside // (self.mesh.size - 1)
         return inside, size - inside
 
-    def _announce(self, token: str) -> None:
-        if self.agreement is not None:
+    def _announce(self, token: str | None) -> None:
+        if self.agreement is not None and token is not None:
             self.agreement.announce(token)
 
     # --------------------------------------------------------------------------------------------------- faults

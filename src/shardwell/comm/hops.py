@@ -45,11 +45,11 @@ class Hops:
         self.inside.count(kind, flat)
         return self._followed(self.across.move_gather(slab), lambda: self.inside.move_gather(flat))
 
-    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
+    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, kind: Kind) -> Pending:
         """What a node has summed is rounded to the dtype of `flat` once, and summed again in fp32 at least."""
         part = self._scratch.take(flat.numel() // self.inside.mesh.size, flat.dtype, State.STAGING, "(staging)")
-        self.inside.count(Kind.REDUCE, flat)
-        self.across.count(Kind.REDUCE, part)
+        self.inside.count(kind, flat)
+        self.across.count(kind, part)
         first = self.inside.move_reduce(flat, part, 1.0, False)
         second = self._followed(first, lambda: self.across.move_reduce(part, into, scale, accumulate))
         return second.then(lambda: self._scratch.give(part))

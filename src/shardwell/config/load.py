@@ -323,9 +323,10 @@ def _check_built(config: Config, found: Findings) -> None:
             f"{_show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
             'parameters rest sharded, and can be offloaded, only at stage 3; use "none"'
         )
-    if zero.zero_hpz_partition_size > 1 and zero.stage != 3 and not found.broken("zero_optimization.stage"):
+    copies = zero.zero_hpz_partition_size
+    if copies not in (1, "auto") and zero.stage != 3 and not found.broken("zero_optimization.stage"):
         refused["zero_optimization.zero_hpz_partition_size"] = (
-            f"{_show(zero.zero_hpz_partition_size)} contradicts zero_optimization.stage {zero.stage}: only at stage 3 "
+            f"{_show(copies)} contradicts zero_optimization.stage {zero.stage}: only at stage 3 "
             "parameters are split, and gathered from a second copy; use 1"
         )
     for name, below in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
@@ -339,7 +340,7 @@ def _check_built(config: Config, found: Findings) -> None:
         ("zero_quantized_nontrainable_weights", "parameters", 3),
         ("zero_quantized_gradients", "gradients", 2),
     ):
-        if getattr(zero, key) and zero.stage < least and not found.broken("zero_optimization.stage"):
+        if getattr(zero, key) is True and zero.stage < least and not found.broken("zero_optimization.stage"):
             refused[f"zero_optimization.{key}"] = (
                 f"true contradicts zero_optimization.stage {zero.stage}: {name} travel in shards only from stage "
                 f"{least} on; use false"

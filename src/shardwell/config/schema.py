@@ -36,7 +36,7 @@ def _flag(value: Any) -> Any:
     return value
 
 
-def _count_or_auto(value: Any) -> Any:
+def _at_least(least: int, value: Any) -> Any:
     """The word "auto" as a value of its own, not as "absent"."""
     if value == "auto":
         return value
@@ -44,9 +44,23 @@ def _count_or_auto(value: Any) -> Any:
         count = _whole(value)
     except ValueError:
         raise ValueError('expected a whole number or "auto"') from None
-    if count < 0:
-        raise ValueError("expected at least 0")
+    if count < least:
+        raise ValueError(f"expected at least {least}")
     return count
+
+
+def _count_or_auto(value: Any) -> Any:
+    return _at_least(0, value)
+
+
+def _positive_count_or_auto(value: Any) -> Any:
+    return _at_least(1, value)
+
+
+def _flag_or_auto(value: Any) -> Any:
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError('expected true, false or "auto"')
+    return value
 
 
 def _dtype(value: Any) -> Any:
@@ -93,6 +107,8 @@ Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
 AutocastDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_autocast_dtype)]
 ShareOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_share_or_auto)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+PositiveCountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_positive_count_or_auto)]
+FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)]
 Device = Literal["none", "cpu", "nvme"]
 
 
@@ -289,18 +305,22 @@ class ZeroConfig(Block):
     stage3_module_granularity_threshold: Count = Field(
         default=0, description="Modules with fewer parameters per layer than this become one unit; 0 = off."
     )
-    zero_hpz_partition_size: PositiveCount = Field(
+    zero_hpz_partition_size: PositiveCountOrAuto = Field(
         default=1,
-        description="Consecutive ranks that split a second copy of the parameters, usually those of a node; 1 = none.",
+        description="Consecutive ranks that split a second copy of the parameters, usually those of a node; 1 = none; "
+        "auto = a node's, if gathers are faster there.",
     )
-    zero_quantized_weights: Flag = Field(
-        default=False, description="Parameters travel as shardwell.codecs.weights says, stage 3."
+    zero_quantized_weights: FlagOrAuto = Field(
+        default=False,
+        description="Parameters travel as shardwell.codecs.weights says, stage 3; auto = if that is faster.",
     )
     zero_quantized_nontrainable_weights: Flag = Field(
         default=False, description="Frozen parameters rest and travel as shardwell.codecs.frozen says, stage 3."
     )
-    zero_quantized_gradients: Flag = Field(
-        default=False, description="Gradients travel as shardwell.codecs.inside and between say, stages 2 and 3."
+    zero_quantized_gradients: FlagOrAuto = Field(
+        default=False,
+        description="Gradients travel as shardwell.codecs.inside and between say, stages 2 and 3; auto = if that is "
+        "faster.",
     )
     leaf_module: LeafModuleConfig = Field(default=LeafModuleConfig(), description="Which modules are one unit.")
 

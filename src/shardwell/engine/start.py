@@ -27,6 +27,7 @@ from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_off
 from shardwell.engine.placement import Formula, Kind, States
 from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
 from shardwell.engine.refit import Builder
+from shardwell.engine.trial import is_asked, settled
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch
 from shardwell.memory.device import default_device
@@ -82,7 +83,11 @@ def initialize(
     context, ledger, agreement = _context(home, world, settings)
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
     cuts = _cut(model, settings)
-    states = _states(cuts, settings, recipe, world.size, _persistent(cuts, settings))
+    persistent = _persistent(cuts, settings)
+    if is_asked(settings):
+        settings = settled(settings, context, _states(cuts, settings, recipe, world.size, persistent))
+    _open_nodes(context, settings, ledger, agreement)
+    states = _states(cuts, settings, recipe, world.size, persistent)
     offload = plan_offload(states, cuts, settings, context)
     context = _with_disk(context, settings)
     units = build_units(cuts, settings, recipe, context, offload)
@@ -149,19 +154,16 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
 def _context(home: Device, world: Mesh, settings: Config) -> tuple[Context, Ledger, Agreement]:
     account, ledger = Account(), Ledger()
     scratch = Scratch(home, account)
-    meshes = {Axis.WORLD: world}
-    if _ranks_per_copy(settings, world.size):
-        meshes[Axis.WORLD] = _with_nodes(world, settings.zero_optimization.zero_hpz_partition_size)
-        meshes[Axis.NODE] = node_mesh(meshes[Axis.WORLD])
-    routes = {axis: Collectives(mesh, home, ledger, scratch) for axis, mesh in meshes.items()}
+    asked = settings.zero_optimization.zero_hpz_partition_size
+    mesh = _with_nodes(world, asked) if asked != "auto" and _ranks_per_copy(settings, world.size) else world
+    routes = {Axis.WORLD: Collectives(mesh, home, ledger, scratch)}
 
     def cut_links() -> None:
         for route in routes.values():
             route.cut_links()
 
     agreement = Agreement(world, settings.shardwell.divergence_timeout, cut_links)
-    for route in routes.values():
-        route.agreement = agreement
+    routes[Axis.WORLD].agreement = agreement
     if nodes_are_alike(routes[Axis.WORLD]):  # by the launcher's count
         inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(world), across_mesh(world)))
         inside.agreement = across.agreement = agreement
@@ -169,10 +171,19 @@ def _context(home: Device, world: Mesh, settings: Config) -> tuple[Context, Ledg
     return Context(home, account, scratch, routes), ledger, agreement
 
 
+def _open_nodes(context: Context, settings: Config, ledger: Ledger, agreement: Agreement) -> None:
+    """Connect the ranks of each node, if they split a second copy of the parameters."""
+    mesh = context.world.mesh
+    if _ranks_per_copy(settings, mesh.size):
+        route = Collectives(node_mesh(mesh), context.device, ledger, context.scratch)
+        route.agreement = agreement
+        context.comm[Axis.NODE] = route
+
+
 def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
     """Over how many ranks a second copy of the parameters is split, where they are fewest; 0 if there is none."""
     asked = settings.zero_optimization.zero_hpz_partition_size
-    return smallest_node(num_ranks, asked) if asked > 1 and num_ranks > 1 else 0
+    return smallest_node(num_ranks, asked) if asked != "auto" and asked > 1 and num_ranks > 1 else 0
 
 
 def _with_nodes(world: Mesh, ranks_per_node: int) -> Mesh:
