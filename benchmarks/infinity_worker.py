@@ -73,8 +73,10 @@ def at_rest(engine: Any) -> dict[str, Any]:
     for unit in engine._flow.units:
         unit.wait()
     drained, tiers, places = time.perf_counter() - begin, bytes_by_tier(engine), places_of(engine)
+    offloaded = engine.optimizer._offloaded
     return {
         "drain_seconds": drained,
+        "read_in_advance": 0 if offloaded is None else offloaded.host.bytes_in_advance(),
         "bytes": tiers,
         "places": [asdict(place) for place in places],
         "demands": demands(places, tiers.get("disk", {})),

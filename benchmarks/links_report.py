@@ -94,12 +94,17 @@ def bytes_table(points: Sequence[Point], warm: Mapping[str, Point]) -> Table:
     for heading in ("", "host 0 to 1", "1 to 0", "both", "ledger", "both / ledger", "loss"):
         table.add_column(heading, justify="right" if heading else "left")
     for variant, found in by_variant(points).items():
-        point = max(found.values(), key=lambda point: point["there"] + point["back"])
+        point = _most(found)
         both, ledger = point["there"] + point["back"], point["ledger"]
         books = ["-", "-"] if ledger is None else [f"{ledger / MB:.1f}", f"{both / ledger:.4f}"]
         sizes = [f"{size / MB:.1f}" for size in (point["there"], point["back"], both)]
         table.add_row(variant, *sizes, *books, f"{warm[variant]['loss']:.4f}")
     return table
+
+
+def _most(found: Mapping[float | None, Point]) -> Point:
+    """The point with the most bytes."""
+    return max(found.values(), key=lambda point: point["there"] + point["back"])
 
 
 def draw(points: Sequence[Point], path: Path) -> str:
@@ -120,10 +125,9 @@ def draw(points: Sequence[Point], path: Path) -> str:
         left.plot(at, [point["seconds"] for point in found.values()], "o-", color=colour, label=variant)
         limited = [point for mbit, point in found.items() if mbit is not None]
         left.plot([places[p["mbit"]] for p in limited], [floor(p) for p in limited], ":", color=colour)
-        sizes = [point["there"] + point["back"] for point in found.values()]
-        right.bar(number - 0.2, max(sizes) / MB, 0.4, color=colour)
-        ledger = next(iter(found.values()))["ledger"]
-        right.bar(number + 0.2, (ledger or 0) / MB, 0.4, color=colour, alpha=0.5, hatch="//")
+        most = _most(found)
+        right.bar(number - 0.2, (most["there"] + most["back"]) / MB, 0.4, color=colour)
+        right.bar(number + 0.2, (most["ledger"] or 0) / MB, 0.4, color=colour, alpha=0.5, hatch="//")
     left.set_yscale("log")
     left.set_xticks(range(len(rates)), ["no limit" if mbit is None else f"{mbit:g}" for mbit in rates])
     left.set_xlabel("link, Mbit/s in each direction (dotted: what the link alone needs)")

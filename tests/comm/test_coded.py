@@ -14,6 +14,7 @@ import shardwell
 from shardwell.codec import Codec
 from shardwell.comm.ledger import BETWEEN, INSIDE, Kind
 from shardwell.config import load
+from shardwell.memory import State
 from shardwell.utils import safe_get_full_fp32_param
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.ranks import Ranks
@@ -98,6 +99,46 @@ def through(codec: Codec, values: Tensor) -> Tensor:
     return out
 
 
+def fed(of: int, kind: str, feedback: bool) -> dict[str, Any]:
+    """The same numbers again and again, and how far the mean of what comes is from their sum."""
+    as_nodes(of)
+    world = engine_with({})._context.world
+    rank, size, shard, times = dist.get_rank(), dist.get_world_size(), 333, 60
+    codecs = Codec("int8"), Codec(kind)
+    values = [noise(size * shard, r) for r in range(size)]
+    lost = torch.zeros(world.num_lost(size * shard, codecs)) if feedback else None
+    total = torch.zeros(shard)
+    for _ in range(times):
+        world.reduce(values[rank].clone(), total, 1.0, True, "A", codecs, lost=lost).wait()
+    exact = torch.stack(values).sum(0).chunk(size)[world.place]
+    return {"off": float((total / times - exact).abs().max()), "lost": 0 if lost is None else lost.numel()}
+
+
+@pytest.mark.parametrize(("num_ranks", "of"), [(2, 1), (4, 2), (3, 3)])
+def test_what_codes_lose_is_said_later(ranks: Ranks, num_ranks: int, of: int) -> None:
+    without, with_it = (ranks.run(num_ranks, fed, of, "int4", feedback) for feedback in (False, True))
+    for before, after in zip(without, with_it, strict=True):
+        assert after["lost"] == 333 * num_ranks // (of if of < num_ranks else 1)
+        if of < num_ranks:  # int4; in the first hop int8 loses as much as ever
+            assert after["off"] < (0.03 if of == 1 else 0.3) * before["off"]
+        else:
+            assert after["off"] < 0.05 * before["off"]
+
+
+def spoiled() -> list[bool]:
+    """What is not finite spoils one reduce, and not those after it."""
+    world, codecs = engine_with({})._context.world, (Codec("int8"), Codec("int4"))
+    lost, into, found = torch.zeros(2 * 300), torch.zeros(300), []
+    for number in (1.0, float("nan"), float("inf"), 1.0):
+        world.reduce(torch.full((600,), number), into, 1.0, False, "A", codecs, lost=lost).wait()
+        found.append(bool(into.isfinite().all()) and bool(lost.isfinite().all()))
+    return found
+
+
+def test_feedback_forgets_what_is_not_finite(ranks: Ranks) -> None:
+    assert ranks.run(2, spoiled) == [[True, False, False, True]] * 2
+
+
 # -------------------------------------------------------------------------------------------------------- the engine
 
 
@@ -151,6 +192,22 @@ def test_masters_keep_their_bits_and_training_follows(ranks: Ranks, stage: int) 
             assert int(changed.sum()) == (changed[0].numel() if name == "blocks.0.up.weight" else 0), name
     assert found[0]["losses"] != plain["losses"]
     assert found[0]["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.03)
+
+
+def kept() -> dict[str, Any]:
+    as_nodes(2)
+    engine = engine_with(ON, 3, bf16=True, gradient_clipping=1.0, shardwell={"codecs": {"feedback": True}})
+    losses = train(engine, 20)
+    groups = [group for unit in engine._flow.units for group in unit.groups if group.gradients._lost is not None]
+    held = sum(size for (state, _, _), size in engine.memory().now.items() if state is State.GRADIENTS)
+    return {"losses": losses, "held": held, "padded": sum(group.layout.padded for group in groups)}
+
+
+def test_an_engine_keeps_what_codes_lose(ranks: Ranks) -> None:
+    plain = ranks.run(4, story, 2, {}, 3)
+    for before, answer in zip(plain, ranks.run(4, kept), strict=True):
+        assert answer["held"] == 4 * answer["padded"] // 2 > 0
+        assert answer["losses"] == pytest.approx(before["losses"][:20], rel=0.01)
 
 
 @pytest.mark.parametrize(("key", "stage"), [("zero_quantized_weights", 2), ("zero_quantized_gradients", 1)])

@@ -139,9 +139,16 @@ def adapted(block: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], t
             engine.step()
             for unit in engine._flow.units:
                 unit.wait()
+            wait_for_the_reader(engine)
     groups = [group for unit in engine._flow.units for group in unit.groups]
     sizes = [sum(g.layout.shard_numel for g in groups if g.trainable is kind) for kind in (True, False)]
     return whole_parameters(engine.module), moved, (sizes[0], sizes[1])
+
+
+def wait_for_the_reader(engine: shardwell.Engine) -> None:
+    """Until it has brought what the next step will update first."""
+    if engine.optimizer._offloaded is not None:
+        engine.optimizer._offloaded.host.bytes_in_advance()
 
 
 class counted:  # noqa: N801

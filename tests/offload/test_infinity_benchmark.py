@@ -74,7 +74,8 @@ def test_the_disk_tier_moves_what_the_formula_says(found: dict[str, Any], name: 
     if name not in found:
         pytest.skip("parameters on disk are not there yet")
     moved = found[name]["disk_bytes"]
-    assert moved["counted"] == moved["formula"]
+    in_advance = found[name]["read_in_advance"]  # in whole sectors
+    assert 0 <= moved["formula"] - (moved["counted"] - in_advance) < 0.05 * in_advance
     assert found[name]["demands"]["disk"] == pytest.approx(sum(moved["each"].values()), rel=1e-3)
 
 

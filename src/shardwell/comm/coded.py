@@ -86,14 +86,21 @@ def reduce(
     scale: float,
     accumulate: bool,
     scratch: Scratch,
+    lost: Tensor | None = None,
 ) -> Pending:
-    """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path."""
+    """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
+
+    `lost` (fp32, 1D) is what the codes of the last hop did not say last time: they say it now.
+    """
     (comm, codec), *rest = path
     rows = flat.view(comm.mesh.size, -1)
     size, lane = codec.num_bytes(rows.shape[1]), comm.device.reduces
     sent, received = (scratch.take(len(rows) * size, torch.uint8, State.STAGING, _STAGING) for _ in range(2))
     with lane.after_current():
-        codec.encode(rows, sent.view(-1, size))
+        if rest or lost is None:
+            codec.encode(rows, sent.view(-1, size))
+        else:
+            _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), scratch)
     moved = comm.move_exchange(sent, received)
     part = scratch.take(rows.shape[1], torch.float32, State.STAGING, _STAGING) if rest else _wide(into, scratch)
 
@@ -103,7 +110,7 @@ def reduce(
             codec.decode_sum(received.view(-1, size), part, 1.0 if rest else scale, add=adds)
             if not rest and part is not into:
                 into.add_(part) if accumulate else into.copy_(part)
-        return reduce(rest, part, into, scale, accumulate, scratch) if rest else Pending(lane.mark().wait)
+        return reduce(rest, part, into, scale, accumulate, scratch, lost) if rest else Pending(lane.mark().wait)
 
     def give() -> None:
         for memory in (sent, received, *(() if part is into else (part,))):
@@ -121,6 +128,23 @@ def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int
         numel //= comm.mesh.size
         found.append((comm.mesh.size - 1) * codec.num_bytes(numel))
     return found
+
+
+def num_lost(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int:
+    """Elements that the last hop of a reduce encodes."""
+    for comm, _ in path[:-1]:
+        numel //= comm.mesh.size
+    return numel
+
+
+def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: Scratch) -> None:
+    """Encode rows and what was lost before; what is lost now is kept. Numbers that are not finite leave no trace."""
+    lost.add_(rows)
+    codec.encode(lost, codes)
+    said = scratch.take(rows.numel(), torch.float32, State.STAGING, _STAGING)
+    codec.decode(codes, said.view_as(rows))
+    lost.sub_(said.view_as(rows)).nan_to_num_(0.0, 0.0, 0.0)
+    scratch.give(said)
 
 
 def _behind(comm: Collectives, lane: Lane) -> AbstractContextManager[None]:

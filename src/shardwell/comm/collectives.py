@@ -92,11 +92,13 @@ class Collectives:
         token: str | None,
         codecs: tuple[Codec, Codec] | None = None,
         kind: Kind = Kind.REDUCE,
+        lost: Tensor | None = None,
     ) -> Pending:
         """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
 
         The sum runs in fp32 at least, in rank order with this rank first. `codecs` are for what travels inside a node,
-        and between nodes. Without a token it was announced.
+        and between nodes; `lost` keeps what those of the last hop do not say, for the next time. Without a token it was
+        announced.
         """
         if self.mesh.size > 1:
             self._announce(token)
@@ -104,11 +106,15 @@ class Collectives:
             path = self._path(*codecs)
             for (comm, _), size in zip(path, coded.num_bytes(path, flat.numel()), strict=True):
                 comm.count_bytes(kind, size)
-            return coded.reduce(path, flat, into, scale, accumulate, self._scratch)
+            return coded.reduce(path, flat, into, scale, accumulate, self._scratch, lost)
         if self.hops is not None:
             return self.hops.reduce(flat, into, scale, accumulate, kind)
         self.count(kind, flat)
         return self.move_reduce(flat, into, scale, accumulate)
+
+    def num_lost(self, numel: int, codecs: tuple[Codec, Codec]) -> int:
+        """Elements that may lose something in the last hop of an encoded reduce."""
+        return coded.num_lost(self._path(*codecs), numel) if self.mesh.size > 1 else 0
 
     def _path(self, inside: Codec, between: Codec) -> list[tuple[Collectives, Codec]]:
         """The hops of a reduce, and the codec of each."""

@@ -334,6 +334,9 @@ class CodecsConfig(Block):
     )
     inside: CodecKind = Field(default="int8", description="Gradients inside a node, with zero_quantized_gradients.")
     between: CodecKind = Field(default="int4", description="Gradients between nodes, with zero_quantized_gradients.")
+    feedback: Flag = Field(
+        default=False, description="Keep what gradients lose between nodes, and send it with the next ones."
+    )
 
 
 class ShardwellConfig(Block):

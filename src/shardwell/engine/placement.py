@@ -66,6 +66,7 @@ class Formula:
     commit: Commit = Commit.AFTER_NORM  # of updates below the device; on it, shadow is after the norm
     ranks_per_copy: int = 0  # that split a second copy of the parameters, where they are fewest; 0: there is none
     rest_codec: Codec | None = None  # of what is frozen
+    ranks_per_loss: int = 0  # that split what codes of gradients lose; 0: that is not kept
 
     def row(self, kind: Kind, place: Place) -> Row:
         return row_for(
@@ -131,6 +132,8 @@ class Formula:
             return found
         row, own = self.row(kind, place), self.share(numel)
         found.update(self.second_copy(kind, numel, row))
+        if self.ranks_per_loss and not kind.persistent:
+            found[Tier.DEVICE] += -(-numel // self.ranks_per_loss) * _FP32
         waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
         if row.optimizer.tier is Tier.DEVICE:
             if self.accumulates or self.commit is not Commit.AT_ONCE or kind.persistent:

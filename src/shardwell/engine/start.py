@@ -85,9 +85,9 @@ def initialize(
     cuts = _cut(model, settings)
     persistent = _persistent(cuts, settings)
     if is_asked(settings):
-        settings = settled(settings, context, _states(cuts, settings, recipe, world.size, persistent))
+        settings = settled(settings, context, _states(cuts, settings, recipe, context, persistent))
     _open_nodes(context, settings, ledger, agreement)
-    states = _states(cuts, settings, recipe, world.size, persistent)
+    states = _states(cuts, settings, recipe, context, persistent)
     offload = plan_offload(states, cuts, settings, context)
     context = _with_disk(context, settings)
     units = build_units(cuts, settings, recipe, context, offload)
@@ -186,6 +186,13 @@ def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
     return smallest_node(num_ranks, asked) if asked != "auto" and asked > 1 and num_ranks > 1 else 0
 
 
+def _ranks_per_loss(settings: Config, world: Collectives) -> int:
+    """Over how many ranks is split what codes of gradients lose; 0 if that is not kept."""
+    if not (settings.zero_optimization.zero_quantized_gradients and settings.shardwell.codecs.feedback):
+        return 0
+    return world.hops.inside.mesh.size if world.hops is not None else int(world.mesh.size > 1)
+
+
 def _with_nodes(world: Mesh, ranks_per_node: int) -> Mesh:
     """The same ranks, with nodes as the configuration has them."""
     if world.rank == 0 and world.ranks_here < world.size and world.ranks_here % ranks_per_node:
@@ -245,6 +252,7 @@ def _groups(
         gather_codec=Codec(own.codecs.weights) if zero.zero_quantized_weights else None,
         rest_codec=_rest_codec(settings),
         reduce_codecs=(Codec(own.codecs.inside), Codec(own.codecs.between)) if zero.zero_quantized_gradients else None,
+        feedback=own.codecs.feedback,
     )
     groups = []
     kinds = _kinds(one, settings, recipe, context.world.mesh.size, places.persistent, trained)
@@ -294,11 +302,12 @@ def _states(
     cuts: list[Cut],
     settings: Config,
     recipe: Recipe | None,
-    num_ranks: int,
+    context: Context,
     persistent: set[int],
     trained: Set[int] = frozenset(),
 ) -> States:
     """What the model holds, in numbers."""
+    num_ranks = context.world.mesh.size
     units = {
         one.name: {
             kind: sum(member.parameter.numel() for member in members)
@@ -316,6 +325,7 @@ def _states(
         commit_policy(settings),
         _ranks_per_copy(settings, num_ranks),
         _rest_codec(settings),
+        _ranks_per_loss(settings, context.world),
     )
     return States(units, formula)
 
@@ -337,7 +347,7 @@ def _places(
     trained: Set[int] = frozenset(),
 ) -> Places:
     persistent = _persistent(cuts, settings)
-    states = _states(cuts, settings, recipe, context.world.mesh.size, persistent, trained)
+    states = _states(cuts, settings, recipe, context, persistent, trained)
     return Places(persistent, offload.again(states, settings))
 
 

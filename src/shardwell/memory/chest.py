@@ -18,6 +18,8 @@ from shardwell.memory.disk import DiskTier, Extent, Transfer, aligned
 from shardwell.memory.disk_file import rounded
 from shardwell.native.io import SECTOR
 
+_PATIENCE = 0.002  # seconds
+
 
 @dataclass(eq=False)
 class _Item:
@@ -34,7 +36,7 @@ class _Item:
 class Chest:
     """Some tensors that come and go together: into memory of its own (`open`), or into somebody else's (`fetch`).
 
-    Who wants them while somebody else has them waits.
+    Who wants them while somebody else has them waits; who has them only in case he needs them is asked to let go.
     """
 
     def __init__(self, tier: DiskTier, account: Account, unit: str, on_move: Callable[[], None] = lambda: None) -> None:
@@ -43,6 +45,7 @@ class Chest:
         self._items: list[_Item] = []
         self._writes: list[Transfer] = []  # may still be on their way
         self._is_free = threading.Semaphore()
+        self.reclaim: Callable[[], None] | None = None  # has who only expects to need the tensors let go of them
         self._holders = 0
         self._is_changed = False
         self._opened = 0  # bytes of its own memory
@@ -88,7 +91,7 @@ class Chest:
 
         With `blank` nothing is read: all of it will be overwritten.
         """
-        self._is_free.acquire()
+        self._acquire()
         try:
             self._finish_writes()
             reads, start = [], 0
@@ -157,8 +160,15 @@ class Chest:
 
     def free(self) -> None:
         """Forget the tensors, as they are."""
+        if self.reclaim is not None:
+            self.reclaim()
         self._free(self._items)
         self._items = []
+
+    def _acquire(self) -> None:
+        while not self._is_free.acquire(timeout=_PATIENCE):
+            if (reclaim := self.reclaim) is not None:
+                reclaim()
 
     def _item(self, tensor: Tensor) -> _Item:
         extent = self._tier.allocate(tensor.numel() * tensor.element_size())

@@ -19,7 +19,8 @@ All three step a unit by the same arithmetic, from the same state, with the same
 
 With accumulation the worker also adds up the gradients of the micro-steps, in host memory.
 
-Masters and state of a unit that rest on disk are first brought into a seat by a reader, and written back from there.
+Masters and state of a unit that rest on disk are first brought into a seat by a reader, and written back from there. In
+its spare time the reader brings what the next step will need first.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Factor(Protocol):
 
 
 _CHUNK = 1 << 25  # elements that are updated and then sent up, while the next ones are updated
+_NOT_URGENT = 1 << 30  # more than the number of any unit
 _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
 
 
@@ -122,7 +124,9 @@ class HostUpdates:
         self.shadows: dict[int, Shadow] = {}  # by unit
         self.caution = Caution()
         if store is not None:
-            store.expect(units, kernel)
+            store.measure(units, kernel)
+        self._order: list[Unit] = []  # in which units with seats are updated at this boundary
+        self._prepared: list[Ticket] = []  # of what the reader does for the next one
 
     @property
     def _states(self) -> dict[Tensor, Any]:
@@ -132,6 +136,22 @@ class HostUpdates:
         """The next micro-step begins new sums."""
         self.descent.forget()
         self.caution.end_step()
+        self._prepare_the_next()
+
+    def _prepare_the_next(self) -> None:
+        """When nothing is left to read, the reader brings what the next step will update first."""
+        order, self._order = self._order, []
+        if self._reader is not None and self.store is not None:
+            self._prepared = [
+                self._reader.submit(partial(self.store.prepare, unit), urgency=_NOT_URGENT + place)
+                for place, unit in enumerate(order[: self.store.most_ready])
+            ]
+
+    def bytes_in_advance(self) -> int:
+        """What was read for the next step already; waits until the reader has nothing left to do."""
+        for ticket in self._prepared:
+            ticket.wait()
+        return self.store.ready_bytes if self.store is not None else 0
 
     # --------------------------------------------------------------------------------------------------- updates
 
@@ -160,6 +180,7 @@ class HostUpdates:
         after = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
         job.tickets.append(Ticket())
         if self.store is not None and self._reader is not None and self.store.seats(unit):
+            self._order.append(unit)
             unit.let_go()  # or the reader would wait for what was expected
             self._reader.submit(lambda: self._fetch(job, factor, after), urgency=unit.index)
         else:

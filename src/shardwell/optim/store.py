@@ -1,20 +1,22 @@
 """Optimizer state that rests on disk, and the seats in host memory where units are updated.
 
-    reader   | read 3 | read 2      | read 1      |
+    reader   | read 3 | read 2      | read 1      | read 3, for the next step ...
     worker            | update 3    | update 2    | update 1    |
     drive                           | write 3     | write 2     | write 1 |
 
 Masters are in chests of their groups, as are parameters that rest on disk too, state in one chest for each unit. A
 seat holds all of that for one unit. There are a few of them, so that the next unit is read and the last one written
-while this one is updated.
+while this one is updated. When nothing is left to read, all but one of them are filled for the updates that come first
+in the next step: masters and state only, because parameters are needed elsewhere until then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -38,8 +40,9 @@ class Seat:
     """Where a unit's masters and state are while it is updated."""
 
     memory: Tensor
-    chests: list[Chest]
-    reads: list[Transfer]
+    chests: list[Chest] = field(default_factory=list)
+    reads: list[Transfer] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # of what each chest has of the memory
 
     def wait(self) -> None:
         """Until everything is there; raises what went wrong on the way."""
@@ -53,9 +56,11 @@ class Store:
     def __init__(self, tier: DiskTier, inner: Optimizer, shards: Shards, context: Context, num_seats: int) -> None:
         self._tier, self._inner, self._shards, self._context = tier, inner, shards, context
         self._chests: dict[int, Chest] = {}  # by unit
-        num_seats = max(FEWEST_SEATS, num_seats)
-        self._seats = Slots(Aligned(context.device, context.account), num_seats, 0)
-        self.free_seats = threading.Semaphore(num_seats)
+        self._num_seats = max(FEWEST_SEATS, num_seats)
+        self._seats = Slots(Aligned(context.device, context.account), self._num_seats, 0)
+        self.free_seats = threading.Semaphore(self._num_seats)
+        self._ready: dict[int, Seat] = {}  # that were filled in advance, by unit
+        self._lock = threading.Lock()  # over those
 
     def has(self, unit: Unit) -> bool:
         """Whether its optimizer state rests on disk."""
@@ -127,7 +132,18 @@ class Store:
 
     # --------------------------------------------------------------------------------------------------- updates
 
-    def expect(self, units: list[Unit], kernel: Kernel) -> None:
+    @property
+    def most_ready(self) -> int:
+        """Seats that may be filled in advance: whoever comes first must find one."""
+        return self._num_seats - 1
+
+    @property
+    def ready_bytes(self) -> int:
+        """What they hold."""
+        with self._lock:
+            return sum(sum(seat.sizes) for seat in self._ready.values())
+
+    def measure(self, units: list[Unit], kernel: Kernel) -> None:
         """Make seats as large as the largest of these units needs, once it has state."""
 
         def size(group: Group) -> int:
@@ -138,6 +154,34 @@ class Store:
 
         self._seats.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
 
+    def prepare(self, unit: Unit) -> None:
+        """Begin to bring masters and state of a unit into a seat that the caller has, for an update that will come."""
+        with self._lock:
+            is_idle = unit.index in self._ready or len(self._ready) >= self.most_ready
+        if is_idle or not self.has(unit):
+            self.free_seats.release()
+            return
+        chests = self._state_chests(unit)
+        seat = self._taken(sum(chest.num_bytes for chest in chests))
+        self._fill(seat, chests)
+        for chest in chests:
+            chest.reclaim = partial(self.let_go, unit.index)
+        with self._lock:
+            self._ready[unit.index] = seat
+
+    def let_go(self, index: int) -> None:
+        """Somebody else wants what was brought in advance of a unit."""
+        if (seat := self._prepared(index)) is not None:
+            self.clear(seat, changed=False)
+
+    def _prepared(self, index: int) -> Seat | None:
+        """Take back a seat that was filled in advance."""
+        with self._lock:
+            seat = self._ready.pop(index, None)
+        for chest in seat.chests if seat is not None else ():
+            chest.reclaim = None
+        return seat
+
     def seat(self, unit: Unit, shards: list[Shard]) -> Seat:
         """Begin to bring what rests on disk of a unit into a seat, to update these shards; waits until one is free."""
         blank = {
@@ -145,23 +189,45 @@ class Store:
             for group in unit.trainable
             if group.page is not None and group.halves is None and _all_of(group, shards)
         }  # parameters that are written anew
-        chests = [chest for group in unit.trainable for chest in group.chests]
-        if self.has(unit):
-            chests.append(self._chest_of(unit))
-        sizes = [chest.num_bytes for chest in chests]
+        state = self._state_chests(unit)
+        pages = [group.page.chest for group in unit.trainable if group.page is not None]
+        size = sum(chest.num_bytes for chest in (*state, *pages))
+        seat = self._prepared(unit.index)
+        if seat is not None and (seat.sizes != [chest.num_bytes for chest in state] or seat.memory.numel() < size):
+            self.clear(seat, changed=False)
+            seat = None
+        if seat is None:
+            seat = self._taken(size)
+            self._fill(seat, state)
+        else:
+            self.free_seats.release()  # the caller has another one
+        self._fill(seat, pages, blank)
+        return seat
+
+    def _state_chests(self, unit: Unit) -> list[Chest]:
+        """Of masters and state."""
+        masters = [group.chest for group in unit.trainable if group.chest is not None]
+        return [*masters, self._chest_of(unit)] if self.has(unit) else masters
+
+    def _taken(self, num_bytes: int) -> Seat:
+        """An empty seat; the caller has been let in."""
         try:
-            seat = Seat(self._seats.take(sum(sizes)), [], [])
+            return Seat(self._seats.take(num_bytes))
         except BaseException:
             self.free_seats.release()
             raise
+
+    def _fill(self, seat: Seat, chests: Iterable[Chest], blank: Collection[Chest] = ()) -> None:
+        """Begin to bring chests into the rest of a seat; those that are blank are not read."""
         try:
-            for chest, part in zip(chests, seat.memory[: sum(sizes)].split(sizes), strict=True):
-                seat.reads.extend(chest.fetch(part, blank=chest in blank))
+            for chest in chests:
+                start, size = sum(seat.sizes), chest.num_bytes
+                seat.reads.extend(chest.fetch(seat.memory[start : start + size], blank=chest in blank))
                 seat.chests.append(chest)
+                seat.sizes.append(size)
         except BaseException:
             self.clear(seat, changed=False)
             raise
-        return seat
 
     def clear(self, seat: Seat, *, changed: bool) -> None:
         """Send what is in a seat away, and write it if it changed; the seat is free when that has ended."""

@@ -58,6 +58,7 @@ class Gradients:
         self._scaled_late = False
         self._scale = 1.0  # what the reduce has to multiply by
         self._pending: Pending | None = None
+        self._lost: Tensor | None = None  # in codes, and not said yet
 
     def move(self, state: GradState) -> None:
         assert state in _ALLOWED[self.state], f"gradients of {self._name} cannot go from {self.state} to {state}"
@@ -184,8 +185,18 @@ class Gradients:
         return self._reduced(flat, fresh, False).then(finish)
 
     def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Pending:
-        token = f"REDUCE {self._name}"
-        return self._comm.reduce(flat, into, self._scale, accumulate, token, self._row.reduce_codecs)
+        token, codecs = f"REDUCE {self._name}", self._row.reduce_codecs
+        if codecs is not None and self._row.feedback and self._lost is None:
+            num_lost = self._comm.num_lost(flat.numel(), codecs)
+            self._lost = self._scratch.take(num_lost, torch.float32, State.GRADIENTS, self._unit).zero_()
+        return self._comm.reduce(flat, into, self._scale, accumulate, token, codecs, lost=self._lost)
+
+    def free(self) -> None:
+        """Forget everything, for good."""
+        self.clear()
+        if self._lost is not None:
+            self._scratch.give(self._lost)
+            self._lost = None
 
     def _result_dtype(self, flat: Tensor) -> torch.dtype:
         """As wide as the gradients are and as they travelled."""

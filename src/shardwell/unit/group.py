@@ -273,7 +273,7 @@ class Group:
 
     def free(self) -> None:
         """Let go of everything; the parameters belong to somebody else."""
-        self.gradients.clear()
+        self.gradients.free()
         if self.shard is not None:
             self.shard.free()
         if self.chest is not None:

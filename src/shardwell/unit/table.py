@@ -62,6 +62,7 @@ class Row:
     gather_codec: Codec | None = None  # of parameters that are gathered
     rest_codec: Codec | None = None  # of parameters that rest encoded, and travel as they rest
     reduce_codecs: tuple[Codec, Codec] | None = None  # of gradients, inside a node and between nodes
+    feedback: bool = False  # what codes of gradients do not say, the next ones do
 
     @property
     def released(self) -> bool:
@@ -104,6 +105,7 @@ class Wish:
     gather_codec: Codec | None = None
     rest_codec: Codec | None = None  # of what is frozen
     reduce_codecs: tuple[Codec, Codec] | None = None
+    feedback: bool = False
 
     def of(self, dtype: torch.dtype, trains: bool) -> Wish:
         """What of it is for parameters of a dtype: no codec takes all of them, and only frozen ones rest encoded."""
@@ -132,7 +134,7 @@ def row_for(
     if row.released and not persistent:
         row = replace(row, parameters=replace(row.parameters, tier=wish.parameter_tier))
     if not persistent and row.gradients.over is not None:
-        row = replace(row, reduce_codecs=wish.reduce_codecs)
+        row = replace(row, reduce_codecs=wish.reduce_codecs, feedback=wish.feedback)
     if row.released and not persistent:
         travels = wish.gather_codec if wish.rest_codec is None else None
         row = replace(row, gather_codec=travels, rest_codec=wish.rest_codec)
