@@ -171,14 +171,11 @@ def failing(folder: str) -> str:
     data = batches(3, 4)
     before, seat = Store.prepare, Store.seat
 
-    def broken(*_: Any) -> Any:
+    def broken(store: Store, *_: Any) -> Any:
+        store.free_seats.release()
         raise shardwell.ShardwellError("the drive has stopped answering")
 
-    def prepare(store: Store, unit: Any) -> None:
-        store.free_seats.release()
-        broken()
-
-    Store.prepare, Store.seat = prepare, seat  # type: ignore[method-assign]
+    Store.prepare = broken  # type: ignore[method-assign]
     try:
         step(engine, data[0])
         step(engine, data[1])  # a guess that came to nothing stops nobody

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwell.errors import ShardwellError
 from shardwell.memory.account import Account, State, Tier
 from shardwell.memory.disk import DiskTier, Extent, Transfer, aligned
 from shardwell.memory.disk_file import rounded
@@ -68,23 +69,31 @@ class Chest:
 
         Those that the chest had and that are not among them are forgotten.
         """
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-        known = {id(item.tensor) for item in self._items}
-        wanted = {id(tensor) for tensor in tensors}
-        gone = [item for item in self._items if id(item.tensor) not in wanted]
-        self._items = [item for item in self._items if id(item.tensor) in wanted]
-        self._free(gone)
-        new = [self._item(tensor) for tensor in tensors if id(tensor) not in known]
-        self._items += new
-        if self._holders:
-            self._is_changed = self._is_changed or bool(new)
+        wanted = {id(tensor): tensor for tensor in tensors if tensor.numel()}
+        if wanted.keys() == {id(item.tensor) for item in self._items}:
             return
-        for item in new:
-            if not is_one_number(item.tensor):
-                self._write(item).wait()
-            _send_away(item)
-        if new:
-            self._on_move()
+        if self._holders:
+            self._is_changed = bool(self._exchange(wanted)) or self._is_changed
+            return
+        self._acquire()
+        try:
+            self._finish_writes()
+            for item in self._exchange(wanted):
+                if not is_one_number(item.tensor):
+                    self._write(item).wait()
+                _send_away(item)
+        finally:
+            self._is_free.release()
+        self._on_move()
+
+    def _exchange(self, wanted: dict[int, Tensor]) -> list[_Item]:
+        """Forget what is not wanted; returns what is new."""
+        self._free([item for item in self._items if id(item.tensor) not in wanted])
+        self._items = [item for item in self._items if id(item.tensor) in wanted]
+        known = {id(item.tensor) for item in self._items}
+        new = [self._item(tensor) for name, tensor in wanted.items() if name not in known]
+        self._items += new
+        return new
 
     def fetch(self, memory: Tensor, *, blank: bool = False, urgent: bool = False) -> list[Transfer]:
         """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
@@ -94,6 +103,8 @@ class Chest:
         self._acquire()
         try:
             self._finish_writes()
+            if memory.numel() < self.num_bytes:  # others came first, and changed what it holds
+                raise ShardwellError(f"{self._unit}: {memory.numel()} bytes, expected {self.num_bytes} or more")
             reads, start = [], 0
             for item in self._items:
                 place = memory[start : start + item.num_bytes]

@@ -25,6 +25,7 @@ its spare time the reader brings what the next step will need first.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell import native
+from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
 from shardwell.memory.device import All, Passing
 from shardwell.memory.mail import Slots
@@ -147,11 +149,21 @@ class HostUpdates:
                 for place, unit in enumerate(order[: self.store.most_ready])
             ]
 
+    def _wait_for_guesses(self) -> None:
+        for ticket in self._prepared:
+            with contextlib.suppress(ShardwellError):  # it came to nothing
+                ticket.wait()
+
     def bytes_in_advance(self) -> int:
         """What was read for the next step already; waits until the reader has nothing left to do."""
-        for ticket in self._prepared:
-            ticket.wait()
+        self._wait_for_guesses()
         return self.store.ready_bytes if self.store is not None else 0
+
+    def forget_guesses(self) -> None:
+        """Units change: what was read in advance is given up."""
+        self._wait_for_guesses()
+        if self.store is not None:
+            self.store.let_all_go()
 
     # --------------------------------------------------------------------------------------------------- updates
 

@@ -247,6 +247,8 @@ class ShardedOptimizer(Optimizer):
 
     def leave(self, unit: Unit) -> None:
         """Forget a unit and its state."""
+        if self._offloaded is not None:
+            self._offloaded.host.forget_guesses()
         if self._store is not None:
             self._store.forget(unit)
         self._units = [other for other in self._units if other is not unit]
@@ -261,10 +263,7 @@ class ShardedOptimizer(Optimizer):
         self._num_states = -1
 
     def gradients_reduced(self, unit: Unit, at_boundary: bool) -> None:
-        """A unit's gradients of a micro-step are averaged.
-
-        At the boundary they are complete, and rows that do not wait for the norm are updated now.
-        """
+        """A unit's gradients of a micro-step are averaged; at a boundary, rows that need no norm are updated now."""
         if self._offloaded is not None:
             self._offloaded.host.descent.add_up(unit)
         if not at_boundary:

@@ -174,6 +174,10 @@ class Store:
         if (seat := self._prepared(index)) is not None:
             self.clear(seat, changed=False)
 
+    def let_all_go(self) -> None:
+        for index in list(self._ready):
+            self.let_go(index)
+
     def _prepared(self, index: int) -> Seat | None:
         """Take back a seat that was filled in advance."""
         with self._lock:
@@ -205,9 +209,9 @@ class Store:
         return seat
 
     def _state_chests(self, unit: Unit) -> list[Chest]:
-        """Of masters and state."""
+        """Of state and masters. State first: who cuts both has that open, and nobody moves his masters meanwhile."""
         masters = [group.chest for group in unit.trainable if group.chest is not None]
-        return [*masters, self._chest_of(unit)] if self.has(unit) else masters
+        return [self._chest_of(unit), *masters] if self.has(unit) else masters
 
     def _taken(self, num_bytes: int) -> Seat:
         """An empty seat; the caller has been let in."""
