@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 import shardwell
 from shardwell.comm.mesh import Mesh
 from shardwell.optim.lamb import Lamb
+from shardwell.unit.gradients import Gradients
 from tests.checkpoint.legs import Leg, run_leg
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_offload import HOST, PRECISIONS, check_equal
@@ -106,3 +109,40 @@ def test_checkpoints_know_nothing_of_nodes(ranks: Ranks, tmp_path: Path, block: 
     for num_ranks, of, stage in ((4, 4, 3), (2, 2, 1), (6, 3, 2)):
         leg = Leg(stage, 2, 2, case, config, saves=False)
         check_equal(ranks.run(num_ranks, on_nodes, of, run_leg, leg, root)[0]["loaded"], saved)
+
+
+def events(block: dict[str, Any]) -> list[str]:
+    """When reduces begin, go on to their second hop, and are waited for, in one step."""
+    torch.manual_seed(0)
+    model, found = Gpt(blocks=4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3, zero_optimization=block)).engine
+    data = batches(2, 8)
+    engine.backward(engine(data[0]))
+    engine.step()
+    with contextlib.ExitStack() as patches:
+        for name in ("reduce", "advance", "finish"):
+            before = getattr(Gradients, name)
+
+            def call(gradients: Gradients, *args: Any, before: Any = before, name: str = name, **kwargs: Any) -> Any:
+                answer = before(gradients, *args, **kwargs)
+                if name != "advance" or answer:
+                    found.append(f"{name} {gradients._unit}")
+                return answer
+
+            patches.enter_context(patch.object(Gradients, name, call))
+        engine.backward(engine(data[1]))
+    return found
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_the_second_hop_of_a_reduce_goes_on_beside_the_next_unit(ranks: Ranks, coded: bool) -> None:
+    for found in ranks.run(4, on_nodes, 2, events, {"zero_quantized_gradients": coded}):
+        assert [one for one in found if "blocks.2" in one or "blocks.1" in one or "blocks.0" in one][:6] == [
+            "reduce blocks.2",
+            "advance blocks.2",
+            "reduce blocks.1",
+            "advance blocks.1",
+            "finish blocks.2",
+            "reduce blocks.0",
+        ]

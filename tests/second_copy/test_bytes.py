@@ -23,7 +23,7 @@ from tests.comm.counter import WireCounter
 from tests.memory.live import live_bytes
 from tests.memory.test_frozen import Adapted
 from tests.models import Gpt, batches, share, zero
-from tests.offload.test_disk_parameters import blocks, counted
+from tests.offload.test_disk_parameters import blocks, counted, wait_for_the_reader
 from tests.offload.test_disk_state import AIO, quickly
 from tests.ranks import Ranks
 
@@ -276,6 +276,7 @@ def reads_of_a_step(path: str, partition: int) -> dict[str, int]:
                 engine.step()
             for unit in engine._flow.units:
                 unit.wait()
+            wait_for_the_reader(engine)
     return {**moved, "shards": 2 * sum(group.layout.shard_numel for group in groups_of(engine))}
 
 

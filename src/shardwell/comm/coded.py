@@ -117,7 +117,7 @@ def reduce(
             scratch.give(memory)
 
     if comm.host_waits:
-        return moved.then(lambda: add_up().wait()).then(give)
+        return (moved.followed_by(add_up) if rest else moved.then(lambda: add_up().wait())).then(give)
     return add_up().then(give)
 
 

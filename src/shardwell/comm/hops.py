@@ -57,7 +57,7 @@ class Hops:
     def _followed(self, first: Pending, start: Callable[[], Pending]) -> Pending:
         if not self.across.host_waits:
             return start()  # behind the first, on the same lane
-        return first.then(lambda: start().wait())
+        return first.followed_by(start)
 
 
 def nodes_are_alike(world: Collectives) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 class Pending:
     """A collective on its way. `wait` may be called any number of times; the first one finishes the work."""
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        self._finish = finish
+    def __init__(self, finish: Callable[[], None] | None = None, advance: Callable[[], bool] | None = None) -> None:
+        self._finish, self._advance = finish, advance
 
     @property
     def done(self) -> bool:
@@ -20,6 +20,10 @@ class Pending:
             finish, self._finish = self._finish, None
             finish()
 
+    def advance(self) -> bool:
+        """Wait for the first hop and begin the second; false if there is none that has not begun."""
+        return self._finish is not None and self._advance is not None and self._advance()
+
     def then(self, more: Callable[[], None]) -> Pending:
         """This collective, followed by `more` in the same wait."""
 
@@ -27,4 +31,21 @@ class Pending:
             self.wait()
             more()
 
-        return Pending(both)
+        return Pending(both, self.advance)
+
+    def followed_by(self, start: Callable[[], Pending]) -> Pending:
+        """This collective as the first hop, and what `start` begins as the second."""
+        second: list[Pending] = []
+
+        def advance() -> bool:
+            if second:
+                return False
+            self.wait()
+            second.append(start())
+            return True
+
+        def finish() -> None:
+            advance()
+            second[0].wait()
+
+        return Pending(finish, advance)

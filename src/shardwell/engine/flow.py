@@ -300,13 +300,26 @@ class Flow:
         self.release(unit)
 
     def _reduce(self, unit: Unit, group: Group) -> None:
-        # One reduce is in flight while the next unit's gradients fill: finish the one before, its buffer is next.
-        self._finish_reduces([other for other in self._reducing if other.unit != group.unit])
+        self._finish_reduces(self._reduced_before(group))
         self.note(Action.REDUCE, unit)
         accumulates = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.MICRO_STEP
         with torch.no_grad(), record_function(f"shardwell::REDUCE {unit.name}"):
             group.gradients.reduce(self._scale, stays=self._adds_up(group), accumulates=accumulates)
         self._reducing[group] = self.is_boundary and self.sync
+
+    def _reduced_before(self, group: Group) -> list[Group]:
+        """What to finish before a group's reduce.
+
+        One unit is in flight while the next one's gradients fill: finish the one before, its buffers are next. One that
+        has a hop to go, which the host begins, goes on beside the unit after that.
+        """
+        units: dict[str, list[Group]] = {}
+        for other in self._reducing:
+            if other.unit != group.unit:
+                units.setdefault(other.unit, []).append(other)
+        with torch.no_grad():
+            goes_on = {name: [other.gradients.advance() for other in others] for name, others in units.items()}
+        return [other for name, others in units.items() if not any(goes_on[name]) for other in others]
 
     def _finish_reduces(self, groups: list[Group]) -> None:
         reduced: dict[str, bool] = {}

@@ -212,6 +212,10 @@ class Gradients:
 
         return reduced.then(publish)
 
+    def advance(self) -> bool:
+        """Begin the second hop of a reduce, where the host has to; false if there is none that has not begun."""
+        return self.state is GradState.REDUCING and self._pending is not None and self._pending.advance()
+
     def finish(self) -> None:
         """Wait for the reduce. On rows that keep gradients whole this only starts the second half; `settle` ends it."""
         if self.state is GradState.REDUCING:
