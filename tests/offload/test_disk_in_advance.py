@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,31 @@ def thawed(block: dict[str, Any]) -> dict[str, Tensor]:
 
 def test_units_that_change_are_read_anew(ranks: Ranks, tmp_path: Path) -> None:
     check_equal(ranks.run(1, thawed, on_disk(tmp_path))[0], ranks.run(1, thawed, HOST)[0])
+
+
+def crossed(folder: str) -> bool:
+    """Somebody has masters and wants state, while the reader has state and wants masters."""
+    quickly()
+    engine = engine_with(on_disk(Path(folder)))
+    for batch in batches(2, 4):
+        step(engine, batch)
+    updates = engine.optimizer._offloaded.host
+    updates.forget_guesses()
+    unit = engine._flow.units[1]
+    unit.wait()
+    with unit.trainable[0].fetched():
+        guess = updates._reader.submit(lambda: updates.store.prepare(unit))
+        time.sleep(0.1)
+        with updates.store.opened(unit, changes=False):
+            pass
+    with pytest.raises(shardwell.ShardwellError, match="in use"):
+        guess.wait()
+    step(engine, batches(1, 4)[0])
+    return read_ahead(engine) > 0
+
+
+def test_a_guess_never_waits_with_something_in_its_hands(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(1, crossed, str(tmp_path), limit=30.0) == [True]
 
 
 def test_a_drive_that_fails_in_advance_is_heard_in_the_step(ranks: Ranks, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from shardwell.config.explain import Line, explain, table
 from shardwell.config.load import load
 from shardwell.config.schema import (
-    SCHEDULERS,
     AioConfig,
     AutocastConfig,
     Bf16Config,
@@ -20,6 +19,7 @@ from shardwell.config.schema import (
     ShardwellConfig,
     ZeroConfig,
 )
+from shardwell.config.values import SCHEDULERS
 
 __all__ = [
     "SCHEDULERS",

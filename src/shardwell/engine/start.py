@@ -27,7 +27,7 @@ from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_off
 from shardwell.engine.placement import Formula, Kind, States
 from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
 from shardwell.engine.refit import Builder
-from shardwell.engine.trial import is_asked, settled
+from shardwell.engine.trial import settled
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch
 from shardwell.memory.device import default_device
@@ -84,17 +84,13 @@ def initialize(
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
     cuts = _cut(model, settings)
     persistent = _persistent(cuts, settings)
-    if is_asked(settings):
-        settings = settled(settings, context, _states(cuts, settings, recipe, context, persistent))
+    settings = settled(settings, context, _states(cuts, settings, recipe, context, persistent))
     _open_nodes(context, settings, ledger, agreement)
-    states = _states(cuts, settings, recipe, context, persistent)
-    offload = plan_offload(states, cuts, settings, context)
+    offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
     units = build_units(cuts, settings, recipe, context, offload)
     _place_buffers(model, settings, context)
-    zero = settings.zero_optimization
-    limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
-    flow = Flow(units, limits, world.size, settings.gradient_accumulation_steps or 1, context.pages)
+    flow = _flow(units, settings, context)
     builder = Builder(
         lambda: _cut(model, settings),
         lambda one, cuts, trained: _groups(
@@ -125,6 +121,12 @@ def _place_buffers(model: nn.Module, settings: Config, context: Context) -> None
         dtype = mixed_dtype(settings) if id(buffer) in statistics else None
         buffer.data = buffer.data.to(context.device.torch_device, dtype)
         context.world.broadcast(buffer.data, token=f"SETUP {name}")
+
+
+def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
+    zero = settings.zero_optimization
+    limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    return Flow(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
 
 
 def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> ShardedOptimizer:

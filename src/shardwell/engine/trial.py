@@ -69,11 +69,6 @@ class Shard(NamedTuple):
     numel: int
 
 
-def is_asked(settings: Config) -> bool:
-    """Whether anything is to be tried."""
-    return any(getattr(settings.zero_optimization, key) == "auto" for key in (WEIGHTS, GRADIENTS, COPIES))
-
-
 def settled(settings: Config, context: Context, states: States) -> Config:
     """The configuration with a value in place of every "auto" that is tried, and the times as its origin."""
     zero, trial = settings.zero_optimization, Trial(settings, context, states)
@@ -85,6 +80,8 @@ def settled(settings: Config, context: Context, states: States) -> Config:
     if zero.zero_hpz_partition_size == "auto":
         encoded = chosen[WEIGHTS].value if WEIGHTS in chosen else zero.zero_quantized_weights
         chosen[COPIES] = trial.copies(bool(encoded))
+    if not chosen:
+        return settings
     told = {key: f"auto -> {json.dumps(choice.value)} ({choice.why})" for key, choice in chosen.items()}
     if context.world.mesh.rank == 0:
         logging.getLogger("shardwell").info("%s", "; ".join(f"{key}: {text}" for key, text in told.items()))

@@ -95,12 +95,15 @@ class Chest:
         self._items += new
         return new
 
-    def fetch(self, memory: Tensor, *, blank: bool = False, urgent: bool = False) -> list[Transfer]:
+    def fetch(self, memory: Tensor, *, blank: bool = False, urgent: bool = False, waits: bool = True) -> list[Transfer]:
         """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
 
-        With `blank` nothing is read: all of it will be overwritten.
+        With `blank` nothing is read: all of it will be overwritten. Who does not wait gets an error if they are in use.
         """
-        self._acquire()
+        if waits:
+            self._acquire()
+        elif not self._is_free.acquire(blocking=False):
+            raise ShardwellError(f"{self._unit}: in use")
         try:
             self._finish_writes()
             if memory.numel() < self.num_bytes:  # others came first, and changed what it holds

@@ -155,7 +155,7 @@ class Store:
         self._seats.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
 
     def prepare(self, unit: Unit) -> None:
-        """Begin to bring masters and state of a unit into a seat that the caller has, for an update that will come."""
+        """Begin to bring state and masters of a unit into a seat that the caller has, for an update that will come."""
         with self._lock:
             is_idle = unit.index in self._ready or len(self._ready) >= self.most_ready
         if is_idle or not self.has(unit):
@@ -163,7 +163,8 @@ class Store:
             return
         chests = self._state_chests(unit)
         seat = self._taken(sum(chest.num_bytes for chest in chests))
-        self._fill(seat, chests)
+        self._fill(seat, chests[:1])
+        self._fill(seat, chests[1:], waits=False)  # who has those may want the first
         for chest in chests:
             chest.reclaim = partial(self.let_go, unit.index)
         with self._lock:
@@ -221,12 +222,12 @@ class Store:
             self.free_seats.release()
             raise
 
-    def _fill(self, seat: Seat, chests: Iterable[Chest], blank: Collection[Chest] = ()) -> None:
+    def _fill(self, seat: Seat, chests: Iterable[Chest], blank: Collection[Chest] = (), *, waits: bool = True) -> None:
         """Begin to bring chests into the rest of a seat; those that are blank are not read."""
         try:
             for chest in chests:
                 start, size = sum(seat.sizes), chest.num_bytes
-                seat.reads.extend(chest.fetch(seat.memory[start : start + size], blank=chest in blank))
+                seat.reads.extend(chest.fetch(seat.memory[start : start + size], blank=chest in blank, waits=waits))
                 seat.chests.append(chest)
                 seat.sizes.append(size)
         except BaseException:
