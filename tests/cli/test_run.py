@@ -25,6 +25,17 @@ if os.environ["RANK"] == "1":
 time.sleep(600)
 """
 
+TALK = """
+import os, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+(folder / rank).touch()
+while not all((folder / other).exists() for other in "01"):
+    time.sleep(0.001)
+for number in range(3000):
+    print("rank", rank, "says", number)
+"""
+
 SLEEP = """
 import os, sys, time
 from pathlib import Path
@@ -49,6 +60,17 @@ def test_a_run_that_succeeds_is_quiet(script: Path) -> None:
     script.write_text("import torch\n")
     result = shardwell("run", "-n", "1", script)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_ranks_that_talk_at_once_stay_whole(
+    script: Path, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    script.write_text(TALK)
+    result = shardwell("run", "-n", "2", script, script.parent)
+    expected = [f"rank {rank} says {number}" for rank in (0, 1) for number in range(3000)]
+    assert sorted(result.stdout.splitlines()) == sorted(expected)
 
 
 def test_a_module_runs_by_name(script: Path) -> None:

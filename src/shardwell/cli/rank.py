@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import os
 import runpy
@@ -26,6 +27,7 @@ _PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 def main() -> None:
     """Run what the arguments name. Ends with the script's own exit code, with 1 after an exception."""
     _end_with_launcher()
+    _speak_in_lines()
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]  # the script's folder takes its place
     as_module = sys.argv[1] == "-m"
@@ -80,6 +82,13 @@ def _end_with_launcher() -> None:
     """A launcher that is killed cannot end its ranks; on Linux the kernel does it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _speak_in_lines() -> None:
+    """One write for each line, also where Python is told not to buffer: ranks that print at once do not mix theirs."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 if __name__ == "__main__":
