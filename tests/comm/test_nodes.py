@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwell
 from shardwell.comm.mesh import Mesh
@@ -125,8 +126,9 @@ def events(block: dict[str, Any]) -> list[str]:
             before = getattr(Gradients, name)
 
             def call(gradients: Gradients, *args: Any, before: Any = before, name: str = name, **kwargs: Any) -> Any:
+                is_on_its_way = gradients._pending is not None
                 answer = before(gradients, *args, **kwargs)
-                if name != "advance" or answer:
+                if {"reduce": True, "advance": answer, "finish": is_on_its_way}[name]:
                     found.append(f"{name} {gradients._unit}")
                 return answer
 
@@ -146,3 +148,57 @@ def test_the_second_hop_of_a_reduce_goes_on_beside_the_next_unit(ranks: Ranks, c
             "finish blocks.2",
             "reduce blocks.0",
         ]
+
+
+class Chooser(nn.Module):
+    """A head of the root's own that some ranks use; it is as large as a block, so that mixed-up parts would fit."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.ones(width))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Parameter(torch.randn(width, width) * 0.1)
+
+    def forward(self, x: Tensor, with_head: bool) -> Tensor:
+        x = x * self.before
+        for block in self.blocks:
+            x = x + block(x)
+        return (x @ self.head if with_head else x).square().mean()
+
+
+def chosen(engine: Any, stage: int, parts: list[int], num_ranks: int) -> None:
+    """Micro-steps in which the first half of the ranks use the head."""
+    for step, micro in itertools.product(range(3), range(2)):
+        for rank in parts:
+            data = torch.randn(2, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+            loss = engine(data, rank < num_ranks // 2)
+            engine.backward(loss) if stage >= 0 else (loss / (2 * num_ranks)).backward()
+        if stage >= 0:
+            engine.step()
+        elif micro:
+            for parameter in engine.parameters():
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+def sharded_choosers(stage: int, block: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Chooser()
+    config = zero(stage, zero_optimization=block, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
+    chosen(engine, stage, [dist.get_rank()], dist.get_world_size())
+    return whole_parameters(model)
+
+
+@pytest.mark.parametrize("block", [{}, {"zero_quantized_gradients": True}], ids=["numbers", "codes"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_may_use_different_parameters_of_a_unit(ranks: Ranks, stage: int, block: dict[str, Any]) -> None:
+    """The head's gradient finds the reduce of the micro-step before on its way, on some ranks."""
+    torch.manual_seed(0)
+    plain = Chooser()
+    chosen(plain, -1, list(range(4)), 4)
+    for found in ranks.run(4, on_nodes, 2, sharded_choosers, stage, block):
+        for name, value in plain.named_parameters():
+            off = (torch.as_tensor(found[name]) - value).abs().max()
+            assert off < (1e-2 if block else 1e-6), f"{name} differs by {off}"

@@ -244,6 +244,7 @@ class Flow:
         unit.task = task
         if task not in self._tasks:
             if not self._tasks:
+                self._finish_reduces(list(self._reducing))  # here, because the ranks are all at the same place
                 self._backward.start()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))

@@ -3,13 +3,15 @@
 Autograd hands over one parameter's gradient at a time. It is copied into the group's flat buffer at once, so that
 nothing but the flat buffer outlives the hook; a later gradient of the same parameter is added. Reducing empties the
 flat buffer into `result`, which holds what the optimizer will read. Reduces are additive: a gradient that arrives
-after its group was reduced opens a new flat buffer and is reduced again.
+after its group's reduce began opens a new flat buffer and is reduced again. It waits for nothing: gradients arrive in
+an order that may differ between ranks, and whatever ends a reduce may begin another collective.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from shardwell.unit.table import Precision, Row
 
 class GradState(enum.Enum):
     NONE = "none"
-    PARTIAL = "partial"  # this rank's own sum, in the flat buffer
+    PARTIAL = "partial"  # this rank's own sum, in the flat buffer; an earlier one may be on its way
     REDUCING = "reducing"
     REDUCED = "reduced"  # averaged, in `result`
 
@@ -31,7 +33,7 @@ class GradState(enum.Enum):
 _ALLOWED = {
     GradState.NONE: {GradState.PARTIAL},
     GradState.PARTIAL: {GradState.REDUCING, GradState.NONE},
-    GradState.REDUCING: {GradState.REDUCED},
+    GradState.REDUCING: {GradState.REDUCED, GradState.PARTIAL},
     GradState.REDUCED: {GradState.PARTIAL, GradState.NONE},
 }
 
@@ -57,7 +59,8 @@ class Gradients:
         self.seen = [False] * len(layout.slots)  # since the last `clear`
         self._scaled_late = False
         self._scale = 1.0  # what the reduce has to multiply by
-        self._pending: Pending | None = None
+        self._pending: Pending | None = None  # a reduce
+        self._publishing: Pending | None = None  # its second half, on rows that keep gradients whole
         self._lost: Tensor | None = None  # in codes, and not said yet
 
     def move(self, state: GradState) -> None:
@@ -74,8 +77,6 @@ class Gradients:
         Wide gradients are scaled here, for the price of the copy; 16-bit ones where they are summed in fp32, except for
         what is divided off before they travel.
         """
-        if self.state is GradState.REDUCING or self._pending is not None:
-            self.settle()  # the buffer on its way must not be written to
         self.seen[index] = True
         if self._flat is None and not self._open(grad, scale, stays):
             return
@@ -125,8 +126,8 @@ class Gradients:
 
     def reduce(self, scale: float, *, stays: bool, accumulates: bool) -> None:
         """Start averaging what is in the flat buffer (nothing counts as zeros) into `result`."""
+        self.settle()
         if self.state is not GradState.PARTIAL:
-            self.settle()
             self._open(None, scale, stays)
         assert self._flat is not None
         self.move(GradState.REDUCING)
@@ -136,6 +137,7 @@ class Gradients:
         if self._row.reduce_codecs is not None:
             self._flat[self._layout.numel :].zero_()  # it shares a block with numbers
         flat = self._for_the_wire(self._flat, scale)
+        self._flat = None
         self._pending = (
             self._average_whole(flat) if self._row.gradients.over is None else self._scatter(flat, accumulates)
         )
@@ -150,8 +152,7 @@ class Gradients:
             self._scale = scale * wire.predivide
             flat.div_(self._scale)
         sent.copy_(flat)
-        self._give_flat()
-        self._flat = sent
+        self._scratch.give(flat)
         return sent
 
     def _scatter(self, flat: Tensor, accumulates: bool) -> Pending:
@@ -159,7 +160,7 @@ class Gradients:
             return self._scatter_to_hand_over(flat)
         as_it_is = self._scale == 1.0 and not accumulates and flat.dtype == self._result_dtype(flat)
         if self._comm.mesh.size == 1 and self.result is None and as_it_is:
-            return Pending(self._adopt_flat)
+            return Pending(partial(self._adopt, flat))
         fresh = self.result is None
         if self.result is None:
             dtype = self._precision.accumulate if accumulates else self._result_dtype(flat)
@@ -167,20 +168,21 @@ class Gradients:
         elif self.result.dtype.itemsize <= 2 or self._lodging is not None:
             self._widen()
         move = self._reduced(flat, self.result, not fresh)
-        return move.then(self._give_flat)
+        return move.then(partial(self._scratch.give, flat))
 
     def _scatter_to_hand_over(self, flat: Tensor) -> Pending:
         if self._comm.mesh.size == 1:
+            factor = self._scale
 
             def adopt() -> None:
-                self._handed, self._flat = (flat, self._scale), None
+                self._handed = flat, factor
 
             return Pending(adopt)
         fresh = self._take_result(self._layout.shard_numel, self._precision.accumulate)
 
         def finish() -> None:
             self._handed = fresh, 1.0
-            self._give_flat()
+            self._scratch.give(flat)
 
         return self._reduced(flat, fresh, False).then(finish)
 
@@ -208,21 +210,22 @@ class Gradients:
         reduced = self._comm.reduce(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
 
         def publish() -> None:
-            self._pending = self._comm.gather(flat, f"PUBLISH {self._name}", Kind.PUBLISH).then(self._adopt_flat)
+            published = self._comm.gather(flat, f"PUBLISH {self._name}", Kind.PUBLISH)
+            self._publishing = published.then(partial(self._adopt, flat))
 
         return reduced.then(publish)
 
     def advance(self) -> bool:
         """Begin the second hop of a reduce, where the host has to; false if there is none that has not begun."""
-        return self.state is GradState.REDUCING and self._pending is not None and self._pending.advance()
+        return self._pending is not None and self._pending.advance()
 
     def finish(self) -> None:
         """Wait for the reduce. On rows that keep gradients whole this only starts the second half; `settle` ends it."""
-        if self.state is GradState.REDUCING:
-            assert self._pending is not None
+        if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
-            self.move(GradState.REDUCED)
+            if self.state is GradState.REDUCING:
+                self.move(GradState.REDUCED)
 
     def lodge(self, memory: Tensor, arrive: Callable[[], None]) -> Tensor | None:
         """`result` lives in `memory` (1D) from now on, and is there when `arrive` returns; returns where it lived."""
@@ -250,16 +253,18 @@ class Gradients:
     def settle(self) -> None:
         """Wait until `result` may be read."""
         self.finish()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.wait()
+        if self._publishing is not None:
+            publishing, self._publishing = self._publishing, None
+            publishing.wait()
 
     def clear(self) -> None:
         """Forget everything, also a reduce that nobody will read."""
         self.settle()
         self.seen = [False] * len(self.seen)
         self._drop_result()
-        self._give_flat()
+        if self._flat is not None:
+            self._scratch.give(self._flat)
+            self._flat = None
         if self._handed is not None:
             self._scratch.give(self._handed[0])
             self._handed = None
@@ -271,20 +276,14 @@ class Gradients:
             self._scratch.give(self.result)
         self.result, self._lodging = None, None
 
-    def _adopt_flat(self) -> None:
-        """The flat buffer is the result; with an earlier result, it is added to that."""
-        assert self._flat is not None
+    def _adopt(self, flat: Tensor) -> None:
+        """What was reduced in place is the result; with an earlier result, it is added to that."""
         if self.result is None:
-            self.result, self._flat = self._flat, None
+            self.result = flat
         else:
             self._widen()
-            self.result.add_(self._flat)
-            self._give_flat()
-
-    def _give_flat(self) -> None:
-        if self._flat is not None:
-            self._scratch.give(self._flat)
-            self._flat = None
+            self.result.add_(flat)
+            self._scratch.give(flat)
 
     def _widen(self) -> None:
         """More is to be added: go on in full precision."""
