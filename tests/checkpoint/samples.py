@@ -89,6 +89,17 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         assert torch.equal(found[name], tensor), name
 
 
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """The same dtype, shape and bits, NaN among them."""
+    return (
+        found.dtype == expected.dtype
+        and found.shape == expected.shape
+        and torch.equal(
+            found.contiguous().reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8)
+        )
+    )
+
+
 class Counting:
     """A source in memory that writes down what is asked of it."""
 

@@ -19,6 +19,7 @@ from shardwell.checkpoint.files import Reader
 from shardwell.checkpoint.sources import SafetensorsSource
 from shardwell.errors import CheckpointError
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.checkpoint.deepspeed_cases import FOLDER
 from tests.models import batches, whole_parameters, zero
 from tests.parity.loops import Case, distance
 from tests.ranks import Ranks
@@ -141,8 +142,6 @@ def test_a_run_with_plain_torch_goes_on_sharded(ranks: Ranks, tmp_path: Path, st
 
 
 # --------------------------------------------------------------------------------------------------------- DeepSpeed
-
-FOLDER = Path(__file__).parent / "deepspeed"
 
 
 def maker() -> ModuleType:

@@ -1,9 +1,7 @@
-"""Where units rest: the arithmetic, and training that is spread over device, host and disk."""
+"""Training that is spread over device, host and disk, and how it is built."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,15 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardwell
 from shardwell.config import load
 from shardwell.engine import room
-from shardwell.engine.placement import Bytes, Formula, Kind, Place, States, ladder, plan, total
+from shardwell.engine.placement import Place, plan
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import State, Tier
-from shardwell.optim.build import recipe_for
-from shardwell.unit import Group, Precision, guard
-from shardwell.unit.table import Commit
+from shardwell.unit import Group, guard
 from tests.checkpoint.legs import everything
 from tests.memory.live import PeakWatch
 from tests.models import zero
@@ -34,157 +28,6 @@ from tests.offload.test_offload import check_equal
 from tests.ranks import Ranks
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
-BF16 = Precision.of(torch.bfloat16, torch.bfloat16, True)
-FP32 = Precision.of(torch.float32, None, True)
-FP16 = Precision.of(torch.float16, torch.float16, True)
-
-
-# ------------------------------------------------------------------------------------------------------ arithmetic
-
-
-@pytest.mark.parametrize(
-    ("deepest", "rungs"),
-    [
-        (Place(), [(DEVICE, DEVICE)]),
-        (Place(DEVICE, HOST), [(DEVICE, DEVICE), (DEVICE, HOST)]),
-        (Place(DEVICE, DISK), [(DEVICE, DEVICE), (DEVICE, HOST), (DEVICE, DISK)]),
-        (Place(HOST, HOST), [(DEVICE, DEVICE), (HOST, HOST)]),
-        (Place(HOST, DISK), [(DEVICE, DEVICE), (HOST, HOST), (HOST, DISK)]),
-        (Place(DISK, DISK), [(DEVICE, DEVICE), (HOST, HOST), (DISK, DISK)]),
-        (Place(DISK, HOST), [(DEVICE, DEVICE), (HOST, HOST), (DISK, HOST)]),
-    ],
-)
-def test_both_states_go_down_together_as_far_as_each_may(deepest: Place, rungs: list[tuple[Tier, Tier]]) -> None:
-    assert ladder(deepest) == rungs
-
-
-@pytest.mark.parametrize(
-    ("precision", "place", "each"),
-    [
-        (BF16, Place(), {DEVICE: 12}),
-        (FP32, Place(), {DEVICE: 12}),
-        (FP16, Place(), {DEVICE: 12}),
-        (BF16, Place(DEVICE, HOST), {DEVICE: 2, HOST: 12}),
-        (FP32, Place(DEVICE, DISK), {DEVICE: 4, DISK: 12}),
-        (BF16, Place(HOST, HOST), {HOST: 12}),  # the parameters are halves of their masters
-        (BF16, Place(DISK, DISK), {DISK: 12}),
-        (FP16, Place(HOST, HOST), {HOST: 14}),
-        (BF16, Place(HOST, DISK), {HOST: 2, DISK: 12}),
-        (BF16, Place(HOST, DEVICE), {HOST: 2, DEVICE: 12}),
-    ],
-)
-def test_bytes_at_rest_for_each_parameter(precision: Precision, place: Place, each: dict[Tier, int]) -> None:
-    kind = Kind(precision, trains=True, persistent=False)
-    found = Formula(3, num_ranks=4).at_rest(kind, 4001, place)
-    assert +found == {tier: size * 1001 for tier, size in each.items()}  # shares are rounded up
-
-
-def test_what_else_decides_on_bytes() -> None:
-    kind, frozen = Kind(BF16, True, False), Kind(Precision.of(torch.bfloat16, torch.bfloat16, False), False, False)
-    below, formula = Place(DEVICE, HOST), Formula(3, 2)
-    assert +formula.at_rest(frozen, 512, Place(DISK, DISK)) == {DISK: 512}
-    assert +formula.needs(frozen, 512, Place(HOST, HOST)) == {HOST: 512}
-    assert +Formula(3, 2, eight_bits=True).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * (4 + 2) + 2}
-    assert +Formula(3, 2, eight_bits=True).at_rest(kind, 512, Place()) == {DEVICE: 256 * 12}
-    assert +Formula(3, 2, num_states=1).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * 8}
-    assert +formula.needs(kind, 512, Place()) == {DEVICE: 256 * 14}  # with the gradients
-    assert +formula.needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 14}
-    assert +Formula(3, 2, commit=Commit.AT_ONCE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
-    assert +Formula(3, 2, accumulates=True).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 16}
-    assert +Formula(3, 2, accumulates=True).needs(kind, 512, Place()) == {DEVICE: 256 * 16}
-    assert +Formula(3, 2, commit=Commit.SHADOW).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
-    near = Formula(3, 4, ranks_per_copy=2)  # a second copy, of what is frozen for good
-    assert +near.at_rest(kind, 512, Place()) == {DEVICE: 128 * 12}
-    assert +near.needs(kind, 512, Place()) == {DEVICE: 128 * 14 + 256 * 2}
-    assert +near.needs(kind, 512, Place(HOST, HOST)) == {DEVICE: 256 * 2, HOST: 128 * 14}
-    assert +near.at_rest(frozen, 512, Place(HOST, HOST)) == {HOST: 128 * 2, DEVICE: 256 * 2}
-    small = Kind(BF16, True, persistent=True)
-    assert near.at_rest(small, 512, Place()) == Formula(3, 4).at_rest(small, 512, Place())
-    assert +formula.at_rest(small, 512, Place(DISK, DISK)) == {DEVICE: 512 * 2 + 256 * 10}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options", "num_states"),
-    [
-        ("AdamW", {}, 2),
-        ("AdamW", {"amsgrad": True}, 3),
-        ("SGD", {"lr": 0.1}, 0),
-        ("SGD", {"lr": 0.1, "momentum": 0.9}, 1),
-        ("Adagrad", {}, 1),
-    ],
-)
-def test_the_states_of_an_optimizer_are_known_before_it_is_made(
-    optimizer: str, options: dict[str, Any], num_states: int
-) -> None:
-    model = nn.Linear(2, 2)
-    device = shardwell.memory.Device("cpu")
-    block = load({"optimizer": {"type": optimizer, "params": options}}).optimizer
-    made = getattr(torch.optim, optimizer)(model.parameters(), **options)
-    for recipe in (recipe_for(None, model, None, block, device), recipe_for(made, model, None, None, device)):
-        assert recipe is not None
-        assert recipe.num_states == num_states
-    assert recipe_for(shardwell.optim.lion.Lion, model, None, None, device).num_states == 1  # type: ignore[union-attr]
-
-
-sizes = st.integers(0, 40)
-places = st.builds(Place, st.sampled_from(list(Tier)), st.sampled_from(list(Tier)))
-formulas = st.builds(
-    Formula,
-    st.just(3),
-    st.integers(1, 3),
-    shard_at_world_one=st.booleans(),
-    eight_bits=st.booleans(),
-    accumulates=st.booleans(),
-    commit=st.sampled_from(list(Commit)),
-    ranks_per_copy=st.integers(0, 2),
-)
-kinds = st.builds(Kind, st.sampled_from([BF16, FP32, FP16]), st.booleans(), st.booleans())
-models = st.lists(st.dictionaries(kinds, sizes, max_size=2), min_size=1, max_size=5)
-
-
-@settings(deadline=None)
-@given(models, formulas, places, st.tuples(*[st.integers(0, 1500)] * 3), st.integers(0, 200))
-def test_a_plan_fits_if_any_does_and_rests_no_deeper_than_it_must(
-    model: list[dict[Kind, int]], formula: Formula, deepest: Place, budget: tuple[int, ...], extra: int
-) -> None:
-    rungs = ladder(deepest)
-    states = States({str(number): unit for number, unit in enumerate(model)}, formula)
-    needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
-    buffers = [Counter({HOST: extra * depth}) for depth in range(len(rungs))]
-    free = dict(zip(Tier, budget, strict=True))
-    found = plan(needs, buffers, free)
-    deep = max(found.rungs)
-    assert found.rungs == sorted(found.rungs)
-    assert found.needed == total([buffers[deep if found.fits(free) else -1], *rows(needs, found.rungs)])
-
-    def fits(choice: tuple[int, ...], depth: int) -> bool:
-        needed: Bytes = total([buffers[depth], *rows(needs, choice)])
-        return all(size <= free[tier] for tier, size in needed.items())
-
-    depths = range(len(rungs))
-    possible = {
-        depth: [c for c in itertools.combinations_with_replacement(range(depth + 1), len(needs)) if fits(c, depth)]
-        for depth in depths
-    }
-    assert found.fits(free) == any(possible.values())
-    if found.fits(free):
-        shallowest = next(depth for depth in depths if possible[depth])
-        best = min(possible[shallowest])  # as many as possible on the device, then as many on the host
-        assert tuple(found.rungs) == best
-
-
-def rows(needs: list[list[Bytes]], rungs: Any) -> list[Bytes]:
-    return [unit[rung] for unit, rung in zip(needs, rungs, strict=True)]
-
-
-def test_bytes_that_fit_on_striped_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {tmp_path / "one": 1000, tmp_path / "two": 600}
-    for path in free:
-        path.mkdir()
-    monkeypatch.setattr(room, "free_bytes", free.get)
-    assert room.free_on([tmp_path / "one"]) == 1000
-    assert room.free_on(list(free)) == 600  # one file system: all of it goes there
-    assert math.isinf(room.free_on([tmp_path / "gone"]))
 
 
 # -------------------------------------------------------------------------------------------------------- training

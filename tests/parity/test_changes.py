@@ -5,8 +5,6 @@ Each change is made to a plain model as well, whose optimizer is told by hand wh
 
 from __future__ import annotations
 
-import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,63 +15,24 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import shardwell
-from shardwell.memory import State
-from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from shardwell.utils import safe_get_full_optimizer_state
 from shardwell.zero import GatheredParameters
 from tests.models import whole_parameters, zero
+from tests.parity.changing import (
+    OPTIONS,
+    STAGES,
+    VOCAB,
+    WIDTH,
+    Block,
+    Net,
+    at_all_stages,
+    build,
+    fresh,
+    more_rows,
+    tokens,
+    train,
+)
 from tests.ranks import Ranks
-
-WIDTH, VOCAB = 6, 10
-STAGES = (0, 1, 2, 3)
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
-
-
-def fresh(make: Callable[[], Any], seed: int = 9) -> Any:
-    """A new module in fp64, the same wherever it is made."""
-    torch.manual_seed(seed)
-    made = make()
-    return made.double() if isinstance(made, (nn.Module, Tensor)) else made
-
-
-def build(**options: Any) -> Net:
-    return fresh(lambda: Net(**options), 0)
-
-
-def tokens(step: int, num_ranks: int, vocab: int = VOCAB) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(30 + step)
-    return list(torch.randint(vocab, (num_ranks, 3, 4), generator=generator))
-
-
-def train(engine: shardwell.Engine, steps: range) -> None:
-    for step in steps:
-        engine.backward(engine(tokens(step, engine.world_size)[engine.global_rank]))
-        engine.step()
 
 
 def train_plainly(model: nn.Module, optimizer: Optimizer, steps: range, num_ranks: int = 2) -> None:
@@ -132,10 +91,6 @@ def play_sharded(stage: int, change: Change) -> dict[str, Tensor]:
     return whole_parameters(model)
 
 
-def at_all_stages(run: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    return [run(stage, *args, **kwargs) for stage in STAGES]
-
-
 def check(found: dict[str, Any], expected: dict[str, Tensor], what: str, limit: float = 1e-10) -> None:
     assert found.keys() == expected.keys(), what
     for name, wanted in expected.items():
@@ -146,10 +101,6 @@ def check(found: dict[str, Any], expected: dict[str, Tensor], what: str, limit: 
 
 
 # ------------------------------------------------------------------------------------------------ values and shapes
-
-
-def more_rows(weight: Tensor, number: int = 3) -> Tensor:
-    return torch.cat([weight.detach(), fresh(lambda: torch.randn(number, weight.shape[1]))])
 
 
 class LargerData(Change):
@@ -433,213 +384,3 @@ def test_transformers_can_add_tokens(ranks: Ranks, kind: str) -> None:
     expected = resized(None, kind)
     for stage, found in zip(STAGES, ranks.run(2, at_all_stages, resized, kind)[0], strict=True):
         check(found, expected, f"{kind} at stage {stage}")
-
-
-# ------------------------------------------------------------------------------------------------- what refit is for
-
-
-def give_back(stage: int, **config: Any) -> dict[str, Any]:
-    model = build()
-    engine, *_ = shardwell.initialize(
-        model=model.float(), optimizer=AdamW(model.parameters(), **OPTIONS), config=zero(stage, **config)
-    )
-    train(engine, range(2))
-    before = books(engine)
-    model.blocks[0].requires_grad_(False)
-    model.blocks[1].up.requires_grad_(False)
-    engine.refit()
-    at_once = books(engine)
-    train(engine, range(2, 4))
-    trained = books(engine)
-    model.requires_grad_(True)
-    train(engine, range(4, 6))
-    return {"before": before, "at once": at_once, "trained": trained, "thawed": books(engine)}
-
-
-def books(engine: shardwell.Engine) -> dict[str, int]:
-    """Optimizer bytes by unit."""
-    found: dict[str, int] = {}
-    for (state, unit, _), size in engine.memory().now.items():
-        if state is State.OPTIMIZER:
-            found[unit] = found.get(unit, 0) + size
-    return found
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_refit_after_freezing_gives_memory_back(ranks: Ranks, precision: str) -> None:
-    answers = ranks.run(2, at_all_stages, give_back, bf16={"enabled": precision == "bf16"})
-    for answer in (answer for by_stage in answers for answer in by_stage):
-        before = answer["before"]
-        for after in (answer["at once"], answer["trained"]):
-            assert after.get("blocks.0", 0) == 0
-            assert 0 < after["blocks.1"] < 0.75 * before["blocks.1"]
-            assert after["blocks.2"] == before["blocks.2"]
-        assert answer["thawed"]["blocks.0"] == pytest.approx(before["blocks.0"], abs=64)  # padding, step counts
-
-
-def wait_and_change(stage: int, change: str) -> str:
-    model = build()
-    model.blocks[2].up.requires_grad_(False)
-    config = zero(stage, gradient_accumulation_steps=2)
-    engine, *_ = shardwell.initialize(model=model, optimizer=AdamW(model.parameters()), config=config)
-    train(engine, range(1))
-    if change == "resize":
-        with GatheredParameters(model.parameters(), modifier_rank=0):
-            model.embed.weight.data = more_rows(model.embed.weight)
-    elif change == "replace":
-        model.head.weight = nn.Parameter(torch.zeros(VOCAB, WIDTH).double())
-    elif change == "remove":
-        del model.blocks[0]
-    elif change == "thaw":
-        model.blocks[2].up.requires_grad_(True)
-    try:
-        train(engine, range(1, 2))
-    except shardwell.ShardwellError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize("change", ["resize", "replace", "remove", "thaw"])
-def test_a_change_while_gradients_wait_is_an_error(ranks: Ranks, change: str) -> None:
-    for by_stage in ranks.run(2, at_all_stages, wait_and_change, change, limit=60):
-        for stage, said in zip(STAGES, by_stage, strict=True):
-            assert said.startswith(("ModelChangedError", "PeerError")), f"stage {stage}: {said}"
-            assert "gradients wait for a step" in said
-
-
-def nothing_waits(stage: int) -> int:
-    """After zero_grad a change is welcome."""
-    model = build()
-    engine, *_ = shardwell.initialize(model=model, optimizer=AdamW(model.parameters()), config=zero(stage))
-    engine.backward(engine(tokens(0, 1)[0]))
-    model.blocks[1] = fresh(Block)
-    engine.zero_grad()
-    train(engine, range(2))
-    return engine.global_steps
-
-
-def test_after_zero_grad_a_change_is_welcome(ranks: Ranks) -> None:
-    assert ranks.run(2, at_all_stages, nothing_waits)[0] == [2, 2, 2, 2]
-
-
-# -------------------------------------------------------------------------------------------------------- newcomers
-
-
-def labels_of_newcomers(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters of removed blocks are gone; whoever gets their memory must not get their place in the optimizer."""
-    model = build()
-    engine, *_ = shardwell.initialize(model=model, optimizer=AdamW(model.parameters(), **OPTIONS), config=zero(stage))
-    train(engine, range(1))
-    del model.blocks[2]
-    train(engine, range(1))
-    gc.collect()
-    for number in range(30):
-        model.add_module(f"extra{number}", fresh(lambda: nn.Linear(WIDTH, WIDTH), number))
-    forward = type(model).forward
-
-    def with_extras(self: Net, batch: Tensor) -> Tensor:
-        rows = self.embed(batch)
-        return forward(self, batch) + sum(getattr(self, f"extra{n}")(rows).square().mean() for n in range(30))
-
-    model.forward = with_extras.__get__(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if "extra" in name}
-    train(engine, range(2))
-    after = {name: value for name, value in whole_parameters(model).items() if "extra" in name}
-    return before, after
-
-
-def test_newcomers_train_only_if_the_optimizer_was_given_them(ranks: Ranks) -> None:
-    for by_stage in ranks.run(2, at_all_stages, labels_of_newcomers):
-        for stage, (before, after) in zip(STAGES, by_stage, strict=True):
-            moved = [name for name in before if (before[name] != after[name]).any()]
-            assert len(before) == 60
-            assert not moved, f"stage {stage}: {moved}"
-
-
-def away_and_back(stage: int) -> tuple[Any, Any, Any]:
-    """A block's weights before it leaves the model, after a step without it, and after a step with it again."""
-    model = build()
-    engine, *_ = shardwell.initialize(model=model, optimizer=AdamW(model.parameters(), **OPTIONS), config=zero(stage))
-    train(engine, range(1))
-    before = whole_parameters(model)["blocks.1.up.weight"]
-    block = model.blocks.pop(1)
-    train(engine, range(1))
-    away = block.up.weight.detach().clone()
-    model.blocks.insert(1, block)
-    train(engine, range(1))
-    return before, away, whole_parameters(model)["blocks.1.up.weight"]
-
-
-def test_a_block_that_comes_back_trains_again(ranks: Ranks) -> None:
-    for before, away, after in ranks.run(2, at_all_stages, away_and_back)[0]:
-        assert (before == away).all()
-        assert (away != after).any()
-
-
-# ----------------------------------------------------------------------------------------------------- exact masters
-
-
-def masters_through_contexts(stage: int, how: str, precision: str) -> float:
-    """How far masters are from themselves after nothing was changed."""
-    block = {"bf16": {"enabled": precision == "bf16"}, "fp16": {"enabled": precision == "fp16", "loss_scale": 8.0}}
-    model = build().float()
-    engine, *_ = shardwell.initialize(
-        model=model, optimizer=AdamW(model.parameters(), **OPTIONS), config=zero(stage, **block)
-    )
-    train(engine, range(2))
-    before = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
-    rounded = {name: value.detach().float() for name, value in whole_parameters(model).items()}
-    assert any((before[name] != rounded[name]).any() for name in before)
-    if how == "refit":
-        model.blocks.insert(0, fresh(Block).float())
-        engine.refit()
-        del model.blocks[0]
-        engine.refit()
-    with GatheredParameters(model.parameters(), modifier_rank=0):
-        if how == "nested":
-            with GatheredParameters(model.blocks[1].parameters()):
-                pass
-        elif how == "state dict":
-            engine.state_dict()
-    after = {name: safe_get_full_fp32_param(model.get_parameter(name)) for name in before}
-    return max(float((before[name] - after[name].float()).abs().max()) for name in before)
-
-
-def all_masters(how: str) -> dict[tuple[int, str], float]:
-    cases = [(0, "bf16"), (1, "fp16"), (2, "bf16"), (3, "bf16"), (3, "fp16")]
-    return {(stage, precision): masters_through_contexts(stage, how, precision) for stage, precision in cases}
-
-
-@pytest.mark.parametrize("how", ["once", "nested", "state dict", "refit"])
-def test_looking_at_parameters_leaves_their_masters_alone(ranks: Ranks, how: str) -> None:
-    for case, distance in ranks.run(2, all_masters, how)[0].items():
-        assert distance == 0.0, case
-
-
-# ---------------------------------------------------------------------------------------------------------- deepcopy
-
-
-def copied(stage: int) -> dict[str, Any]:
-    model = build(tied=True)
-    engine, *_ = shardwell.initialize(model=model, optimizer=AdamW(model.parameters(), **OPTIONS), config=zero(stage))
-    train(engine, range(2))
-    with GatheredParameters(model.parameters()):
-        twin = copy.deepcopy(model)
-    whole = whole_parameters(model)
-    same = all(torch.equal(whole[name], parameter) for name, parameter in twin.named_parameters())
-    if dist.get_rank() == 0:  # it is this rank's own: no other one has to take part
-        twin(tokens(0, 1)[0]).backward()
-    train(engine, range(2, 3))
-    return {
-        "ordinary": all(type(p) is nn.Parameter and not hasattr(p, "_shardwell_keeper") for p in twin.parameters()),
-        "same": same,
-        "tied": twin.head.weight is twin.embed.weight,
-        "trained": dist.get_rank() != 0 or all(p.grad is not None for p in twin.parameters()),
-        "engine": engine.global_steps == 3,
-    }
-
-
-def test_a_copy_made_inside_a_context_is_an_ordinary_model(ranks: Ranks) -> None:
-    for by_stage in ranks.run(2, at_all_stages, copied):
-        for stage, answer in zip(STAGES, by_stage, strict=True):
-            assert all(answer.values()), f"stage {stage}: {answer}"

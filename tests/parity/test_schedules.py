@@ -1,0 +1,109 @@
+"""Learning rates over shards are those of a plain optimizer, however the schedule is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as torchs
+
+import shardwell
+from shardwell.config import SCHEDULERS, SchedulerConfig
+from shardwell.optim.schedules import by_name
+from tests.models import zero
+from tests.parity.stepping import build, groups_of, train, train_plainly
+from tests.ranks import Ranks
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda optimizer: torchs.StepLR(optimizer, 2, 0.1),
+    "cosine": lambda optimizer: torchs.CosineAnnealingLR(optimizer, 7),
+    "one cycle": lambda optimizer: torchs.OneCycleLR(optimizer, [0.1, 0.2], total_steps=20),
+    "lambda": lambda optimizer: torchs.LambdaLR(optimizer, [lambda n: 0.9**n, lambda n: 1 / (1 + n)]),
+    "sequence": lambda optimizer: torchs.SequentialLR(
+        optimizer, [torchs.ConstantLR(optimizer, 0.1), torchs.ExponentialLR(optimizer, 0.9)], [3]
+    ),
+}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_max_lr": [0.1, 0.2], "warmup_num_steps": 5},
+    "WarmupDecayLR": {"warmup_num_steps": 3, "total_num_steps": 7},
+    "WarmupCosineLR": {"warmup_num_steps": 3, "total_num_steps": 8, "warmup_type": "linear"},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3, "decay_step_size": 2,
+                 "decay_lr_rate": 0.5},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2},
+}  # fmt: skip
+
+
+def follow(engine: shardwell.Engine) -> list[tuple[Any, ...]]:
+    found = []
+    for _ in range(8):
+        found.append(tuple((group["lr"], tuple(group["betas"])) for group in engine.optimizer.param_groups))
+        train(engine, range(1), torch.float32)
+    return found
+
+
+def rates_by_engine(stage: int) -> dict[str, Any]:
+    found = {}
+    for name, make in SCHEDULES.items():
+        for how in ("callable", "object", "on the engine's optimizer"):
+            model = build(torch.float32)
+            optimizer = torch.optim.AdamW(groups_of(model, 0.01))
+            schedule = {"callable": lambda o, make=make: make(o), "object": None}.get(how)
+            if how == "object":
+                schedule = make(optimizer)
+            engine = shardwell.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=zero(stage))[
+                0
+            ]
+            if how == "on the engine's optimizer":
+                engine.lr_scheduler = make(engine.optimizer)
+            found[name, how] = follow(engine)
+    for name, params in BLOCKS.items():
+        model = build(torch.float32)
+        config = zero(stage, scheduler={"type": name.lower(), "params": params})
+        optimizer = torch.optim.AdamW(groups_of(model, 0.01))
+        initialized = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+        assert initialized.lr_scheduler is initialized.engine.lr_scheduler
+        found[name, "block"] = follow(initialized.engine)
+    return {" ".join(key): value for key, value in found.items()}
+
+
+def plain_rates(make: Callable[[Optimizer], Any]) -> list[tuple[Any, ...]]:
+    model = build(torch.float32)
+    optimizer = torch.optim.AdamW(groups_of(model, 0.01))
+    schedule, found = make(optimizer), []
+    for _ in range(8):
+        found.append(tuple((group["lr"], tuple(group["betas"])) for group in optimizer.param_groups))
+        train_plainly(model, optimizer, range(1))
+        schedule.step()
+    return found
+
+
+def test_schedules_give_the_rates_that_they_give_a_plain_optimizer(ranks: Ranks) -> None:
+    assert set(BLOCKS) == set(SCHEDULERS)
+    expected = {name: plain_rates(make) for name, make in SCHEDULES.items()}
+    for name, params in BLOCKS.items():
+        expected[name] = plain_rates(partial(by_name, SchedulerConfig(type=name, params=params)))
+    for answer in ranks.run(2, rates_by_engine, 1):
+        assert len(answer) == 3 * len(SCHEDULES) + len(BLOCKS)
+        for what, found in answer.items():
+            name = next(name for name in expected if what.startswith(name))
+            assert found == expected[name], what
+
+
+def test_two_schedules_are_an_error() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = zero(1, scheduler={"type": "WarmupLR", "params": {}})
+    with pytest.raises(shardwell.ConfigError, match="two learning-rate schedules"):
+        shardwell.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=torchs.StepLR(optimizer, 1), config=config, device="cpu"
+        )
+
+
+def test_a_schedule_without_an_optimizer_is_an_error() -> None:
+    config = zero(1, scheduler={"type": "WarmupLR", "params": {}})
+    with pytest.raises(shardwell.ConfigError, match="no optimizer"):
+        shardwell.initialize(model=build(), config=config, device="cpu")
