@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
+from shardwell.comm import Kind
 from shardwell.comm.mesh import Mesh
 from shardwell.optim.lamb import Lamb
 from shardwell.unit.gradients import Gradients
@@ -33,7 +34,7 @@ def on_nodes(of: int, function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def on_unlike_nodes(sizes: list[int], by_turns: bool) -> int:
+def on_unlike_nodes(sizes: list[int], by_turns: bool, function: Any, *args: Any) -> Any:
     """Some nodes have more ranks than others, or ranks go round the nodes."""
     rank, first = dist.get_rank(), 0
     for size in sizes:
@@ -42,7 +43,7 @@ def on_unlike_nodes(sizes: list[int], by_turns: bool) -> int:
         first += size
     local = rank % len(sizes) if by_turns else rank - first
     os.environ.update(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(local))
-    return place()
+    return function(*args)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -70,8 +71,40 @@ def place() -> int:
 
 
 @pytest.mark.parametrize(("sizes", "by_turns"), [([4, 2], False), ([2, 2, 2], True), ([1, 5], False)])
-def test_nodes_that_are_not_alike_count_as_one(ranks: Ranks, sizes: list[int], by_turns: bool) -> None:
-    assert ranks.run(6, on_unlike_nodes, sizes, by_turns) == list(range(6))
+def test_nodes_that_are_not_alike_have_no_hops(ranks: Ranks, sizes: list[int], by_turns: bool) -> None:
+    assert ranks.run(6, on_unlike_nodes, sizes, by_turns, place) == list(range(6))
+
+
+def gradient_bytes(block: dict[str, Any]) -> tuple[int, int]:
+    """Ranks of a node, and bytes of gradients that came to this rank."""
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3, zero_optimization=block)).engine
+    for batch in batches(2, 12):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    return engine._context.world.mesh.node_size, engine.traffic().total(Kind.REDUCE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of"), [([2, 1], [2, 2, 2]), ([1, 3], [1, 1, 1, 1]), ([3], [3, 3, 3]), ([1, 1], [1, 1])], ids=str
+)
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"zero_quantized_gradients": True},
+        {"zero_quantized_gradients": "auto"},
+        {"zero_quantized_gradients": True, "zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+    ],
+    ids=["reduces", "auto", "all"],
+)
+def test_all_ranks_of_unlike_nodes_use_one_codec(
+    ranks: Ranks, sizes: list[int], of: list[int], block: dict[str, Any]
+) -> None:
+    found = ranks.run(sum(sizes), on_unlike_nodes, sizes, False, gradient_bytes, block)
+    assert len({size for _, size in found}) == 1
+    assert [ranks_of_a_node for ranks_of_a_node, _ in found] == of or "zero_hpz_partition_size" in block
 
 
 @pytest.mark.parametrize(("size", "of", "has"), [(4, 2, True), (4, 4, False), (4, 1, False), (6, 4, False)])

@@ -38,6 +38,7 @@ class Collectives:
         self.mesh = mesh
         self.agreement: Agreement | None = None
         self.hops: Hops | None = None  # gathers and reduces go through these, if there are several nodes
+        self.leaves_the_machine = False  # some ranks are on other ones
         self.device = device
         self._ledger = ledger
         self._scratch = scratch
@@ -120,7 +121,7 @@ class Collectives:
         """The hops of a reduce, and the codec of each."""
         if self.hops is not None:
             return [(self.hops.inside, inside), (self.hops.across, between)]
-        return [(self, inside if self.mesh.num_inside else between)]
+        return [(self, between if self.leaves_the_machine else inside)]
 
     def move_exchange(self, sent: Tensor, received: Tensor) -> Pending:
         """Each rank gets its part of what every rank sends, as part of what was announced and counted."""
@@ -219,7 +220,7 @@ class Collectives:
         least = self.device.scalar(value, torch.float64)
         self._ledger.count(Kind.CONTROL, *self._hops(2 * 8 * (self.mesh.size - 1)))
         self._guarded(dist.all_reduce, least, dist.ReduceOp.MIN, group=self.mesh.group)
-        return 0.0 if least.is_meta else float(least)
+        return value if least.is_meta else float(least)
 
     def barrier(self, token: str = "barrier") -> None:
         self.sum_scalar(self.device.scalar(0.0), token)

@@ -13,13 +13,12 @@ stand alike lie side by side in a flat buffer, in a slab:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from shardwell.comm.ledger import Kind
-from shardwell.comm.mesh import ranks_here, stands_in_order
+from shardwell.comm.mesh import stands_in_order
 from shardwell.comm.pending import Pending
 from shardwell.memory import Scratch, State
 
@@ -60,14 +59,15 @@ class Hops:
         return first.followed_by(start)
 
 
-def nodes_are_alike(world: Collectives) -> bool:
-    """Whether there are several nodes of equally many ranks, in order. Launchers may differ: the ranks ask each other.
+def ranks_per_node(world: Collectives) -> int:
+    """As the launchers say, which may differ: the ranks ask each other, and all get the same answer.
 
-    Simulated ranks cannot: they move everything in one hop.
+    The last node may have fewer. Where that is not all (other sizes, other orders), each rank counts as a node.
     """
-    mesh = replace(world.mesh, node_size=world.mesh.ranks_here)
-    if mesh.size == 1 or ranks_here(mesh.size) >= mesh.size:
-        return False
-    size = float(mesh.node_size if mesh.has_nodes and stands_in_order(mesh.rank, mesh.node_size) else 0)
-    least, most = world.least(size, "NODES"), -world.least(-size, "NODES")
-    return mesh.has_nodes and least == most == size
+    mesh = world.mesh
+    if mesh.size == 1:
+        return 1
+    most = int(-world.least(-mesh.ranks_here, "NODES"))
+    first = mesh.rank // most * most
+    fits = mesh.ranks_here == min(most, mesh.size - first) and (most == mesh.size or stands_in_order(mesh.rank, most))
+    return most if world.least(float(fits), "NODES") else 1

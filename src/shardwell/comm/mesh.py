@@ -58,15 +58,14 @@ class Mesh:
 
 
 def world_mesh(device: torch.device) -> Mesh:
-    """All ranks of the default process group, or this process alone."""
+    """All ranks of the default process group, as one node, or this process alone."""
     if not dist.is_initialized():
         return Mesh(0, 1, 1, "none")
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = _backend_for(device)
     # gloo gets links of its own: an engine that fails cuts them to wake its peers, and must not cut the user's.
     group = dist.new_group(backend="gloo") if backend == "gloo" and size > 1 else None
-    here = node_size(size)
-    return Mesh(rank, size, here, backend if size > 1 else "none", group, ranks_here=here)
+    return Mesh(rank, size, size, backend if size > 1 else "none", group, ranks_here=ranks_here(size))
 
 
 def node_mesh(world: Mesh) -> Mesh:
@@ -88,7 +87,7 @@ def across_mesh(world: Mesh) -> Mesh:
     mine: Mesh | None = None
     for stand in range(world.node_size):
         ranks = tuple(range(stand, world.size, world.node_size))
-        group = dist.new_group(list(ranks), backend=world.backend)
+        group = dist.new_group(list(ranks), backend=world.backend) if world.backend != "fake" else None
         if world.rank in ranks:
             mine = Mesh(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
     assert mine is not None
@@ -97,7 +96,8 @@ def across_mesh(world: Mesh) -> Mesh:
 
 def ranks_here(world_size: int) -> int:
     """Ranks on this machine, as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return local if 0 < local <= world_size else world_size
 
 
 def stands_in_order(rank: int, node_size: int) -> bool:
@@ -108,12 +108,6 @@ def stands_in_order(rank: int, node_size: int) -> bool:
 def smallest_node(num_ranks: int, ranks_per_node: int) -> int:
     """The ranks of the last node, if they are fewer, else those of any."""
     return num_ranks % ranks_per_node or ranks_per_node if ranks_per_node < num_ranks else num_ranks
-
-
-def node_size(world_size: int) -> int:
-    """Ranks per node, as the launcher says; one node if it says nothing that fits."""
-    local = ranks_here(world_size)
-    return local if 0 < local <= world_size and world_size % local == 0 else world_size
 
 
 def start_process_group(device: torch.device, timeout: timedelta | None = None) -> bool:

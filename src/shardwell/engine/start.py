@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from shardwell import checkpointing
 from shardwell.codec import Codec
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
-from shardwell.comm.hops import Hops, nodes_are_alike
+from shardwell.comm.hops import Hops, ranks_per_node
 from shardwell.comm.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.engine import Engine
@@ -156,20 +156,23 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
 def _context(home: Device, world: Mesh, settings: Config) -> tuple[Context, Ledger, Agreement]:
     account, ledger = Account(), Ledger()
     scratch = Scratch(home, account)
-    asked = settings.zero_optimization.zero_hpz_partition_size
-    mesh = _with_nodes(world, asked) if asked != "auto" and _ranks_per_copy(settings, world.size) else world
-    routes = {Axis.WORLD: Collectives(mesh, home, ledger, scratch)}
+    everyone = Collectives(world, home, ledger, scratch)
+    routes = {Axis.WORLD: everyone}
 
     def cut_links() -> None:
         for route in routes.values():
             route.cut_links()
 
     agreement = Agreement(world, settings.shardwell.divergence_timeout, cut_links)
-    routes[Axis.WORLD].agreement = agreement
-    if nodes_are_alike(routes[Axis.WORLD]):  # by the launcher's count
-        inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(world), across_mesh(world)))
+    everyone.agreement = agreement
+    nodes = replace(world, node_size=ranks_per_node(everyone))
+    everyone.leaves_the_machine = nodes.node_size < nodes.size
+    if nodes.has_nodes:
+        inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(nodes), across_mesh(nodes)))
         inside.agreement = across.agreement = agreement
-        routes[Axis.WORLD].hops = Hops(inside, across, scratch)
+        everyone.hops = Hops(inside, across, scratch)
+    asked = settings.zero_optimization.zero_hpz_partition_size
+    everyone.mesh = _with_nodes(nodes, asked) if asked != "auto" and _ranks_per_copy(settings, world.size) else nodes
     return Context(home, account, scratch, routes), ledger, agreement
 
 
