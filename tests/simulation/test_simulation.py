@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwell
+from shardwell.codec import Codec
 from shardwell.comm import Kind
+from shardwell.comm.ledger import BETWEEN
 from tests.comm.counter import WireCounter
 from tests.models import zero
 from tests.ranks import Ranks
@@ -85,3 +88,35 @@ def test_a_stage_3_step_of_40b_parameters_as_rank_5_of_1024(ranks: Ranks) -> Non
     assert answer["counted"] == answer["payload"] + answer["control"]
     assert abs(answer["memory"] - 12 * answer["numel"] / 1024) < 0.01 * 12 * answer["numel"] / 1024
     assert answer["seconds"] < 30
+
+
+def simulate_nodes(rank: int, num_ranks: int, of: int, block: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of one step as one of the ranks of many nodes, and what its shards hold."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    os.environ.update(LOCAL_WORLD_SIZE=str(of), LOCAL_RANK=str(rank % of))
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    config = zero(3, zero_optimization=block, bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {}})
+    engine = shardwell.initialize(model=model, config=config).engine
+    for _ in range(2):
+        engine.backward(engine(torch.zeros(1, 512, device="meta")).sum())
+        engine.step()
+    found = engine.traffic().received
+    shards = [group.layout.shard_numel for unit in engine._flow.units for group in unit.groups]
+    return {"shards": shards, "between": {kind: found.get((kind, BETWEEN), 0) for kind in (Kind.GATHER, Kind.REDUCE)}}
+
+
+def test_simulated_nodes_get_what_the_formula_of_two_hops_says(ranks: Ranks) -> None:
+    num_ranks, of = 64, 8
+    block = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": of}
+    eight, four = Codec("int8").num_bytes, Codec("int4").num_bytes
+    plain = ranks.run(1, simulate_nodes, 9, num_ranks, of, {})[0]
+    coded = ranks.run(1, simulate_nodes, 9, num_ranks, of, block)[0]
+    others = num_ranks // of - 1
+    assert plain["between"][Kind.GATHER] == 2 * others * sum(2 * s for s in plain["shards"])
+    assert plain["between"][Kind.REDUCE] == others * sum(2 * s for s in plain["shards"])
+    assert coded["between"][Kind.GATHER] == others * sum(eight(s) for s in coded["shards"])
+    assert coded["between"][Kind.REDUCE] == others * sum(four(s) for s in coded["shards"])
