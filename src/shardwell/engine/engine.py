@@ -222,9 +222,9 @@ class Engine(nn.Module):
             self._flow.sync = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._flow.finish()
+        self._flow.end_loans()
         if self.optimizer is not None:
-            self._flow.finish()
-            self._flow.end_loans()
             self.optimizer.zero_grad()
 
     @contextlib.contextmanager

@@ -208,9 +208,13 @@ class Flow:
             self.end_forward()
 
     def end_forward(self) -> None:
-        """The engine's forward is over; if no graph was recorded, so are its loans."""
-        if not self._graph_is_open:
-            self.end_loans()
+        """The engine's forward is over; if no graph was recorded, so are its loans, and what came in vain goes."""
+        if self._graph_is_open:
+            return
+        self.end_loans()
+        for unit in self.units:
+            if unit.residency is Residency.GATHERING and not self._in_model:
+                self.release(unit)
 
     def end_loans(self) -> None:
         """No graph needs what was lent any more."""

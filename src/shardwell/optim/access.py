@@ -71,13 +71,13 @@ class Access:
                 f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
                 "part: use safe_set_full_fp32_param."
             )
+        self._unit.wait()  # a gather on its way would leave a copy
         if self._group.has_second_copy:
             raise ShardwellError(
                 f"of '{self._slot.name}' there is a second copy in each node (zero_hpz_partition_size), and the others "
                 "would not see a change of this rank's part: use safe_set_full_fp32_param, or change it after a step, "
                 "before the next forward."
             )
-        self._unit.wait()
         with self._group.opened_master(changes=True):
             part = self._part(self._group.master)
             if part is not None:

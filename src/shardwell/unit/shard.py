@@ -81,7 +81,9 @@ class Shard:
         second = self.second if keeps else None
         if self._row.rest_codec is not None:
             return self._gather_codes(flat, self._row.rest_codec, second)
-        if second is not None and second.is_there and (codec is not None or self._row.gather_codec is None):
+        if self._row.gather_codec is not None and codec is None:
+            second = None  # the copy is one of codes, and somebody wants the numbers
+        if second is not None and second.is_there:
             flat.grow()
             return second.gather(flat.tensor)
         world, lane = self._context.world, self._context.device.gathers
