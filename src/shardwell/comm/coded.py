@@ -90,7 +90,7 @@ def reduce(
 ) -> Pending:
     """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
 
-    `lost` (fp32, 1D) is what the codes of the last hop did not say last time: they say it now.
+    `lost` (1D) is what the codes of the last hop did not say last time: they say it now.
     """
     (comm, codec), *rest = path
     rows = flat.view(comm.mesh.size, -1)
@@ -139,11 +139,12 @@ def num_lost(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int:
 
 def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: Scratch) -> None:
     """Encode rows and what was lost before; what is lost now is kept. Numbers that are not finite leave no trace."""
-    lost.add_(rows)
-    codec.encode(lost, codes)
-    said = scratch.take(rows.numel(), torch.float32, State.STAGING, _STAGING)
+    total, said = (scratch.take(rows.numel(), torch.float32, State.STAGING, _STAGING) for _ in range(2))
+    total.view_as(rows).copy_(rows).add_(lost)
+    codec.encode(total.view_as(rows), codes)
     codec.decode(codes, said.view_as(rows))
-    lost.sub_(said.view_as(rows)).nan_to_num_(0.0, 0.0, 0.0)
+    lost.copy_(total.sub_(said).nan_to_num_(0.0, 0.0, 0.0).view_as(rows))
+    scratch.give(total)
     scratch.give(said)
 
 

@@ -224,6 +224,8 @@ class Checkpoints:
         self._agree(problem)
         engine._flow.end_loans()
         engine.zero_grad()
+        for group in (group for unit in engine._flow.units for group in unit.trainable):
+            group.gradients.free()
         loading.apply()
         return {**source.values, **decoded}
 

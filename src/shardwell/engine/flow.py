@@ -20,6 +20,7 @@ from shardwell.engine.order import Order
 from shardwell.engine.trace import Action, Event, Trace
 from shardwell.errors import BackwardError
 from shardwell.memory.pages import Pages
+from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Group, Residency, Unit
 from shardwell.unit.table import ReduceAt
 from shardwell.unit.unit import Arrival
@@ -60,7 +61,7 @@ class Flow:
         self.trace: Trace | None = None
         self.gradients_reduced: Callable[[Unit, bool], None] | None = None  # whom to tell, and whether at the boundary
         self._in_model = False  # the engine's forward runs
-        self.needs_scale = False  # gradients must carry a loss scale
+        self.loss_scale: LossScale = NoScale()  # that gradients must carry
         self.has_met_scale = False  # some have, since the last forward
         self._kept_back = False  # some gradients of this boundary were
         self._tasks: set[int] = set()
@@ -258,7 +259,7 @@ class Flow:
         grad = parameter.grad
         if grad is None:
             return
-        if self.needs_scale and not self.has_met_scale:
+        if self.loss_scale.is_on and not self.has_met_scale:
             raise BackwardError(
                 "these gradients did not come through the model's outputs as the engine returned them, so they lack "
                 "the fp16 loss scale: an output was changed in place, or returned in a container that shardwell does "
@@ -309,7 +310,12 @@ class Flow:
         self.note(Action.REDUCE, unit)
         accumulates = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.MICRO_STEP
         with torch.no_grad(), record_function(f"shardwell::REDUCE {unit.name}"):
-            group.gradients.reduce(self._scale, stays=self._adds_up(group), accumulates=accumulates)
+            group.gradients.reduce(
+                self._scale,
+                stays=self._adds_up(group),
+                accumulates=accumulates,
+                loss_scale=self.loss_scale.value,
+            )
         self._reducing[group] = self.is_boundary and self.sync
 
     def _reduced_before(self, group: Group) -> list[Group]:

@@ -103,7 +103,7 @@ def initialize(
     if world.rank == 0 and (offload.commits or settings.shardwell.placement == "auto"):
         logging.getLogger("shardwell").info("%s", offload)
     engine._scale = _loss_scale(settings)
-    flow.needs_scale = engine._scale.is_on
+    flow.loss_scale = engine._scale
     checkpointing.follow(settings, model)
     if recipe is not None:
         engine.optimizer = _optimizer(recipe, engine, flow, context)

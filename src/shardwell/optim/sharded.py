@@ -157,6 +157,7 @@ class ShardedOptimizer(Optimizer):
             for group in unit.trainable:
                 group.gradients.settle()
                 group.forget_second_copy()  # of all: what was updated ahead of a step that fails may differ by rank
+        was_used: bool | Tensor = False
         try:
             self._hear_verdict()
             norm = self._raw_norm = self._global_norm(self._units, self._norms_of)
@@ -175,8 +176,10 @@ class ShardedOptimizer(Optimizer):
                     self._update([unit for unit in chunk if unit.index not in done], clip)
                     for unit in chunk:
                         self._after_update(unit, self._arrival(unit))
+            # Where the kernels were told on the device, so are others.
+            was_used = may_step if self._verdict is None else torch.isfinite(norm)
         finally:
-            self.zero_grad()
+            self._forget_gradients(was_used)
         if self.scale.is_on:
             self.scale.update(self.overflow)
         self.count_states()
@@ -304,12 +307,15 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary."""
+        self._forget_gradients(False)
+
+    def _forget_gradients(self, was_used: bool | Tensor) -> None:
         if self._offloaded is not None:
             self._offloaded.forget_gradients()
         self._ahead.forget_gradients()
         for unit in self._units:
             for group in unit.trainable:
-                group.gradients.clear()
+                group.gradients.clear(was_used)
 
     def global_norm(self) -> Tensor | None:
         """The norm of the whole averaged gradient at the last step, before clipping."""

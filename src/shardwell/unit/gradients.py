@@ -20,7 +20,8 @@ from shardwell.comm import Collectives, Kind, Pending
 from shardwell.errors import ShardwellError
 from shardwell.layout import Layout
 from shardwell.memory import Scratch, State
-from shardwell.unit.table import Precision, Row
+from shardwell.unit.lost import Lost
+from shardwell.unit.table import Commit, Precision, Row
 
 
 class GradState(enum.Enum):
@@ -61,7 +62,8 @@ class Gradients:
         self._scale = 1.0  # what the reduce has to multiply by
         self._pending: Pending | None = None  # a reduce
         self._publishing: Pending | None = None  # its second half, on rows that keep gradients whole
-        self._lost: Tensor | None = None  # in codes, and not said yet
+        self._lost: Lost | None = None  # in codes, and not said yet
+        self._loss_scale = 1.0  # that the gradients of this step carry
 
     def move(self, state: GradState) -> None:
         assert state in _ALLOWED[self.state], f"gradients of {self._name} cannot go from {self.state} to {state}"
@@ -124,8 +126,9 @@ class Gradients:
             self._flat = self._scratch.take(self._layout.padded, dtype, State.GRADIENTS, self._unit)
         return not adopt
 
-    def reduce(self, scale: float, *, stays: bool, accumulates: bool) -> None:
+    def reduce(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
         """Start averaging what is in the flat buffer (nothing counts as zeros) into `result`."""
+        self._loss_scale = loss_scale
         self.settle()
         if self.state is not GradState.PARTIAL:
             self._open(None, scale, stays)
@@ -189,15 +192,15 @@ class Gradients:
     def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Pending:
         token, codecs = f"REDUCE {self._name}", self._row.reduce_codecs
         if codecs is not None and self._row.feedback and self._lost is None:
-            num_lost = self._comm.num_lost(flat.numel(), codecs)
-            self._lost = self._scratch.take(num_lost, torch.float32, State.GRADIENTS, self._unit).zero_()
-        return self._comm.reduce(flat, into, self._scale, accumulate, token, codecs, lost=self._lost)
+            self._lost = Lost(self._comm.num_lost(flat.numel(), codecs), self._unit, self._scratch)
+        lost = self._lost.joining(self._scale / self._loss_scale) if self._lost is not None else None
+        return self._comm.reduce(flat, into, self._scale, accumulate, token, codecs, lost=lost)
 
     def free(self) -> None:
-        """Forget everything, for good."""
+        """Forget everything, also what codes did not say."""
         self.clear()
         if self._lost is not None:
-            self._scratch.give(self._lost)
+            self._lost.free()
             self._lost = None
 
     def _result_dtype(self, flat: Tensor) -> torch.dtype:
@@ -257,9 +260,11 @@ class Gradients:
             publishing, self._publishing = self._publishing, None
             publishing.wait()
 
-    def clear(self) -> None:
-        """Forget everything, also a reduce that nobody will read."""
+    def clear(self, was_used: bool | Tensor = False) -> None:
+        """Forget everything, also a reduce that nobody will read. `was_used`: they were applied."""
         self.settle()
+        if self._lost is not None:
+            self._lost.end_step(was_used if self._row.commit is not Commit.AT_ONCE else True)
         self.seen = [False] * len(self.seen)
         self._drop_result()
         if self._flat is not None:
