@@ -16,10 +16,12 @@ from shardwell.comm.ledger import BETWEEN, INSIDE, Kind
 from shardwell.config import load
 from shardwell.memory import State
 from shardwell.utils import safe_get_full_fp32_param
+from tests.comm.counter import WireCounter
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.ranks import Ranks
 
-ON = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+WEIGHTS, GRADIENTS, COPIES = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
+ON = {WEIGHTS: True, GRADIENTS: True}
 
 
 def as_nodes(of: int) -> None:
@@ -142,10 +144,13 @@ def test_feedback_forgets_what_is_not_finite(ranks: Ranks) -> None:
 # -------------------------------------------------------------------------------------------------------- the engine
 
 
-def traffic(of: int, block: dict[str, Any]) -> dict[str, Any]:
+def traffic(of: int, block: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     as_nodes(of)
-    engine = engine_with({**block, "stage3_param_persistence_threshold": 0}, bf16=True)
-    train(engine, 2)
+    engine = engine_with({**block, "stage3_param_persistence_threshold": 0}, **others)
+    train(engine, 1)
+    with WireCounter(dist.get_rank(), dist.get_world_size()) as counter:
+        train(engine, 1)
+    assert sum(counter.received.values()) == engine.traffic().total(*Kind)
     received = engine.traffic().received
     shards = [g.layout.shard_numel for unit in engine._flow.units for g in unit.groups]
     kinds, hops = (Kind.GATHER, Kind.REDUCE), (INSIDE, BETWEEN)
@@ -153,16 +158,31 @@ def traffic(of: int, block: dict[str, Any]) -> dict[str, Any]:
     return {**found, "shards": shards}
 
 
-@pytest.mark.parametrize("on", [("zero_quantized_weights",), ("zero_quantized_gradients",), tuple(ON)], ids="+".join)
-def test_bytes_are_those_of_the_codes(ranks: Ranks, on: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("copies", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("on", [(), (WEIGHTS,), (GRADIENTS,), (WEIGHTS, GRADIENTS)], ids=lambda on: "+".join(on) or "-")
+def test_bytes_are_those_of_the_codes(ranks: Ranks, on: tuple[str, ...], copies: bool) -> None:
     eight, four = Codec("int8").num_bytes, Codec("int4").num_bytes
-    weights, gradients = ("zero_quantized_weights" in on), ("zero_quantized_gradients" in on)
-    for found in ranks.run(4, traffic, 2, dict.fromkeys(on, True)):
-        gathered = [eight(s) if weights else 2 * s for s in found["shards"]]
-        assert found["gather between"] == sum(2 * size for size in gathered)  # for forward and backward
-        assert found["gather inside"] == sum(2 * 2 * size for size in gathered)
-        assert found["reduce inside"] == sum(eight(2 * s) if gradients else 4 * s for s in found["shards"])
-        assert found["reduce between"] == sum(four(s) if gradients else 2 * s for s in found["shards"])
+    block = {**dict.fromkeys(on, True), **({COPIES: 2} if copies else {})}
+    for found in ranks.run(4, traffic, 2, block, {"bf16": True}):
+        gathered = [eight(s) if WEIGHTS in on else 2 * s for s in found["shards"]]
+        whole_in_the_node = sum(2 * 2 * s for s in found["shards"])  # a half of it, in 16 bits
+        times = 1 if copies else 2  # for forward and backward, or for forward alone
+        assert found["gather between"] == times * sum(gathered)
+        assert found["gather inside"] == times * sum(2 * size for size in gathered) + copies * whole_in_the_node
+        assert found["reduce inside"] == sum(eight(2 * s) if GRADIENTS in on else 4 * s for s in found["shards"])
+        assert found["reduce between"] == sum(four(s) if GRADIENTS in on else 2 * s for s in found["shards"])
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_codes_are_made_of_what_would_travel(ranks: Ranks, precision: str, wire: str) -> None:
+    """`communication_data_type` is what gradients are rounded to before they are encoded."""
+    others: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": {"enabled": True}}}[precision]
+    block = {**ON, COPIES: 2}
+    eight, four = Codec("int8").num_bytes, Codec("int4").num_bytes
+    for found in ranks.run(4, traffic, 2, block, {**others, "communication_data_type": wire}):
+        assert found["reduce inside"] == sum(eight(2 * s) for s in found["shards"])
+        assert found["reduce between"] == sum(four(s) for s in found["shards"])
 
 
 def story(of: int, block: dict[str, Any], stage: int) -> dict[str, Any]:

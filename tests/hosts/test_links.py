@@ -32,10 +32,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 @needs_hosts
 def test_the_ledger_between_nodes_agrees_with_what_crossed_the_link(report: dict[str, Any]) -> None:
-    assert {(point["variant"], point["mbit"]) for point in report["points"]} >= {
-        ("shardwell3", None),
-        ("shardwell3", 40),
-    }
     for point in report["points"]:
         for way in ("there", "back"):
             assert point["ledger"] / 2 < point[way] < OVERHEAD * point["ledger"] / 2 + HEADERS
@@ -53,11 +49,20 @@ def test_stage_3_moves_its_parameters_one_and_a_half_times_in_each_direction(rep
 
 @pytest.mark.slow
 @needs_hosts
-def test_every_variant_is_measured_or_says_why_not(report: dict[str, Any]) -> None:
-    measured = {point["variant"] for point in report["points"]}
-    assert measured | report["errors"].keys() == {"shardwell3", "zero++"}
-    assert not measured & report["errors"].keys()
-    assert all("zero_optimization." in error for error in report["errors"].values())
+def test_zero_plus_plus_moves_eight_bits_for_parameters_and_four_for_gradients(report: dict[str, Any]) -> None:
+    """Once in a step each, half of them in each direction."""
+    codes = TINY.num_parameters * (1 + 1 / 2)
+    for point in report["points"]:
+        if point["variant"] == "zero++":
+            assert codes <= point["ledger"] < codes * 1.03  # scales, padding, norms
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_every_variant_is_measured(report: dict[str, Any]) -> None:
+    measured = {(point["variant"], point["mbit"]) for point in report["points"]}
+    assert measured == {(variant, mbit) for variant in ("shardwell3", "zero++") for mbit in (None, 40)}
+    assert report["errors"] == {}
     assert report["limiter"] in ("tbf", "htb", "netem")
 
 
