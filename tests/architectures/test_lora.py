@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,22 @@ def test_adapters_train_as_they_do_plainly(ranks: Ranks, kind: str) -> None:
             for key, before in model.named_parameters():
                 moved = bool((torch.as_tensor(parameters[key]) != before).any())
                 assert moved == before.requires_grad, f"{how}: {key}"
+
+
+def below(kind: str, deeper: dict[str, Any]) -> tuple[Run, list[str]]:
+    """Trained with parameters and state below the device; and where the frozen weights rest."""
+    engine = zoo.make_engine(adapted(kind), 3, zero_optimization=deeper)
+    frozen = [group for unit in engine._flow.units for group in unit.groups if not group.trainable]
+    return zoo.train(engine, base_of(kind)), sorted({group.row.parameters.tier.value for group in frozen})
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_adapters_train_with_frozen_weights_below_the_device(ranks: Ranks, tmp_path: Path, device: str) -> None:
+    place = {"device": device, "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    state = {"device": "cpu"}  # on disk it is stepped by kernels, which know no fp64
+    answers = ranks.run(2, below, "lora", {"offload_param": place, "offload_optimizer": state})
+    zoo.check([run for run, _ in answers], plain("lora"))
+    assert [tiers for _, tiers in answers] == [["host" if device == "cpu" else "disk"]] * 2
 
 
 # -------------------------------------------------------------------------------------------------------- memory

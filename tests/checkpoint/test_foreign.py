@@ -18,6 +18,7 @@ import shardwell
 from shardwell.checkpoint.files import Reader
 from shardwell.checkpoint.sources import SafetensorsSource
 from shardwell.errors import CheckpointError
+from shardwell.memory import Tier
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.checkpoint.deepspeed_cases import FOLDER
 from tests.models import batches, whole_parameters, zero
@@ -34,8 +35,10 @@ def build(kind: str) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**GPT2))
 
 
-def load_slices(kind: str, stage: int, path: str, config: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """Whole masters after loading; the bytes that this rank read, and the elements that it holds."""
+def load_slices(
+    kind: str, stage: int, path: str, config: dict[str, Any]
+) -> tuple[dict[str, Any], int, int, dict[str, int]]:
+    """Whole masters after loading; bytes that this rank read, elements that it holds, and bytes at rest by tier."""
     read: list[int] = []
     close = SafetensorsSource.close
     SafetensorsSource.close = lambda self: (read.append(self.bytes_read), close(self))[1]  # type: ignore[method-assign]
@@ -50,8 +53,9 @@ def load_slices(kind: str, stage: int, path: str, config: dict[str, Any]) -> tup
         SafetensorsSource.close = close  # type: ignore[method-assign]
     groups = [group for unit in engine._flow.units for group in unit.groups]
     own = sum(piece.numel for group in groups for run, _ in group.runs for piece in run.pieces)
+    rest = {tier.value: sum(size for (_, _, t), size in engine.memory().now.items() if t is tier) for tier in Tier}
     masters = {name: safe_get_full_fp32_param(p).float() for name, p in model.named_parameters()}
-    return masters, read[0], own
+    return masters, read[0], own, rest
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -64,12 +68,29 @@ def test_a_hugging_face_model_comes_straight_into_shards(
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     total = 0
-    for masters, num_bytes, own in ranks.run(2, load_slices, kind, stage, str(tmp_path), config):
+    for masters, num_bytes, own, _ in ranks.run(2, load_slices, kind, stage, str(tmp_path), config):
         for name, parameter in model.named_parameters():
             assert torch.equal(torch.as_tensor(masters[name]), parameter.detach().float()), name
         assert num_bytes == 2 * own  # bf16 in the files
         total += own
     assert total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_hugging_face_model_comes_straight_to_its_tier(ranks: Ranks, tmp_path: Path, device: str) -> None:
+    torch.manual_seed(1)
+    model = build("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "drive").mkdir()
+    place = {"device": device, "nvme_path": str(tmp_path / "drive")}
+    block = {"offload_param": {**place, "max_in_cpu": 0}, "offload_optimizer": place}
+    config = {"bf16": {"enabled": True}, "zero_optimization": block}
+    for masters, num_bytes, own, rest in ranks.run(2, load_slices, "llama", 3, str(tmp_path / "model"), config):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(torch.as_tensor(masters[name]), parameter.detach().float()), name
+        assert num_bytes == 2 * own
+        assert rest["device"] == 0
+        assert rest["host" if device == "cpu" else "disk"] >= 2 * own
 
 
 def test_what_was_trained_goes_back_to_transformers(tmp_path: Path) -> None:

@@ -69,22 +69,24 @@ def quickly() -> None:
 
 
 def check_same_bits(ranks: Ranks, case: Case, stage: int, *paths: Path) -> None:
-    below, deeper = ranks.run(2, run_all, [case, disk_case(case, *paths)], stage)[0]
-    for name, value in below.items():
-        assert (deeper[name] == value).all(), name
+    above = replace(case, config={**case.config, "zero_optimization": {}})
+    cases = [above, case, disk_case(case, *paths)] if stage == 0 else [case, disk_case(case, *paths)]
+    first, *others = ranks.run(2, run_all, cases, stage)[0]
+    for name, value in first.items():
+        assert all((other[name] == value).all() for other in others), name
     assert [os.listdir(path) for path in paths] == [[] for _ in paths]
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("commit", ["at_once", "after_norm", "shadow"])
 def test_state_on_disk_gives_the_bits_of_state_on_the_host(
     ranks: Ranks, tmp_path: Path, stage: int, commit: str
 ) -> None:
     clip = 0.0 if commit == "at_once" else 0.8
-    case = host_case(commit, clip=clip, accumulation=stage, groups=True, steps=4)
+    case = host_case(commit, clip=clip, accumulation=max(1, stage), groups=True, steps=4)
     check_same_bits(ranks, case, stage, tmp_path / "one", tmp_path / "two")
 
 
@@ -92,6 +94,13 @@ def test_state_on_disk_gives_the_bits_of_state_on_the_host(
 def test_other_precisions_and_8_bit_moments_too(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     case = host_case("auto", precision, moments="8bit", groups=True, steps=4)
     check_same_bits(ranks, case, 3, tmp_path)
+
+
+@pytest.mark.parametrize("power", [24, 10], ids=["all steps", "some steps"])
+def test_steps_that_overflow_are_left_out_with_what_was_read_ahead(ranks: Ranks, tmp_path: Path, power: int) -> None:
+    case = host_case("auto", "fp16", groups=True, steps=6)
+    fp16 = {"enabled": True, "initial_scale_power": power, "loss_scale_window": 1, "hysteresis": 1}
+    check_same_bits(ranks, replace(case, config={**case.config, "fp16": fp16}), 3, tmp_path)
 
 
 def test_small_parameters_of_a_unit_may_stay_on_the_device(ranks: Ranks, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_half_precision_clipped_or_not_is_within_ulps(ranks: Ranks, precision: s
 
 
 @pytest.mark.parametrize(("num_ranks", "accumulation"), [(1, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_in_fp32_follows_plain_pytorch(ranks: Ranks, stage: int, num_ranks: int, accumulation: int) -> None:
     options = {"lr": 1e-2, "momentum": 0.9}
     case = host_case("auto", "fp32", optimizer="SGD", options=options, steps=12, accumulation=accumulation)
@@ -119,7 +119,7 @@ def test_training_in_fp32_follows_plain_pytorch(ranks: Ranks, stage: int, num_ra
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e-4, 1.2], ids=["never", "always", "hard", "sometimes"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: float) -> None:
     policies = ["after_norm", "shadow"] + (["at_once"] if clip == 0.0 else [])
     cases = [host_case(policy, clip=clip, accumulation=2, groups=True, steps=5) for policy in policies]

@@ -271,6 +271,9 @@ class ShardedOptimizer(Optimizer):
             self._offloaded.host.descent.add_up(unit)
         if not at_boundary:
             return
+        for group in unit.trainable:
+            if self._offloaded is not None or group.row.commit is not Commit.AFTER_NORM:
+                group.gradients.settle()  # where gradients are whole their second half is still on its way
         is_complete = all(all(group.gradients.seen) for group in unit.trainable)
         if self._offloaded is not None:
             self._offloaded.take(unit, is_complete=is_complete)
