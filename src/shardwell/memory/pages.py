@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardwell.memory.chest import Chest
-from shardwell.memory.device import Mark
+from shardwell.memory.device import All, Mark, Passing
 from shardwell.memory.disk import DiskTier, Transfer
 from shardwell.memory.mail import Aligned, Slots
 
@@ -72,13 +72,13 @@ class Page:
             for transfer in reads:
                 transfer.wait()
         except BaseException:
-            self._pages.slots.give(slot, Mark())
+            self.give(slot, All(reads))
             raise
         finally:
             self.chest.put_back(changed=False)
         return slot
 
-    def give(self, slot: Tensor, after: Mark) -> None:
+    def give(self, slot: Tensor, after: Passing) -> None:
         """What was read is needed no more after the mark."""
         self._pages.slots.give(slot, after)
 
@@ -90,4 +90,4 @@ class Page:
             for transfer in reads:
                 transfer.synchronize()
             self.chest.put_back(changed=False)
-            self._pages.slots.give(slot, Mark())
+            self.give(slot, All(reads))

@@ -124,8 +124,10 @@ class Shard:
             yield self.tensor
             return
         slot = self.page.read()
-        yield slot[: self._buffer.nbytes].view(self.tensor.dtype)
-        self.page.give(slot, self._context.device.gathers.mark())
+        try:
+            yield slot[: self._buffer.nbytes].view(self.tensor.dtype)
+        finally:
+            self.page.give(slot, self._context.device.gathers.mark())
 
     def expect(self) -> None:
         """It will be gathered soon: begin to read what rests on disk."""
