@@ -20,9 +20,12 @@ import pytest
 import torch
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import disk, disk_file
+from shardwell.memory import Account, Device, Mark, disk, disk_file
+from shardwell.memory.chest import Chest
 from shardwell.memory.disk import DiskTier, aligned
 from shardwell.memory.disk_file import file_system, free_bytes
+from shardwell.memory.mail import Aligned
+from shardwell.memory.pages import Page, Pages
 from shardwell.native.io import SECTOR
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
@@ -229,6 +232,45 @@ def test_a_drive_that_stops_answering_is_an_error(tmp_path: Path, monkeypatch: p
     del tier, transfer, memory
     gc.collect()
     assert alive() is not None  # the drive may still write to it
+
+
+@pytest.mark.parametrize("ends", ["read", "forget"])
+def test_a_slot_that_a_drive_may_still_write_to_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    queue = Stuck()
+    monkeypatch.setattr(disk, "open_queue", lambda *_: queue)
+    with DiskTier([tmp_path], settings(patience=0.1)) as tier:
+        pages = Pages(tier, Aligned(Device("cpu"), Account()), 2)
+        page = Page(pages, Chest(tier, Account(), "unit"))
+        queue.is_done = True
+        page.chest.keep([torch.randn(100)])
+        slot = pages.slots.take(SECTOR)
+        pages.slots.give(slot, Mark())
+        queue.is_done = False
+        if ends == "read":
+            with pytest.raises(ShardwellError, match="has not ended"):
+                page.read()
+        else:
+            page.expect()
+            page.forget()
+        assert pages.slots.take(SECTOR).data_ptr() != slot.data_ptr()
+        queue.is_done = True
+
+
+def test_errors_are_told_before_they_go_up(tmp_path: Path) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        told: list[ShardwellError] = []
+        tier.tell = told.append
+        extent = tier.allocate(BLOCK)
+        tier.write(extent, 0, noise(BLOCK)).wait()
+        assert not told
+        replace(tier, "/proc/self/mem")
+        with pytest.raises(ShardwellError, match="Input/output error") as read:
+            tier.read(extent, 0, aligned(BLOCK)).wait()
+        with pytest.raises(ShardwellError, match="No space left") as allocated:
+            tier.allocate(2 * (free_bytes(tmp_path) or 0))
+        assert told == [read.value, allocated.value]
 
 
 def test_waiting_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

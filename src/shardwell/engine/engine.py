@@ -28,12 +28,13 @@ from shardwell.engine.precision import dtype_of, mixed_dtype
 from shardwell.engine.refit import Builder, refit
 from shardwell.engine.room import room_for_frozen
 from shardwell.engine.trace import Trace
-from shardwell.errors import BackwardError, NonFiniteError, PeerError, ShardwellError
+from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.access import Access
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Context, guard
+from shardwell.unit.opened import GatheredParameters
 
 _carried = SimpleNamespace(scale=1.0)  # the loss scale of the running backward's gradients outside of models
 
@@ -92,7 +93,7 @@ class Engine(nn.Module):
         if self._scale.is_on and torch.is_grad_enabled():
             args, kwargs = map_tensors((args, kwargs), self._unscale_input)
         args, kwargs = moved((args, kwargs), self.device, self._compute_dtype)
-        with self._failing_together("forward"), self._autocast(), self._flow.running():
+        with self._context.failing_together("forward"), self._autocast(), self._flow.running():
             output = self.module(*args, **kwargs)
         if self._scale.is_on and torch.is_grad_enabled():
             output = map_tensors(output, self._scale_output)
@@ -149,7 +150,7 @@ class Engine(nn.Module):
         before, _carried.scale = _carried.scale, self._scale.value
         self._flow.has_met_scale = True
         try:
-            with self._failing_together("backward"):
+            with self._context.failing_together("backward"):
                 scaled = loss.float() * self._scale.value if self._scale.is_on else loss
                 scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         finally:
@@ -173,7 +174,7 @@ class Engine(nn.Module):
             self._flow.end_loans()
             return
         try:
-            with self._failing_together("step"):
+            with self._context.failing_together("step"):
                 self.optimizer.step()
         finally:
             self._flow.end_loans()
@@ -226,17 +227,6 @@ class Engine(nn.Module):
         self._flow.end_loans()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-
-    @contextlib.contextmanager
-    def _failing_together(self, where: str) -> Iterator[None]:
-        """An error on this rank would leave the others waiting: tell them before it goes up."""
-        try:
-            yield
-        except (PeerError, NonFiniteError):  # all ranks get these together
-            raise
-        except Exception as error:
-            self._agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
-            raise
 
     # ------------------------------------------------------------------------------------------------- readings
 
@@ -345,7 +335,7 @@ class Engine(nn.Module):
     def _refit(self, *, keep_frozen_state: bool) -> None:
         self._flow.finish()
         self._flow.end_loans()
-        with self._failing_together("refit"):
+        with self._context.failing_together("refit"):
             units = refit(list(self._flow.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
             _remove(self._handles.pop(unit))
@@ -367,11 +357,9 @@ class Engine(nn.Module):
         keeps = not rank0_only or self.global_rank == 0
         whole: dict[int, Tensor] = {}
         for unit in self._flow.units:
-            unit.open()
-            if keeps:
-                for group in unit.groups:
+            with GatheredParameters(parameter for group in unit.groups for parameter in group.parameters):
+                for group in unit.groups if keeps else ():
                     whole.update({id(p): p.detach().to("cpu", copy=True) for p in group.parameters})
-            unit.close(None)
         if not keeps:
             return {}
         return {key: whole[id(value)] if id(value) in whole else _on_host(value) for key, value in found.items()}

@@ -214,6 +214,8 @@ def _with_nodes(world: Mesh, ranks_per_node: int) -> Mesh:
 def _with_disk(context: Context, settings: Config) -> Context:
     """With the drives that something rests on, and what passes through host memory from there."""
     disk = None if context.device.is_virtual else open_disk(settings)
+    if disk is not None and context.world.agreement is not None:
+        disk.tell = context.world.agreement.fail  # what a rank cannot bring, its peers would wait for
     block = settings.zero_optimization.offload_param
     if disk is None or block.device != "nvme":
         return replace(context, disk=disk)

@@ -7,12 +7,13 @@ is still being written waits for the ticket first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ from shardwell.memory.disk_queue import Choice, DiskSettings, aligned, check, ch
 from shardwell.native.io import SECTOR, Outcome, Part, Queue, Request
 
 __all__ = ["DiskSettings", "DiskTier", "Extent", "Transfer", "aligned"]
+
+Tell = Callable[[ShardwellError], object]
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,15 @@ class Transfer:
     """A read or write on its way. The memory must not be touched until it is done."""
 
     def __init__(
-        self, request: Request, extent: Extent, memory: Tensor, about: tuple[bool, list[Part], tuple[Path, ...], float]
+        self,
+        request: Request,
+        extent: Extent,
+        memory: Tensor,
+        about: tuple[bool, list[Part], tuple[Path, ...], float],
+        tell: Tell | None,
     ) -> None:
         self.extent = extent
+        self._tell = tell
         self._about = about  # what `check` needs to tell what went wrong
         self._memory: Tensor | None = memory  # stays alive as long as the drives work on it
         self._request: Request | None = request
@@ -88,7 +97,8 @@ class Transfer:
     def wait(self) -> None:
         """Block until it is done; raises a ShardwellError if it failed, or if the drives have stopped answering."""
         self.end()
-        check(self._outcome or Outcome(False, 0), *self._about)
+        with _told(self._tell):
+            check(self._outcome or Outcome(False, 0), *self._about)
 
     def end(self) -> bool:
         """Block until it is done, well or not; False if the drives have stopped answering."""
@@ -110,6 +120,7 @@ class DiskTier:
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], settings: DiskSettings | None = None) -> None:
         self.settings = settings or DiskSettings()
+        self.tell: Tell | None = None  # whom to tell of errors before they go up, on any thread
         self.paths = tuple(Path(path) for path in paths)
         if not self.paths:
             raise ShardwellError("the disk tier has no path; name a directory on a local drive")
@@ -148,9 +159,10 @@ class DiskTier:
             order = sorted(range(len(self._files)), key=lambda lane: self._files[lane].size)
             regions: list[Region] = []
             try:
-                for place, lane in enumerate(order):
-                    size = _share(num_bytes, stripe, place, len(order))
-                    regions.append(Region(lane, self._files[lane].take(size) if size else 0, size))
+                with _told(self.tell):
+                    for place, lane in enumerate(order):
+                        size = _share(num_bytes, stripe, place, len(order))
+                        regions.append(Region(lane, self._files[lane].take(size) if size else 0, size))
             except ShardwellError:
                 self._give(regions)
                 raise
@@ -202,7 +214,7 @@ class DiskTier:
                 for lane, offset, at, length in extent.places(start, size)
             ]
             about = is_write, parts, self.paths, self.settings.patience
-            transfer = Transfer(self._queue.submit(is_write, parts, urgent=urgent), extent, memory, about)
+            transfer = Transfer(self._queue.submit(is_write, parts, urgent=urgent), extent, memory, about, self.tell)
             while self._pending and self._pending[0].is_done:
                 self._pending.popleft()
             self._pending.append(transfer)
@@ -220,6 +232,16 @@ class DiskTier:
         self._check_open()
         if extent not in self._extents:
             raise ShardwellError(f"an extent of {human(extent.num_bytes)} is not one of this tier's, or was freed")
+
+
+@contextlib.contextmanager
+def _told(tell: Tell | None) -> Iterator[None]:
+    try:
+        yield
+    except ShardwellError as error:
+        if tell is not None:
+            tell(error)
+        raise
 
 
 def _share(num_bytes: int, stripe: int, place: int, num_places: int) -> int:

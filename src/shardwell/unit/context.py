@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwell.comm import Axis, Collectives
+from shardwell.errors import NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import Account, Device, Scratch
 from shardwell.memory.disk import DiskTier
 from shardwell.memory.pages import Pages
@@ -24,6 +27,18 @@ class Context:
     @property
     def world(self) -> Collectives:
         return self.comm[Axis.WORLD]
+
+    @contextlib.contextmanager
+    def failing_together(self, where: str) -> Iterator[None]:
+        """An error on this rank would leave the others waiting: tell them before it goes up."""
+        try:
+            yield
+        except (PeerError, NonFiniteError):  # all ranks get these together
+            raise
+        except Exception as error:
+            if self.world.agreement is not None:
+                self.world.agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
+            raise
 
     def close(self) -> None:
         """Give drives and connections back."""

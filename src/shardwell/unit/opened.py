@@ -34,12 +34,16 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         self._modifier_rank = modifier_rank
 
     def __enter__(self) -> GatheredParameters:
-        for keeper in self._keepers:
-            keeper.open()
+        with contextlib.ExitStack() as undo:
+            for keeper in self._keepers:
+                keeper.open()
+                undo.callback(keeper.close, None)
+            undo.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for keeper in self._keepers:
-            keeper.close(self._modifier_rank)
+        with contextlib.ExitStack() as stack:  # all of them, also if one fails
+            for keeper in reversed(self._keepers):
+                stack.callback(keeper.close, self._modifier_rank)

@@ -6,8 +6,9 @@ recomputation, reentrant checkpointing and generation know none.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class Residency(enum.Enum):
 
 _ALLOWED = {
     Residency.RELEASED: {Residency.GATHERING},
-    Residency.GATHERING: {Residency.WHOLE},
+    Residency.GATHERING: {Residency.WHOLE, Residency.RELEASED},  # the latter: it failed
     Residency.WHOLE: {Residency.RELEASED, Residency.GATHERING},  # the latter: a publish
 }
 
@@ -93,8 +94,25 @@ class Unit:
         self._move(Residency.GATHERING)
         self._is_exact = exact
         frozen_too = {group for group in self.releasable if self.keeps_frozen and not group.trainable}
-        self._pending = [group.gather(exact=exact or group in frozen_too) for group in self.releasable]
+        with self._released_on_error():
+            for group in self.releasable:
+                self._pending.append(group.gather(exact=exact or group in frozen_too))
         return True
+
+    @contextlib.contextmanager
+    def _released_on_error(self) -> Iterator[None]:
+        """Nothing of a gather that fails counts: the next one begins anew."""
+        try:
+            yield
+        except BaseException:
+            pending, self._pending = self._pending, []
+            for one in pending:
+                with contextlib.suppress(Exception):  # what went wrong first is what counts
+                    one.wait()
+            if self.releasable:
+                self.releasable[0].context.device.gathers.mark().wait()  # what was begun may still write
+                self._drop()
+            raise
 
     def expect(self) -> None:
         """It will be gathered soon: begin to read what rests on disk, unless it has to be updated first."""
@@ -111,8 +129,9 @@ class Unit:
         """Finish a gather, a publish, or an update that is on its way."""
         self._arrive()
         if self.residency is Residency.GATHERING:
-            for pending in self._pending:
-                pending.wait()
+            with self._released_on_error():
+                for pending in self._pending:
+                    pending.wait()
             self._pending = []
             self._move(Residency.WHOLE)
             guard.bring_back(self._parameters(self.groups))
@@ -144,6 +163,10 @@ class Unit:
             self._sort()
             if not self.releasable:
                 return False
+        self._drop()
+        return True
+
+    def _drop(self) -> None:
         if self._was_opened:
             for group in self.releasable:
                 group.spare_views()
@@ -152,7 +175,6 @@ class Unit:
         guard.send_away(self._parameters(self.releasable))
         for group in self.releasable:
             group.release()
-        return True
 
     def publish(self, arrival: Arrival | None = None) -> bool:
         """Start sending the updated slices of groups that rest whole; readers wait for it.
@@ -198,26 +220,37 @@ class Unit:
         )
 
     def open(self) -> None:
-        self.opened += 1
-        self._was_opened = True
-        self.gather(exact=True)
-        self.wait()
-        if self.opened == 1:
-            for group in self.groups:
-                group.open_for_writing()
+        with self._failing_together():
+            self.gather(exact=True)
+            self.wait()
+            self.opened += 1
+            self._was_opened = True
+            try:
+                for group in self.groups if self.opened == 1 else ():
+                    group.open_for_writing()
+            except BaseException:
+                self.close(None)
+                raise
+
+    def _failing_together(self) -> contextlib.AbstractContextManager[None]:
+        return self.groups[0].context.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
 
     def close(self, modifier_rank: int | None) -> None:
-        fitting = [group.take_replaced(modifier_rank) for group in self.groups]
-        for group in self.groups:
-            if modifier_rank is not None:
-                group.write_back(modifier_rank)
-            if self.opened == 1:
+        fitting: list[bool] = []
+        try:
+            with self._failing_together():
+                fitting = [group.take_replaced(modifier_rank) for group in self.groups]
+                for group in self.groups:
+                    if modifier_rank is not None:
+                        group.write_back(modifier_rank)
+        finally:
+            for group in self.groups if self.opened == 1 else ():
                 group.close_for_writing()
-        if not all(fitting):
-            self.misfit = True  # it stays open, and the engine builds it anew before it is used again
-            return
-        self.opened -= 1
-        self.release()
+            if all(fitting):
+                self.opened -= 1
+                self.release()
+            else:
+                self.misfit = True  # it stays open, and the engine builds it anew before it is used again
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         for group in self.groups:
