@@ -6,8 +6,9 @@ filled with when it was made, as long as nothing else was written.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,11 +105,12 @@ class Chest:
             self._acquire()
         elif not self._is_free.acquire(blocking=False):
             raise ShardwellError(f"{self._unit}: in use")
+        reads: list[Transfer] = []
         try:
             self._finish_writes()
             if memory.numel() < self.num_bytes:  # others came first, and changed what it holds
                 raise ShardwellError(f"{self._unit}: {memory.numel()} bytes, expected {self.num_bytes} or more")
-            reads, start = [], 0
+            start = 0
             for item in self._items:
                 place = memory[start : start + item.num_bytes]
                 start += rounded(item.num_bytes)
@@ -120,6 +122,8 @@ class Chest:
             self._on_move()
             return reads
         except BaseException:
+            for transfer in reads:
+                transfer.end()  # nobody else knows of them
             self._leave()
             raise
 
@@ -160,6 +164,15 @@ class Chest:
         finally:
             self._leave()
             self._account.remove(State.STAGING, self._unit, Tier.HOST, self._opened)
+
+    @contextlib.contextmanager
+    def opened(self, *, changes: bool) -> Iterator[None]:
+        """Have the tensors in memory; what changes there counts."""
+        self.open()
+        try:
+            yield
+        finally:
+            self.close(changed=changes)
 
     def empty(self) -> None:
         """Leave the tensors in ordinary memory for good, and forget them."""

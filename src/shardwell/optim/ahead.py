@@ -7,6 +7,7 @@ stepped again with the factor. Both give the bits that a step after the norm giv
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -95,9 +96,10 @@ class Ahead:
         """The step is not applied after all."""
         for unit, shadow in self._units.values():
             if shadow is not None:
-                shadow.restore(self._inner.state)
-                for group in unit.trainable:
-                    group.close_master()
+                with contextlib.ExitStack() as stack:
+                    for group in unit.trainable:
+                        stack.enter_context(group.opened_master(changes=True))
+                    shadow.restore(self._inner.state)
         self._units = {}
 
 

@@ -159,6 +159,9 @@ class ShardedOptimizer(Optimizer):
                 group.forget_second_copy()  # of all: what was updated ahead of a step that fails may differ by rank
         was_used: bool | Tensor = False
         try:
+            for unit in self._units:
+                if all(group.gradients.result is None for group in unit.trainable):
+                    unit.wait()  # it was not used: nobody has heard yet what became of its last update
             self._hear_verdict()
             norm = self._raw_norm = self._global_norm(self._units, self._norms_of)
             self._norm = norm / self.scale.value
@@ -185,7 +188,9 @@ class ShardedOptimizer(Optimizer):
         self.count_states()
 
     def settle(self) -> None:
-        """Hear what became of the last step; raises if its gradients were not finite."""
+        """Hear what became of the last step; raises if its gradients were not finite, or if an update failed."""
+        for unit in self._units:
+            unit.wait()
         self._hear_verdict()
 
     def finish_gradients(self) -> None:
@@ -430,25 +435,28 @@ class ShardedOptimizer(Optimizer):
         ]
         if not groups:
             return
-        for group in groups:
-            group.open_master()
-        shards = [s for unit in units for s in self._to_step(unit) if self._is_stepped_here(s.group)]
-        every = [group["params"] for group in self.param_groups]
-        factor = clip if self.scale.value == 1.0 else (1.0 if clip is None else clip) / self.scale.value
-        for label, param_group in enumerate(self.param_groups):
-            param_group["params"] = [s.tensor for s in shards if s.label == label and self._prepare(s, factor)]
         whole = getattr(self.inner, "whole", None)
         if isinstance(whole, OverShards):
             whole.begin(groups, self._global_norm.unseen)
+        with contextlib.ExitStack() as stack:
+            for group in groups:
+                stack.enter_context(group.opened_master(changes=True))
+            shards = [s for unit in units for s in self._to_step(unit) if self._is_stepped_here(s.group)]
+            self._step_inside(shards, clip)
+
+    def _step_inside(self, shards: list[Shard], clip: Tensor | None) -> None:
+        """Have the torch optimizer step these shards, and nothing else."""
+        every = [group["params"] for group in self.param_groups]
+        factor = clip if self.scale.value == 1.0 else (1.0 if clip is None else clip) / self.scale.value
         try:
+            for label, param_group in enumerate(self.param_groups):
+                param_group["params"] = [s.tensor for s in shards if s.label == label and s.hang_gradient(factor)]
             self.inner.step()
         finally:
             for param_group, tensors in zip(self.param_groups, every, strict=True):
                 param_group["params"] = tensors
             for shard in shards:
                 shard.tensor.grad = None
-        for group in groups:
-            group.close_master()
 
     def _to_step(self, unit: Unit) -> Iterator[Shard]:
         """The shards whose parameters got a gradient somewhere; one that only partly did is cut for good."""
@@ -460,17 +468,6 @@ class ShardedOptimizer(Optimizer):
                 for part in self.part(unit, shard):
                     if part.pieces[0].slot.name not in self._global_norm.unseen:
                         yield part
-
-    def _prepare(self, shard: Shard, factor: Tensor | float | None) -> bool:
-        """Hang the gradient on its shard, in the master dtype, clipped and unscaled; false if there is none."""
-        gradient = shard.gradient
-        if gradient is None:
-            return False
-        gradient = gradient.to(shard.tensor)
-        if factor is not None:
-            gradient.mul_(factor.to(gradient) if isinstance(factor, Tensor) else factor)
-        shard.tensor.grad = gradient
-        return True
 
     def count_states(self) -> None:
         """Measure the optimizer's state when it has grown (torch makes it at the first step)."""

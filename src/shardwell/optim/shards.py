@@ -35,6 +35,17 @@ class Shard:
         result = self.group.gradients.result
         return None if result is None else result[self.start : self.start + self.tensor.numel()]
 
+    def hang_gradient(self, factor: Tensor | float | None) -> bool:
+        """Make the gradient that of the tensor, in its dtype, times a factor; false if there is none."""
+        gradient = self.gradient
+        if gradient is None:
+            return False
+        gradient = gradient.to(self.tensor)
+        if factor is not None:
+            gradient.mul_(factor.to(gradient) if isinstance(factor, Tensor) else factor)
+        self.tensor.grad = gradient
+        return True
+
     def cut(self) -> list[Shard]:
         """One shard for each parameter."""
         return [

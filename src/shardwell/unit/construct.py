@@ -10,7 +10,6 @@ rest on the device where they were made, or, with `remote_device`, in host memor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -183,17 +182,9 @@ class Newborn:
             self._chest = Chest(self._nursery.context.disk, self._nursery.context.account, self._name)
             self._chest.keep([self._shard.tensor])
 
-    @contextlib.contextmanager
-    def _fetched(self, *, changes: bool) -> Iterator[None]:
+    def _fetched(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
         """Have the shard in memory."""
-        if self._chest is None:
-            yield
-            return
-        self._chest.open()
-        try:
-            yield
-        finally:
-            self._chest.close(changed=changes)
+        return contextlib.nullcontext() if self._chest is None else self._chest.opened(changes=changes)
 
     def unfold(self) -> None:
         if self._is_whole:

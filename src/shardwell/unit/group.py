@@ -438,55 +438,42 @@ class Group:
     @contextlib.contextmanager
     def fetched(self, *, changes: bool = False) -> Iterator[None]:
         """Have what rests on disk in memory. May be nested."""
-        self._open()
-        try:
-            yield
-        finally:
-            self._close(changes)
-
-    def _open(self) -> None:
         self.let_go()
-        for chest in self.chests:
-            chest.open()
-
-    def _close(self, changed: bool) -> None:
-        for chest in self.chests:
-            chest.close(changed=changed)
+        with contextlib.ExitStack() as stack:
+            for chest in self.chests:
+                stack.enter_context(chest.opened(changes=changes))
+            yield
 
     @contextlib.contextmanager
     def opened_master(self, *, changes: bool = False) -> Iterator[None]:
-        """Have `master` readable; what changes there counts."""
-        self.open_master()
-        try:
+        """Have `master` readable; what changes there counts, also if an error follows."""
+        with self.fetched(changes=changes), contextlib.ExitStack() as stack:
+            if self._joined is not None:
+                stack.callback(self._joined.drop)
+                self._join(self._joined)
+            if changes:
+                stack.callback(self._take_over_masters)
             yield
-        finally:
-            self.close_master(changed=changes)
 
-    def open_master(self) -> None:
-        """Make `master` readable."""
-        self._open()
-        if self._joined is not None:
-            self._joined.grow()
-            if self.shard is not None and self.is_encoded:
-                self.shard.decode(self._joined.tensor)
-            elif self.remainder is not None:
-                join(self.resting, self.remainder.tensor, self._joined.tensor)
+    def _join(self, joined: Buffer) -> None:
+        """Fill masters that are whole numbers only while somebody looks."""
+        joined.grow()
+        if self.shard is not None and self.is_encoded:
+            self.shard.decode(joined.tensor)
+        elif self.remainder is not None:
+            join(self.resting, self.remainder.tensor, joined.tensor)
 
-    def close_master(self, *, changed: bool = True) -> None:
-        """Take over what was written, if anything was."""
-        if self._apart is not None and changed:
+    def _take_over_masters(self) -> None:
+        """What rests becomes what the masters say."""
+        if self._apart is not None:
             rounded = self._apart.tensor
             if self.precision.is_mixed:
                 rounded = narrow(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
-            above = self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
-            above.copy_(rounded)
-        if self._joined is not None:
-            if changed and self.shard is not None and self.is_encoded:
-                self.shard.store(self._joined.tensor)
-            elif changed and self.remainder is not None:
-                split(self._joined.tensor, self.resting, self.remainder.tensor)
-            self._joined.drop()
-        self._close(changed)
+            self.resting.copy_(rounded)
+        elif self._joined is not None and self.shard is not None and self.is_encoded:
+            self.shard.store(self._joined.tensor)
+        elif self._joined is not None and self.remainder is not None:
+            split(self._joined.tensor, self.resting, self.remainder.tensor)
 
 
 def _spec(member: Member) -> Spec:

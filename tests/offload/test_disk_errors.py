@@ -1,0 +1,265 @@
+"""One error, caught: nothing is left open, half gathered or lost. On one of several ranks: all of them hear of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwell
+from shardwell.errors import ShardwellError
+from shardwell.memory.buffer import Buffer
+from shardwell.memory.chest import Chest
+from shardwell.memory.pages import Page
+from shardwell.optim.store import Store
+from shardwell.unit import Unit
+from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from tests.disk.test_trouble import replace as replace_file
+from tests.models import batches, share, whole_parameters, zero
+from tests.offload.test_disk_in_advance import Choosing
+from tests.offload.test_disk_parameters import blocks
+from tests.offload.test_disk_state import AIO, engine_with, on_disk, quickly
+from tests.offload.test_offload import check_equal
+from tests.ranks import Ranks
+
+LIMIT = 30.0  # seconds: what hangs has failed
+
+
+@contextlib.contextmanager
+def failing(owner: type, name: str, *, only: object = None, times: int = 1) -> Iterator[None]:
+    """A method raises, the first times it is called, or is called of one object."""
+    method, left = getattr(owner, name), times
+
+    def fails(itself: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        if left and only in (None, itself):
+            left -= 1
+            raise ShardwellError("as it was told")
+        return method(itself, *args, **kwargs)
+
+    setattr(owner, name, fails)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+    assert not left
+
+
+def train(engine: shardwell.Engine, num_steps: int = 2) -> None:
+    for batch in batches(num_steps, 4):
+        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+        engine.step()
+
+
+def wait(engine: shardwell.Engine) -> None:
+    for unit in engine._flow.units:
+        unit.wait()
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def reading_masters(engine: shardwell.Engine) -> None:
+    group = engine._flow.units[2].groups[0]
+    with failing(Chest, "open", only=group.chest):  # the parameters' chest is open already
+        safe_get_full_fp32_param(group.parameters[0])
+
+
+def writing_masters(engine: shardwell.Engine) -> None:
+    group = engine._flow.units[2].groups[0]
+    value = safe_get_full_fp32_param(group.parameters[0])
+    with failing(Chest, "_write", only=group.page.chest):
+        safe_set_full_fp32_param(group.parameters[0], value)
+
+
+def joining_masters(engine: shardwell.Engine) -> None:
+    group = engine._flow.units[2].groups[0]
+    with failing(Buffer, "grow", only=group._joined):
+        safe_get_full_fp32_param(group.parameters[0])
+
+
+def reading_ahead(engine: shardwell.Engine) -> None:
+    with failing(Page, "read", only=engine._flow.units[3].groups[0].page):
+        engine(batches(1, 4)[0])
+
+
+def reading_to_look(engine: shardwell.Engine) -> None:
+    page, last_first = engine._flow.units[0].groups[0].page, list(engine.module.parameters())[::-1]
+    with failing(Page, "read", only=page), shardwell.zero.GatheredParameters(last_first):
+        pytest.fail("it was opened")
+
+
+def remembering_masters(engine: shardwell.Engine) -> None:
+    group = engine._flow.units[0].groups[0]
+    with failing(Chest, "open", only=group.chest), shardwell.zero.GatheredParameters(group.parameters):
+        pytest.fail("it was opened")
+
+
+def making_room(engine: shardwell.Engine) -> None:
+    for _ in range(7):  # more than there are slots
+        with failing(Buffer, "grow"), pytest.raises(ShardwellError):
+            engine(batches(1, 4)[0])
+    with failing(Buffer, "grow"):
+        engine(batches(1, 4)[0])
+
+
+def after(folder: str, go_wrong: Callable[[shardwell.Engine], None] | None) -> dict[str, Tensor]:
+    quickly()
+    engine = engine_with(blocks("nvme", "nvme", folder))
+    train(engine)
+    wait(engine)
+    engine.optimizer._offloaded.host.forget_guesses()
+    if go_wrong is not None:
+        with pytest.raises(ShardwellError, match="as it was told"):
+            go_wrong(engine)
+    train(engine)
+    engine.save_checkpoint(f"{folder}/saved")
+    assert not [unit.name for unit in engine._flow.units if unit.held]
+    return whole_parameters(engine.module)
+
+
+@pytest.mark.parametrize(
+    "go_wrong",
+    [
+        reading_masters,
+        writing_masters,
+        joining_masters,
+        reading_ahead,
+        reading_to_look,
+        remembering_masters,
+        making_room,
+    ],
+    ids=lambda job: job.__name__,
+)
+def test_training_goes_on_after_an_error_as_if_there_was_none(
+    ranks: Ranks, tmp_path: Path, go_wrong: Callable[[shardwell.Engine], None]
+) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    expected = ranks.run(1, after, str(tmp_path / "one"), None)[0]
+    check_equal(ranks.run(1, after, str(tmp_path / "two"), go_wrong, limit=LIMIT)[0], expected)
+
+
+def stepping(folder: str) -> bool:
+    """Parameters on disk are stepped on the device, and that fails."""
+    quickly()
+    engine = engine_with(blocks("nvme", "none", folder))
+    train(engine)
+    before = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    with failing(torch.optim.AdamW, "step"), pytest.raises(ShardwellError, match="as it was told"):
+        train(engine, 1)
+    check_equal({name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}, before)
+    sizes = [len(group["params"]) for group in engine.optimizer.param_groups]
+    train(engine)
+    return sizes == [len(engine._flow.units)]
+
+
+def test_a_step_that_fails_leaves_parameters_on_disk_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(1, stepping, str(tmp_path), limit=LIMIT) == [True]
+
+
+# ------------------------------------------------------------------------------------------ updates that nobody needs
+
+
+def lost(folder: str, look: str) -> dict[str, Any]:
+    """The update of a block fails that the next batch does not use."""
+    quickly()
+    torch.manual_seed(0)
+    model = Choosing()
+    own = {"shard_at_world_one": True, "commit": "after_norm"}
+    config = zero(3, zero_optimization=on_disk(Path(folder)), bf16={"enabled": True}, shardwell=own, aio=AIO)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    seat = Store.seat
+    failed: list[str] = []
+
+    def fail_once(store: Store, unit: Unit, shards: list[Any]) -> Any:
+        if unit.name == "blocks.4" and not failed:
+            failed.append(unit.name)
+            store.free_seats.release()
+            raise ShardwellError("as it was told")
+        return seat(store, unit, shards)
+
+    def step(used: tuple[int, ...]) -> None:
+        engine.backward(engine(torch.ones(2, 16).bfloat16(), used))
+        engine.step()
+
+    Store.seat = fail_once  # type: ignore[method-assign]
+    try:
+        step((0, 1, 2, 3, 4, 5))
+        with pytest.raises(ShardwellError, match="as it was told"):
+            step((0, 1, 2)) if look == "step" else engine.save_checkpoint(f"{folder}/saved")
+    finally:
+        Store.seat = seat  # type: ignore[method-assign]
+    step((0, 1, 2, 3, 4, 5))
+    wait(engine)
+    return {str(i): safe_get_full_optimizer_state(model.blocks[i][0].weight, "step") for i in (0, 4, 5)}
+
+
+@pytest.mark.parametrize("look", ["step", "save"])
+def test_an_update_that_fails_is_heard_of_although_nobody_needs_it(ranks: Ranks, tmp_path: Path, look: str) -> None:
+    assert ranks.run(1, lost, str(tmp_path), look, limit=LIMIT) == [{"0": 2.0, "4": 1.0, "5": 2.0}]
+
+
+# ------------------------------------------------------------------------------------------------ one of several ranks
+
+Look = Callable[[shardwell.Engine], object]
+
+LOOKS: dict[str, Look] = {
+    "masters": lambda engine: [safe_get_full_fp32_param(p) for p in engine.module.parameters()],
+    "moments": lambda engine: [safe_get_full_optimizer_state(p, "exp_avg") for p in engine.module.parameters()],
+    "state_dict": lambda engine: engine.state_dict(),
+    "gathered": lambda engine: whole_parameters(engine.module),
+    "changed": lambda engine: (
+        [safe_set_full_fp32_param(p, torch.zeros(p.shape)) for p in engine.module.parameters()],
+        engine.state_dict(),
+    ),
+}
+
+
+def one_drive_fails(folder: str, look: str) -> tuple[str, str]:
+    quickly()
+    engine = engine_with(blocks("nvme", "nvme", folder))
+    train(engine)
+    wait(engine)
+    if dist.get_rank() == 1:
+        assert engine._context.disk is not None
+        replace_file(engine._context.disk, "/proc/self/mem")
+    try:
+        LOOKS[look](engine)
+    except ShardwellError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("look", list(LOOKS))
+def test_a_drive_that_fails_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path, look: str) -> None:
+    (peer, words), (culprit, own) = ranks.run(2, one_drive_fails, str(tmp_path), look, limit=LIMIT)
+    assert (peer, culprit) == ("PeerError", "ShardwellError")
+    assert "Input/output error" in own
+    assert "rank 1 failed first" in words
+    assert "Input/output error" in words
+
+
+def one_has_no_room() -> tuple[str, str]:
+    """Not a drive, but memory."""
+    engine = engine_with({})
+    train(engine)
+    try:
+        with failing(Buffer, "grow") if dist.get_rank() == 1 else contextlib.nullcontext():
+            whole_parameters(engine.module)
+    except ShardwellError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_rank_that_cannot_gather_tells_all(ranks: Ranks) -> None:
+    (peer, words), (culprit, _) = ranks.run(2, one_has_no_room, limit=LIMIT)
+    assert (peer, culprit) == ("PeerError", "ShardwellError")
+    assert "rank 1 failed first: ShardwellError in GatheredParameters of '(root)': as it was told" in words
