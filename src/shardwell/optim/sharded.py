@@ -27,13 +27,11 @@ from shardwell.optim.host import Arrival
 from shardwell.optim.norms import GlobalNorm, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
-from shardwell.optim.shards import Shard, Shards
+from shardwell.optim.shards import Shard, Shards, chunks
 from shardwell.optim.store import Store
 from shardwell.optim.whole import OverShards
 from shardwell.unit import Context, Group, Unit, guard
 from shardwell.unit.table import Commit
-
-_CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class ShardedOptimizer(Optimizer):
             done = self._ahead.commit(may_step, clip)
             self._step_on_host(may_step)
             if may_step:
-                for chunk in self._chunks():
+                for chunk in chunks(self._units):
                     self._update([unit for unit in chunk if unit.index not in done], clip)
                     for unit in chunk:
                         self._after_update(unit, self._arrival(unit))
@@ -396,19 +394,6 @@ class ShardedOptimizer(Optimizer):
         return ""
 
     # ------------------------------------------------------------------------------------------------ the update
-
-    def _chunks(self) -> Iterator[list[Unit]]:
-        """Units to step together; the same on every rank."""
-        chunk: list[Unit] = []
-        size = 0
-        for unit in self._units:
-            chunk.append(unit)
-            size += sum(group.own[1] - group.own[0] for group in unit.trainable)
-            if size >= _CHUNK:
-                yield chunk
-                chunk, size = [], 0
-        if chunk:
-            yield chunk
 
     def _update_ahead(self, unit: Unit, clip: Tensor | None) -> None:
         """An update at once is only done if the unit's own gradients are finite."""

@@ -18,6 +18,8 @@ from shardwell.layout import Piece
 from shardwell.native import Compact
 from shardwell.unit import Group, Unit
 
+_CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
+
 
 @dataclass(frozen=True, eq=False)
 class Shard:
@@ -155,3 +157,17 @@ def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value[first : first + numel].clone() if value.shape == whole.shape else value.clone()
+
+
+def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Units to step together; the same on every rank."""
+    chunk: list[Unit] = []
+    size = 0
+    for unit in units:
+        chunk.append(unit)
+        size += sum(group.own[1] - group.own[0] for group in unit.trainable)
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
