@@ -228,6 +228,8 @@ class Loading:
     @torch.no_grad()
     def apply(self) -> None:
         """Make what was read the engine's state. All ranks must call it."""
+        for unit in self._units:
+            unit.wait()  # an update that is still on its way would change what is loaded
         for group in self._groups:
             group.replace_master(self._fill(list(self._wants_of_masters(group))))
         for name, buffer in self._buffers.items():

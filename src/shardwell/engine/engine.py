@@ -223,7 +223,8 @@ class Engine(nn.Module):
             self._flow.sync = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._flow.finish()
+        """Forget the gradients of this boundary; units that were updated at once during backward stay updated."""
+        self._flow.finish_for_nobody()
         self._flow.end_loans()
         if self.optimizer is not None:
             self.optimizer.zero_grad()

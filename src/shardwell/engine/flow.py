@@ -366,6 +366,14 @@ class Flow:
         self._finish_reduces(list(self._reducing))
         self._kept_back = False
 
+    def finish_for_nobody(self) -> None:
+        """As `finish`, but nobody is told of gradients: they are not wanted any more."""
+        told, self.gradients_reduced = self.gradients_reduced, None
+        try:
+            self.finish()
+        finally:
+            self.gradients_reduced = told
+
     def after_update(self, unit: Unit, arrival: Arrival | None = None) -> None:
         self.note(Action.STEP, unit)
         if unit.publish(arrival):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.memory import Scratch
+from shardwell.optim.host import Arrival
 from shardwell.optim.norms import norm_of
 from shardwell.optim.shards import Shard
 from shardwell.unit import Unit
@@ -88,8 +90,8 @@ class Ahead:
         return done
 
     def forget_gradients(self) -> None:
-        """This boundary is over."""
-        self._units = {}
+        """This boundary is over; what did not become final is taken back."""
+        self.take_back()
         self.norms = {}
 
     def take_back(self) -> None:
@@ -101,6 +103,47 @@ class Ahead:
                         stack.enter_context(group.opened_master(changes=True))
                     shadow.restore(self._inner.state)
         self._units = {}
+
+
+@dataclass(frozen=True)
+class Early:
+    """An update that no step has published, for who needs the unit: he waits for it, and all ranks are sent it."""
+
+    unit: Unit
+    arrival: Arrival | None  # None: it was done in line, or on other ranks only
+
+    @property
+    def is_known(self) -> bool:
+        return self.arrival is None or self.arrival.is_known
+
+    def wait(self) -> None:
+        if self.arrival is not None:
+            self.arrival.wait()
+        self.unit.publish()
+
+
+class Unpublished:
+    """Units with updates that were begun and not published yet: the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._units: dict[int, Unit] = {}
+
+    def add(self, unit: Unit, arrival: Arrival | None) -> None:
+        """An update was begun: whoever looks from now on waits for it, and sees no second copy of what was before."""
+        for group in unit.trainable:
+            group.forget_second_copy()
+        self._units[unit.index] = unit
+        unit.await_update(Early(unit, arrival))
+
+    def remove(self, unit: Unit) -> None:
+        """The caller publishes it now."""
+        if self._units.pop(unit.index, None) is not None:
+            unit.await_update(None)
+
+    def take_all(self) -> list[Unit]:
+        """Those that no step will publish any more."""
+        units, self._units = list(self._units.values()), {}
+        return units
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,8 @@ class HostUpdates:
         return self._inner.state
 
     def forget_gradients(self) -> None:
-        """The next micro-step begins new sums."""
+        """The next micro-step begins new sums; who waits for an update of this boundary has its arrival."""
+        self._jobs.clear()
         self.descent.forget()
         self.caution.end_step()
         self._prepare_the_next()
@@ -144,10 +145,10 @@ class HostUpdates:
         """When nothing is left to read, the reader brings what the next step will update first."""
         order, self._order = self._order, []
         if self._reader is not None and self.store is not None:
-            self._prepared = [
-                self._reader.submit(partial(self.store.prepare, unit), urgency=_NOT_URGENT + place)
-                for place, unit in enumerate(order[: self.store.most_ready])
-            ]
+            self._prepared = [ticket for ticket in self._prepared if not ticket.has_passed]
+            for place, unit in enumerate(order[: self.store.most_ready]):
+                guess = partial(self.store.prepare, unit)
+                self._prepared.append(self._reader.submit(guess, urgency=_NOT_URGENT + place))
 
     def _wait_for_guesses(self) -> None:
         for ticket in self._prepared:
@@ -191,7 +192,7 @@ class HostUpdates:
         job = self._jobs[unit.index] = Job(unit, ready, own, parcel, added, self._context.device.now(), assumed)
         after = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
         job.tickets.append(Ticket())
-        if self.store is not None and self._reader is not None and self.store.seats(unit):
+        if ready and self.store is not None and self._reader is not None and self.store.seats(unit):
             self._order.append(unit)
             unit.let_go()  # or the reader would wait for what was expected
             self._reader.submit(lambda: self._fetch(job, factor, after), urgency=unit.index)
@@ -300,13 +301,13 @@ class HostUpdates:
         for shard in job.shards:
             self.kernel.advance(self._states[shard.tensor])
 
-    def is_ahead(self, unit: Unit) -> bool:
-        """Whether its update was queued before the norm was known."""
+    def is_queued(self, unit: Unit) -> bool:
+        """Whether its update of this boundary was queued; before the norm is known: ahead of that."""
         return unit.index in self._jobs
 
     def arrival(self, unit: Unit) -> Arrival | None:
-        """What has to be waited for before a unit's parameters are used; None if nothing is on its way."""
-        job = self._jobs.pop(unit.index, None)
+        """What has to be waited for before a unit's parameters are used; None if nothing was queued."""
+        job = self._jobs.get(unit.index)
         return None if job is None else Arrival(job)
 
     # --------------------------------------------------------------------------------------------------- shadows
@@ -318,14 +319,21 @@ class HostUpdates:
     def _shadow_of(self, job: Job) -> Shadow:
         shadow = self.shadows.get(job.unit.index)
         if shadow is None or not shadow.fits(job.shards):
+            self.drop_shadow(job.unit)
             shadow = Shadow(job.unit, job.shards, self._states, self._context.account)
             self.shadows[job.unit.index] = shadow
         return shadow
 
+    def drop_shadow(self, unit: Unit) -> None:
+        """Free a unit's other memory."""
+        shadow = self.shadows.pop(unit.index, None)
+        if shadow is not None:
+            shadow.strike_out()
+
     def settle(self, unit: Unit, factor: Factor) -> None:
         """Queue what follows when the norm is known: what was done stands, or is done again."""
         job = self._jobs[unit.index]
-        if job.assumed is not None:
+        if job.assumed is not None and job.final is None:
             job.final = factor
             job.tickets.append(
                 self._worker.submit(lambda: self._resolve(job, factor), urgency=unit.index, after=factor.known)

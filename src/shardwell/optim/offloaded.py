@@ -15,7 +15,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
 from shardwell.memory.worker import Worker
 from shardwell.native import Compact
-from shardwell.optim.host import Arrival, Factor, HostUpdates
+from shardwell.optim.host import Arrival, HostUpdates
 from shardwell.optim.kernels import kernel_for
 from shardwell.optim.norms import norm_of, sum_of_squares
 from shardwell.optim.scale import LossScale
@@ -94,7 +94,7 @@ class Offloaded:
 
     def _start_ahead(self, unit: Unit, commit: Commit) -> None:
         """Queue a unit's update before the norm is known."""
-        if self.host.is_ahead(unit):
+        if self.host.is_queued(unit):
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
         factor = FromNorm(*self._own_norm(unit), self._scale.value)
         assumed = 1.0 / self._scale.value if commit is Commit.SHADOW else None
@@ -122,24 +122,26 @@ class Offloaded:
     def has_norms(self, unit: Unit) -> bool:
         return unit.index in self._norms
 
-    def step(
-        self, units: Iterable[Unit], norm: Tensor | None, shards_of: Callable[[Unit], Iterable[Shard]]
-    ) -> Iterator[tuple[Unit, Arrival | None]]:
+    def step(self, units: Iterable[Unit], norm: Tensor, shards_of: Callable[[Unit], Iterable[Shard]]) -> Iterator[Unit]:
         """Queue the updates of this boundary, and what becomes of those that were done ahead of the norm.
 
-        Without a norm the step is not applied: yields the units that must be waited for all the same.
+        Yields the units that are updated. One that got no gradient, which all ranks know, is left where it rests.
         """
-        factor: Factor = Never()
-        if norm is not None:
-            read = self._context.device.read_later(norm)
-            factor = FromNorm(lambda: float(read.get()), read.mark, self._scale.value, self._clip)
+        read = self._context.device.read_later(norm)
+        factor = FromNorm(lambda: float(read.get()), read.mark, self._scale.value, self._clip)
         for unit in units:
-            if self.host.is_ahead(unit):
+            if self.host.is_queued(unit):
                 self.host.settle(unit, factor)
-                if norm is None:
-                    yield unit, self.host.arrival(unit)
-            elif norm is not None and any(group.is_stepped_on_host for group in unit.trainable):
+                yield unit
+            elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
                 self.host.start(unit, list(shards_of(unit)), self._options(), factor)
+                yield unit
+
+    def give_up(self, unit: Unit) -> Arrival | None:
+        """The step of this boundary will not come: what was done in other memory is not applied."""
+        if self.host.is_queued(unit):
+            self.host.settle(unit, Never())
+        return self.host.arrival(unit)
 
     def forget_gradients(self) -> None:
         self._norms.clear()
@@ -147,10 +149,18 @@ class Offloaded:
 
     # ------------------------------------------------------------------------------------------------ residence
 
+    def leave(self, unit: Unit) -> None:
+        """Forget a unit, and free what was kept for its updates."""
+        self.host.forget_guesses()
+        self.host.drop_shadow(unit)
+        for group in unit.trainable:
+            self.host.descent.leave(group)
+
     @torch.no_grad()
     def move_up(self, unit: Unit, scalar: Callable[[Tensor, Any, float], Any]) -> None:
         """Let a unit's optimizer state rest on the device from now on. `scalar` makes a number of a state."""
         unit.wait()
+        self.host.forget_guesses()  # of units that will need none
         where = self._context.device.torch_device
         if self.host.store is not None:
             self.host.store.empty(unit)
@@ -163,7 +173,7 @@ class Offloaded:
                     for key, value in state.items():
                         is_number = isinstance(value, Tensor) and value.ndim == 0
                         state[key] = scalar(shard.tensor, value, float(value)) if is_number else _on(where, value)
-        self.host.shadows.pop(unit.index, None)
+        self.host.drop_shadow(unit)
 
     def bytes_above(self, unit: Unit) -> int:
         """What the device needs for a unit's state if it rests there: masters, moments, and the gradients that wait."""

@@ -21,7 +21,7 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
 from shardwell.native import Compact
-from shardwell.optim.ahead import Ahead
+from shardwell.optim.ahead import Ahead, Early, Unpublished
 from shardwell.optim.build import NO_LABEL, Recipe
 from shardwell.optim.host import Arrival
 from shardwell.optim.norms import GlobalNorm, norm_of, sum_of_squares
@@ -76,7 +76,6 @@ class ShardedOptimizer(Optimizer):
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
-        self._raw_norm: Tensor | None = None  # with the loss scale in it
         self._global_norm = GlobalNorm(context, self.shards)
         self._verdict: Later | None = None
         self._num_states = -1
@@ -87,6 +86,7 @@ class ShardedOptimizer(Optimizer):
                 self._store.take_in(unit)
         self._offloaded = self._make_offloaded()
         self._ahead = Ahead(self.inner, context.scratch, self._stepped_here, self._update_ahead)
+        self._unpublished = Unpublished()
         self.overflow = False
         self.skipped_steps = 0
 
@@ -161,21 +161,17 @@ class ShardedOptimizer(Optimizer):
                 if all(group.gradients.result is None for group in unit.trainable):
                     unit.wait()  # it was not used: nobody has heard yet what became of its last update
             self._hear_verdict()
-            norm = self._raw_norm = self._global_norm(self._units, self._norms_of)
+            norm = self._global_norm(self._units, self._norms_of)
             self._norm = norm / self.scale.value
-            try:
-                may_step = self._may_step(norm)
-            except NonFiniteError:
-                self._ahead.take_back()
-                self._step_on_host(False)
-                raise
+            may_step = self._may_step(norm)
             clip = self._clip_factor(self._norm)
             done = self._ahead.commit(may_step, clip)
-            self._step_on_host(may_step)
             if may_step:
+                self._step_on_host(norm)
                 for chunk in chunks(self._units):
                     self._update([unit for unit in chunk if unit.index not in done], clip)
                     for unit in chunk:
+                        self._unpublished.remove(unit)
                         self._after_update(unit, self._arrival(unit))
             # Where the kernels were told on the device, so are others.
             was_used = may_step if self._verdict is None else torch.isfinite(norm)
@@ -254,7 +250,7 @@ class ShardedOptimizer(Optimizer):
     def leave(self, unit: Unit) -> None:
         """Forget a unit and its state."""
         if self._offloaded is not None:
-            self._offloaded.host.forget_guesses()
+            self._offloaded.leave(unit)
         if self._store is not None:
             self._store.forget(unit)
         self._units = [other for other in self._units if other is not unit]
@@ -282,15 +278,16 @@ class ShardedOptimizer(Optimizer):
             self._offloaded.take(unit, is_complete=is_complete)
         if is_complete:
             self._ahead.update(unit)
+        if any(group.row.commit is not Commit.AFTER_NORM for group in unit.trainable):
+            self._unpublished.add(unit, self._arrival(unit))
 
     def _arrival(self, unit: Unit) -> Arrival | None:
         return None if self._offloaded is None else self._offloaded.host.arrival(unit)
 
-    def _step_on_host(self, may_step: bool) -> None:
+    def _step_on_host(self, norm: Tensor) -> None:
         if self._offloaded is not None:
-            norm = self._raw_norm if may_step else None
-            for unit, arrival in self._offloaded.step(self._units, norm, self._to_step):
-                self._after_update(unit, arrival)
+            for unit in self._offloaded.step(self._units, norm, self._to_step):
+                self._unpublished.add(unit, self._arrival(unit))
 
     def move_up(self, free: float) -> list[str]:
         """Let the state of the first units rest on the device, as many as `free` bytes hold; returns their names.
@@ -312,10 +309,12 @@ class ShardedOptimizer(Optimizer):
         return moved
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this boundary."""
+        """Forget the gradients of this boundary. An update at once that they began is not taken back."""
         self._forget_gradients(False)
 
     def _forget_gradients(self, was_used: bool | Tensor) -> None:
+        for unit in self._unpublished.take_all():
+            unit.await_update(Early(unit, None if self._offloaded is None else self._offloaded.give_up(unit)))
         if self._offloaded is not None:
             self._offloaded.forget_gradients()
         self._ahead.forget_gradients()

@@ -26,7 +26,13 @@ class Shadow:
         }  # all of a group's: padding too
         self.spares = {shard: Spare(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
         memory = [*self._masters.values(), *(value for spare in self.spares.values() for value in spare.state.values())]
-        account.add(State.STAGING, unit.name, Tier.HOST, sum(value.nbytes for value in memory))
+        self._books = account, unit.name, sum(value.nbytes for value in memory)
+        account.add(State.STAGING, unit.name, Tier.HOST, self._books[2])
+
+    def strike_out(self) -> None:
+        """Take it out of the books; it is freed when nobody holds it."""
+        account, unit, num_bytes = self._books
+        account.remove(State.STAGING, unit, Tier.HOST, num_bytes)
 
     def fits(self, shards: list[Shard]) -> bool:
         """Whether it was made for these; shards can be cut."""

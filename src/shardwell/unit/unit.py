@@ -146,6 +146,10 @@ class Unit:
         """Whoever needs it now will not wait for an update. Ranks differ: nothing that they do together may ask."""
         return self._arrival is None or self._arrival.is_known
 
+    def await_update(self, arrival: Arrival | None) -> None:
+        """An update was begun ahead of being published: who needs the unit waits for it. None: no more."""
+        self._arrival = arrival
+
     def _arrive(self) -> None:
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
@@ -185,7 +189,7 @@ class Unit:
         if groups and groups[0].context.world.mesh.size == 1:
             groups = []
         if self.releasable:
-            self._arrival = arrival
+            self._arrival = arrival or self._arrival  # without an update, an earlier one may still be on its way
             for group in groups:  # persistent groups of a released unit: they must be whole before anyone looks
                 group.publish().wait()
         elif groups or arrival is not None:

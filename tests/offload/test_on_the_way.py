@@ -1,0 +1,264 @@
+"""Updates that are still on their way: whoever looks, loads or gives up in between sees all of them, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwell
+from shardwell.errors import NonFiniteError
+from shardwell.memory import State, Tier
+from shardwell.optim import ShardedOptimizer
+from shardwell.optim.host import HostUpdates
+from tests.checkpoint.legs import everything
+from tests.models import Gpt, batches, share, whole_parameters, zero
+from tests.offload.test_disk_parameters import blocks
+from tests.offload.test_disk_state import engine_with, on_disk, quickly
+from tests.offload.test_offload import HOST, check_equal
+from tests.ranks import Ranks
+
+
+@contextlib.contextmanager
+def slowly() -> Iterator[None]:
+    """The reader and the worker take their time."""
+
+    def slow(of: Callable[..., None]) -> Callable[..., None]:
+        def work(*args: Any) -> None:
+            time.sleep(0.03)
+            of(*args)
+
+        return work
+
+    before = HostUpdates._fetch, HostUpdates._work
+    HostUpdates._fetch, HostUpdates._work = map(slow, before)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HostUpdates._fetch, HostUpdates._work = before  # type: ignore[method-assign]
+
+
+def backward(engine: shardwell.Engine, number: int = 0) -> None:
+    rows = batches(number + 1, 4)[number]
+    engine.backward(engine(share(rows, dist.get_rank(), dist.get_world_size())))
+
+
+def train(engine: shardwell.Engine, num_steps: int = 2) -> None:
+    for number in range(num_steps):
+        backward(engine, number)
+        engine.step()
+
+
+def copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.as_tensor(value).clone() for name, value in values.items()}
+
+
+def seen(engine: shardwell.Engine) -> dict[str, Any]:
+    """Masters, state, and parameters as they are gathered."""
+    whole = {f"whole {name}": value for name, value in engine.state_dict().items()}
+    return copied(everything(engine) | whole)
+
+
+# --------------------------------------------------------------------------------------------------------- loading
+
+
+def loaded(block: dict[str, Any], commit: str, folder: str, steps: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was saved, and what the engine holds after it was loaded while updates were on their way."""
+    quickly()
+    engine = engine_with(block, commit=commit)
+    train(engine)
+    engine.save_checkpoint(folder)
+    saved = copied(everything(engine))
+    with slowly():
+        backward(engine, 2)
+        if steps:
+            engine.step()
+        engine.load_checkpoint(folder)
+        for unit in engine._flow.units:
+            unit.wait()
+        found = copied(everything(engine))
+    train(engine, 1)
+    return saved, found
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["after a step", "after a backward"])
+@pytest.mark.parametrize("commit", ["after_norm", "at_once"])
+@pytest.mark.parametrize("tier", ["host", "disk", "all on disk"])
+def test_what_is_loaded_is_what_was_saved(ranks: Ranks, tmp_path: Path, tier: str, commit: str, steps: bool) -> None:
+    (tmp_path / "drive").mkdir()
+    drive = tmp_path / "drive"
+    block = {"host": HOST, "disk": on_disk(drive), "all on disk": blocks("nvme", "nvme", drive)}[tier]
+    saved, found = ranks.run(1, loaded, block, commit, str(tmp_path / "saved"), steps)[0]
+    check_equal(found, saved)
+
+
+# --------------------------------------------------------------------------------------------------------- looking
+
+
+def between(stage: int, commit: str, small: int) -> list[dict[str, Any]]:
+    """All values before a backward, after it, later, and after the step."""
+    block = {**HOST, "stage3_param_persistence_threshold": small}
+    engine = engine_with(block, stage=stage, commit=commit)
+    train(engine)
+    found = [copied(engine.state_dict())]
+    with slowly():
+        backward(engine, 2)
+        found.append(copied(engine.state_dict()))
+        time.sleep(0.5)
+        found.append(copied(engine.state_dict()))
+        engine.step()
+        found.append(copied(engine.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "small"), [(1, 0), (3, 0), (3, 100)])
+def test_who_looks_between_backward_and_step_sees_updates_at_once_on_all_ranks(
+    ranks: Ranks, stage: int, small: int
+) -> None:
+    one, other = ranks.run(2, between, stage, "at_once", small)
+    before, first, later, after = one
+    check_equal(later, first)
+    changed = {name for name in first if (before[name] != first[name]).any()}
+    assert changed >= {name for name in first if name.startswith("blocks.2") and name.endswith("weight")}
+    for name in changed:
+        assert (first[name] == after[name]).all(), name
+    for mine, theirs in zip(one, other, strict=True):
+        check_equal(theirs, mine)
+
+
+def test_a_forward_before_the_step_does(ranks: Ranks) -> None:
+    for losses in ranks.run(2, forwards, 1):
+        assert losses[0] != losses[1]
+        assert losses[1] == losses[2]
+
+
+def forwards(stage: int) -> list[float]:
+    """The loss of the same rows before a backward, after it, and once more."""
+    engine = engine_with(HOST, stage=stage, commit="at_once")
+    train(engine)
+    rows, losses = batches(1, 4)[0], []
+    with torch.no_grad(), slowly():
+        losses.append(float(engine(rows)))
+        with torch.enable_grad():
+            backward(engine, 2)
+        losses.append(float(engine(rows)))
+        time.sleep(0.5)
+        losses.append(float(engine(rows)))
+    engine.step()
+    return losses
+
+
+# -------------------------------------------------------------------------------------------------------- giving up
+
+
+def given_up(stage: int, commit: str) -> list[dict[str, Any]]:
+    """All values before a backward whose gradients nobody wants, and after; and what comes of further steps."""
+    engine = engine_with(HOST, stage=stage, commit=commit)
+    train(engine)
+    found = [seen(engine)]
+    with slowly():
+        backward(engine, 2)
+        engine.zero_grad()
+        found.append(seen(engine))
+        time.sleep(0.5)
+        found.append(seen(engine))
+    backward(engine, 2)
+    engine.step()
+    found.append(copied(whole_parameters(engine.module)))
+    return found
+
+
+@pytest.mark.parametrize("commit", ["at_once", "shadow", "after_norm"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_can_be_given_up(ranks: Ranks, stage: int, commit: str) -> None:
+    one, other = ranks.run(2, given_up, stage, commit)
+    before, after, later, _ = one
+    check_equal(later, after)
+    if commit != "at_once":  # what was updated at once is not taken back
+        check_equal(after, before)
+    for mine, theirs in zip(one, other, strict=True):
+        check_equal(theirs, mine)
+
+
+class Trap(torch.autograd.Function):
+    """Backward fails here, if the trap is set."""
+
+    is_set = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        if Trap.is_set:
+            raise ValueError("in the trap")
+        return grad
+
+
+def failed(block: dict[str, Any], how: str) -> bool:
+    """A backward that fails between two blocks, or a step that hears too late that the one before was not finite."""
+    quickly()
+    engine = engine_with(block, commit="at_once")
+    engine.module.blocks[0].register_forward_hook(lambda _, __, output: Trap.apply(output))
+    train(engine)
+    Trap.is_set = how == "backward"
+    before = ShardedOptimizer._hear_verdict
+
+    def hear(optimizer: ShardedOptimizer, *args: Any) -> bool:
+        ShardedOptimizer._hear_verdict = before  # type: ignore[method-assign]
+        raise NonFiniteError("the gradients were not finite")
+
+    if how == "step":
+        ShardedOptimizer._hear_verdict = hear  # type: ignore[method-assign]
+    with pytest.raises(ValueError if how == "backward" else NonFiniteError):
+        train(engine, 1)
+    Trap.is_set = False
+    if how == "backward":
+        engine.zero_grad()
+    train(engine)
+    return all(bool(torch.isfinite(value).all()) for value in whole_parameters(engine.module).values())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("how", ["backward", "step"])
+def test_training_goes_on_after_a_failure(ranks: Ranks, tmp_path: Path, tier: str, how: str) -> None:
+    assert ranks.run(1, failed, HOST if tier == "host" else on_disk(tmp_path), how) == [True]
+
+
+# --------------------------------------------------------------------------------------------------------- refitting
+
+
+def refitted(commit: str) -> list[dict[tuple[State, str, Tier], int]]:
+    """Host memory for gradients and for what travels, as a unit is built anew again and again."""
+    torch.manual_seed(0)
+    model = Gpt()
+    own = {"shard_at_world_one": True, "commit": commit}
+    config = zero(3, zero_optimization=HOST, bf16={"enabled": True}, shardwell=own, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    found = []
+    for _ in range(3):
+        for trains in (False, True):
+            model.blocks[1].up.weight.requires_grad_(trains)
+            engine.refit()
+            train(engine)
+        for unit in engine._flow.units:
+            unit.wait()
+        now = engine.memory().now.items()
+        found.append({key: size for key, size in now if key[0] in (State.GRADIENTS, State.STAGING) and size})
+    return found
+
+
+@pytest.mark.parametrize("commit", ["after_norm", "shadow"])
+def test_units_that_are_built_anew_leave_nothing_behind(ranks: Ranks, commit: str) -> None:
+    first, *others = ranks.run(1, refitted, commit)[0]
+    assert any(tier is Tier.HOST for _, _, tier in first)
+    assert others == [first, first]
