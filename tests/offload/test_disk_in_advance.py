@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from shardwell.memory.disk import DiskTier
 from shardwell.optim.store import Store
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.models import batches, whole_parameters, zero
+from tests.offload.test_disk_parameters import counted
 from tests.offload.test_disk_state import AIO, engine_with, on_disk, quickly
 from tests.offload.test_offload import HOST, check_equal
 from tests.ranks import Ranks
@@ -143,6 +147,35 @@ def test_units_that_are_not_used_give_their_seats_up(ranks: Ranks, tmp_path: Pat
     check_equal(below, above)
 
 
+def moved(commit: str, path: str) -> list[dict[str, int]]:
+    """Bytes that a step moves which uses all blocks, and one that uses one of the six."""
+    quickly()
+    torch.manual_seed(0)
+    model = Choosing()
+    own = {"shard_at_world_one": True, "commit": commit}
+    config = zero(3, zero_optimization=on_disk(Path(path)), bf16={"enabled": True}, shardwell=own, aio=AIO)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    found = []
+    for used in (USED[0], USED[0], (0,)):
+        bytes_moved = {"read": 0, "written": 0}
+        with counted(bytes_moved):
+            engine.backward(engine(torch.ones(2, 16).bfloat16(), used))
+            engine.step()
+            for unit in engine._flow.units:
+                unit.wait()
+            read_ahead(engine)
+        found.append(bytes_moved)
+    return found[1:]
+
+
+@pytest.mark.parametrize("commit", ["at_once", "after_norm"])
+def test_units_without_a_gradient_stay_where_they_rest(ranks: Ranks, tmp_path: Path, commit: str) -> None:
+    everything, little = ranks.run(1, moved, commit, str(tmp_path))[0]
+    assert 0 < little["written"] < everything["written"] / 5
+    assert little["read"] < everything["read"] / 2  # some of it for the next step, which may use other blocks
+
+
 def thawed(block: dict[str, Any]) -> dict[str, Tensor]:
     """A unit changes while its state is in a seat."""
     quickly()
@@ -160,6 +193,56 @@ def thawed(block: dict[str, Any]) -> dict[str, Tensor]:
 
 def test_units_that_change_are_read_anew(ranks: Ranks, tmp_path: Path) -> None:
     check_equal(ranks.run(1, thawed, on_disk(tmp_path))[0], ranks.run(1, thawed, HOST)[0])
+
+
+@contextlib.contextmanager
+def guessing(may_go_on: threading.Event) -> Iterator[None]:
+    """The reader knows what to prepare, and does not begin before it may."""
+    before, taken, guesses = Store.prepare, Store._taken, []
+
+    def prepare(store: Store, unit: Any) -> None:
+        guesses.append(unit)
+        before(store, unit)
+
+    def take(store: Store, num_bytes: int) -> Any:
+        if guesses:
+            may_go_on.wait()
+        return taken(store, num_bytes)
+
+    Store.prepare, Store._taken = prepare, take  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Store.prepare, Store._taken = before, taken  # type: ignore[method-assign]
+
+
+def taken_unawares(folder: str, how: str) -> int:
+    """Units change or move up while the reader is about to prepare them. Returns how many seats it has filled then."""
+    quickly()
+    engine = engine_with(on_disk(Path(folder)))
+    step(engine, batches(1, 4)[0])
+    read_ahead(engine)
+    optimizer, may_go_on = engine.optimizer, threading.Event()
+    optimizer._offloaded.host.forget_guesses()
+    with guessing(may_go_on):
+        step(engine, batches(1, 4)[0])
+        engine.zero_grad()
+        for unit in engine._flow.units:
+            unit.wait()
+        threading.Timer(0.1, may_go_on.set).start()
+        if how == "refit":
+            engine.module.blocks[2].up.weight.requires_grad_(False)
+            engine.refit()
+        else:
+            optimizer.move_up(1e9)
+        may_go_on.wait()
+        time.sleep(0.2)
+    return len(optimizer._store._ready)
+
+
+@pytest.mark.parametrize("how", ["refit", "move up"])
+def test_guesses_that_have_not_begun_are_waited_for(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    assert ranks.run(1, taken_unawares, str(tmp_path), how, limit=30.0) == [0]
 
 
 def crossed(folder: str) -> bool:

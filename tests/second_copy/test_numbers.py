@@ -352,6 +352,29 @@ def opened(partition: int, path: str) -> Play:
     return play
 
 
+def opened_before_the_step(play: Play) -> Play:
+    """Somebody writes what he sees between backward and step, when units were updated already."""
+    for number in range(STEPS):
+        play.backward(play.loss(number))
+        with GatheredParameters(play.model.blocks[1].up.bias, modifier_rank=0), torch.no_grad():
+            play.losses.append(float(play.model.blocks[1].up.weight.float().sum()))
+            play.model.blocks[1].up.bias.mul_(0.5)
+        play.engine.step()
+        play.evaluate()
+    return play
+
+
+@scene
+def opened_after_updates_at_once_on_the_host(partition: int, path: str) -> Play:
+    return opened_before_the_step(begin(partition, below("none", "cpu", path, shardwell={"commit": "at_once"})))
+
+
+@scene
+def opened_after_updates_at_once_on_the_device(partition: int, path: str) -> Play:
+    own = {"placement": "auto", "device_memory": 10**9}
+    return opened_before_the_step(begin(partition, {"bf16": {"enabled": True}, "shardwell": own}))
+
+
 @scene
 def opened_before_any_forward(partition: int, path: str) -> Play:
     play = begin(partition)
