@@ -140,10 +140,11 @@ class Unpublished:
         if self._units.pop(unit.index, None) is not None:
             unit.await_update(None)
 
-    def take_all(self) -> list[Unit]:
-        """Those that no step will publish any more."""
-        units, self._units = list(self._units.values()), {}
-        return units
+    def give_up(self, end: Callable[[Unit], Arrival | None]) -> None:
+        """No step will publish them any more: `end` says what there is to wait for."""
+        units, self._units = self._units, {}
+        for unit in units.values():
+            unit.await_update(Early(unit, end(unit)))
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

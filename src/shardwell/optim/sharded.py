@@ -21,7 +21,7 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
 from shardwell.native import Compact
-from shardwell.optim.ahead import Ahead, Early, Unpublished
+from shardwell.optim.ahead import Ahead, Unpublished
 from shardwell.optim.build import NO_LABEL, Recipe
 from shardwell.optim.host import Arrival
 from shardwell.optim.norms import GlobalNorm, norm_of, sum_of_squares
@@ -167,7 +167,9 @@ class ShardedOptimizer(Optimizer):
             clip = self._clip_factor(self._norm)
             done = self._ahead.commit(may_step, clip)
             if may_step:
-                self._step_on_host(norm)
+                on_host = () if self._offloaded is None else self._offloaded.step(self._units, norm, self._to_step)
+                for unit in on_host:
+                    self._unpublished.add(unit, self._arrival(unit))
                 for chunk in chunks(self._units):
                     self._update([unit for unit in chunk if unit.index not in done], clip)
                     for unit in chunk:
@@ -191,11 +193,9 @@ class ShardedOptimizer(Optimizer):
         """Reduce what backward has left so far; more may still be added."""
         self._before_step()
 
-    @contextlib.contextmanager
-    def states_of(self, unit: Unit, *, changes: bool = False) -> Iterator[None]:
+    def states_of(self, unit: Unit, *, changes: bool = False) -> contextlib.AbstractContextManager[None]:
         """Have a unit's state in memory, wherever it rests; what changes there counts. May be nested."""
-        with contextlib.nullcontext() if self._store is None else self._store.opened(unit, changes=changes):
-            yield
+        return contextlib.nullcontext() if self._store is None else self._store.opened(unit, changes=changes)
 
     def part(self, unit: Unit, shard: Shard) -> list[Shard]:
         """Cut a shard into its parameters, and its state with it."""
@@ -284,11 +284,6 @@ class ShardedOptimizer(Optimizer):
     def _arrival(self, unit: Unit) -> Arrival | None:
         return None if self._offloaded is None else self._offloaded.host.arrival(unit)
 
-    def _step_on_host(self, norm: Tensor) -> None:
-        if self._offloaded is not None:
-            for unit in self._offloaded.step(self._units, norm, self._to_step):
-                self._unpublished.add(unit, self._arrival(unit))
-
     def move_up(self, free: float) -> list[str]:
         """Let the state of the first units rest on the device, as many as `free` bytes hold; returns their names.
 
@@ -313,8 +308,7 @@ class ShardedOptimizer(Optimizer):
         self._forget_gradients(False)
 
     def _forget_gradients(self, was_used: bool | Tensor) -> None:
-        for unit in self._unpublished.take_all():
-            unit.await_update(Early(unit, None if self._offloaded is None else self._offloaded.give_up(unit)))
+        self._unpublished.give_up(self._arrival if self._offloaded is None else self._offloaded.give_up)
         if self._offloaded is not None:
             self._offloaded.forget_gradients()
         self._ahead.forget_gradients()
