@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import NonFiniteError
@@ -153,6 +153,47 @@ def forwards(stage: int) -> list[float]:
         losses.append(float(engine(rows)))
     engine.step()
     return losses
+
+
+class Choice(nn.Module):
+    """Rank 0 uses both layers, others one: those cannot update the unit before they know the gradients of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one(x) + (self.other(x) if dist.get_rank() == 0 or not self.training else 0)
+
+
+def apart(stage: int) -> list[float]:
+    """Losses between backward and step, after the step, and after gradients were given up."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Choice() for _ in range(3)])
+    block = {**HOST, "leaf_module": {"classes": ["Choice"]}}
+    config = zero(stage, zero_optimization=block, bf16={"enabled": True}, shardwell={"commit": "at_once"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    rows, losses = torch.ones(2, 8).bfloat16(), []
+
+    def look() -> None:
+        with torch.no_grad():
+            losses.append(float(engine.eval()(rows).float().square().mean()))
+        engine.train()
+
+    for end in (engine.step, engine.zero_grad, engine.step):
+        engine.backward(engine(rows).float().square().mean())
+        look()
+        end()
+        look()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_which_some_update_at_once_see_the_same(ranks: Ranks, stage: int) -> None:
+    one, other = ranks.run(2, apart, stage)
+    assert one == other
+    assert len(set(one)) > 3
 
 
 # -------------------------------------------------------------------------------------------------------- giving up
