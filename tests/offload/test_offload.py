@@ -129,10 +129,11 @@ def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: floa
             assert (first[name] == other[name]).all(), name
 
 
-def test_units_with_small_parameters_that_stay_whole_are_updated_once(ranks: Ranks) -> None:
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1.2], ids=["never", "always", "sometimes"])
+def test_units_with_small_parameters_that_stay_whole_are_updated_once(ranks: Ranks, clip: float) -> None:
     cases = []
-    for policy in ("after_norm", "at_once"):
-        case = host_case(policy, steps=3)
+    for policy in ("after_norm", "shadow" if clip else "at_once"):
+        case = host_case(policy, clip=clip, steps=4)
         block = {**HOST, "stage3_param_persistence_threshold": 100}
         cases.append(replace(case, config={**case.config, "zero_optimization": block}))
     first, other = ranks.run(2, all_sharded, cases, 3)[0]

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.errors import NonFiniteError
+from shardwell.errors import NonFiniteError, ReleasedParameterError
 from shardwell.memory import State, Tier
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.host import HostUpdates
+from shardwell.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from tests.checkpoint.legs import everything
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
@@ -303,3 +304,70 @@ def test_units_that_are_built_anew_leave_nothing_behind(ranks: Ranks, commit: st
     first, *others = ranks.run(1, refitted, commit)[0]
     assert any(tier is Tier.HOST for _, _, tier in first)
     assert others == [first, first]
+
+
+class Infinite(torch.autograd.Function):
+    """As it is forward, and not finite backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+def read_directly(engine: shardwell.Engine) -> dict[str, Tensor]:
+    """Parameters that are whole, as any code of the user would read them."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with contextlib.suppress(ReleasedParameterError):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def left_out(stage: int, commit: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters before and after a step whose gradients are not finite in one unit."""
+    block = {**HOST, "stage3_param_persistence_threshold": 100 if stage == 3 else 0}
+    engine = engine_with(block, stage=stage, commit=commit, nonfinite="skip" if commit == "shadow" else "error")
+    train(engine)
+    engine.state_dict()
+    before = read_directly(engine)
+    handle = engine.module.embed.register_forward_hook(lambda module, inputs, output: Infinite.apply(output))
+    with slowly(), contextlib.suppress(NonFiniteError):
+        train(engine, 1)
+    handle.remove()
+    return before, read_directly(engine)
+
+
+@pytest.mark.parametrize("commit", ["at_once", "shadow"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_after_a_step_that_was_left_out_all_ranks_read_the_same(ranks: Ranks, stage: int, commit: str) -> None:
+    (before, first), (_, other) = ranks.run(2, left_out, stage, commit)
+    assert first.keys() == other.keys() == before.keys()
+    assert first
+    for name, value in first.items():
+        assert (value == other[name]).all(), name
+        assert commit == "at_once" or (value == before[name]).all(), name
+
+
+def read_alone(where: str) -> str:
+    block = {**HOST, "stage3_param_persistence_threshold": 100}
+    engine = engine_with(block, stage=3, commit="at_once", divergence_timeout=5)
+    train(engine)
+    if where == "between":
+        backward(engine, 2)
+    if dist.get_rank() == 0:
+        weight = next(p for name, p in engine.module.named_parameters() if name == "blocks.2.up.weight")
+        safe_get_local_fp32_param(weight)
+        safe_get_local_optimizer_state(weight, "exp_avg")
+    if where == "between":
+        engine.step()
+    train(engine, 1)
+    return "fine"
+
+
+@pytest.mark.parametrize("where", ["between", "after"])
+def test_a_rank_may_read_its_own_part_alone(ranks: Ranks, where: str) -> None:
+    assert ranks.run(2, read_alone, where) == ["fine"] * 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,3 +137,108 @@ def test_several_forwards_and_backwards_add_up_as_they_do_plainly(ranks: Ranks, 
         for ours in (True, False):
             difference, name = distance(answers[f"{way.__name__} {ours}"], expected)
             assert difference < 1e-10, f"{way.__name__} {ours}: {name} differs by {difference}"
+
+
+class Twice(nn.Module):
+    """Is reduced twice in one backward: each use of it is a graph of its own, with other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.other, checkpoint(self.one, x, use_reentrant=True), use_reentrant=True)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList([Twice() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def reduced_twice(stage: int, block: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Halves()
+    config = zero(stage, zero_optimization=block, gradient_accumulation_steps=2, shardwell={"shard_at_world_one": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    for micro in range(4):
+        engine.backward(engine(torch.full((4, 8), 0.1 + micro)).square().mean())
+        engine.step()
+    return whole_parameters(model)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_come_in_two_parts_are_both_added(ranks: Ranks, stage: int, num_ranks: int) -> None:
+    below = {"offload_optimizer": {"device": "cpu"}}
+    above = ranks.run(num_ranks, reduced_twice, stage, {})
+    for one, other in zip(above, ranks.run(num_ranks, reduced_twice, stage, below), strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(torch.as_tensor(other[name]), torch.as_tensor(value), rtol=1e-5, atol=1e-6)
+
+
+class Tied(nn.Module):
+    """The head borrows the embedding's weight until the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embed(rows)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(F.linear(x, self.embed.weight).flatten(0, 1), rows.flatten())
+
+
+def zeroed_between(has_optimizer: bool) -> dict[str, Tensor]:
+    """`zero_grad` before a forward's backward, and once instead of a step."""
+    torch.manual_seed(0)
+    model, rows = Tied(), torch.arange(12).view(2, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0) if has_optimizer else None
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3), device="cpu").engine
+    engine.backward(engine(rows))
+    engine.zero_grad()
+    for _ in range(2):
+        loss = engine(rows)
+        engine.zero_grad()
+        engine.backward(loss)
+        if has_optimizer:
+            engine.step()
+    if has_optimizer:
+        return whole_parameters(model)
+    engine._flow.finish()
+    groups = [group for unit in engine._flow.units for group in unit.trainable]
+    return {g.name: g.gradients.result[: max(0, g.layout.numel - g.own[0])] for g in groups}  # without padding
+
+
+def test_gradients_may_be_zeroed_between_forward_and_backward(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model, rows = Tied(), torch.arange(12).view(2, 6)
+    for _ in range(2):
+        loss = model(rows)
+        model.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data -= parameter.grad
+    for found in ranks.run(2, zeroed_between, True):
+        difference, name = distance(found, dict(model.named_parameters()))
+        assert difference < 1e-5, f"{name} differs by {difference}"
+
+
+def test_an_engine_without_an_optimizer_forgets_gradients_too(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model, rows = Tied(), torch.arange(12).view(2, 6)
+    model(rows).backward()
+    expected = sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None)
+    found = ranks.run(2, zeroed_between, False)
+    total = sum(float(torch.as_tensor(value).abs().sum()) for answer in found for value in answer.values())
+    assert total == pytest.approx(expected, rel=1e-4)

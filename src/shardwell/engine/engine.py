@@ -98,6 +98,7 @@ class Engine(nn.Module):
         if self._scale.is_on and torch.is_grad_enabled():
             output = map_tensors(output, self._scale_output)
         self._flow.end_forward()
+        self._flow.drop_unused()
         return output
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
@@ -225,9 +226,11 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary; units that were updated at once during backward stay updated."""
         self._flow.finish_for_nobody()
-        self._flow.end_loans()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+            return
+        for group in (group for unit in self._flow.units for group in unit.trainable):
+            group.gradients.clear()
 
     # ------------------------------------------------------------------------------------------------- readings
 

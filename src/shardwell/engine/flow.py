@@ -66,6 +66,7 @@ class Flow:
         self._kept_back = False  # some gradients of this boundary were
         self._tasks: set[int] = set()
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
+        self._graph_was_used = False  # a backward went through it
         self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
         self.take(units)
 
@@ -90,6 +91,7 @@ class Flow:
     def running(self) -> Iterator[None]:
         """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+        self._graph_was_used = False
         self._in_model, self.has_met_scale = True, False
         self._drop_leftovers()
         try:
@@ -209,17 +211,19 @@ class Flow:
             self.end_forward()
 
     def end_forward(self) -> None:
-        """The engine's forward is over; if no graph was recorded, so are its loans, and what came in vain goes."""
-        if self._graph_is_open:
-            return
-        self.end_loans()
-        for unit in self.units:
-            if unit.residency is Residency.GATHERING and not self._in_model:
+        """A forward is over; if no graph was recorded, so are its loans."""
+        if not self._graph_is_open:
+            self.end_loans()
+
+    def drop_unused(self) -> None:
+        """The engine's forward is over; if no graph was recorded, what was gathered in vain goes."""
+        for unit in self.units if not self._graph_is_open else ():
+            if unit.residency is Residency.GATHERING:
                 self.release(unit)
 
     def end_loans(self) -> None:
         """No graph needs what was lent any more."""
-        self._graph_is_open = False
+        self._graph_is_open = self._graph_was_used = False
         for unit in self.units:
             if unit.lent:
                 unit.lent = False
@@ -249,7 +253,9 @@ class Flow:
         unit.task = task
         if task not in self._tasks:
             if not self._tasks:
-                self._finish_reduces(list(self._reducing))  # here, because the ranks are all at the same place
+                earlier = [group for group, at_boundary in self._reducing.items() if not at_boundary]
+                self._finish_reduces(earlier)  # here, because the ranks are all at the same place
+                self._graph_was_used = True
                 self._backward.start()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
@@ -367,12 +373,14 @@ class Flow:
         self._kept_back = False
 
     def finish_for_nobody(self) -> None:
-        """As `finish`, but nobody is told of gradients: they are not wanted any more."""
+        """As `finish`, but nobody is told of gradients: they are not wanted any more. A graph may still be."""
         told, self.gradients_reduced = self.gradients_reduced, None
         try:
             self.finish()
         finally:
             self.gradients_reduced = told
+        if self._graph_was_used:
+            self.end_loans()
 
     def after_update(self, unit: Unit, arrival: Arrival | None = None) -> None:
         self.note(Action.STEP, unit)

@@ -17,7 +17,7 @@ from shardwell.layout import Piece, Slot
 from shardwell.native import Compact
 from shardwell.optim.shards import Shard, is_elementwise
 from shardwell.rounding import narrow
-from shardwell.unit import Group, Unit, guard
+from shardwell.unit import Group, Residency, Unit, guard
 
 
 class Access:
@@ -45,7 +45,7 @@ class Access:
 
     def local_master(self) -> Tensor | None:
         """1D, this rank's part; None if it holds none."""
-        self._unit.wait()
+        self._unit.hear_update()
         with self._group.opened_master():
             part = self._part(self._group.master)
             return None if part is None else part.clone()
@@ -71,7 +71,9 @@ class Access:
                 f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
                 "part: use safe_set_full_fp32_param."
             )
-        self._unit.wait()  # a gather on its way would leave a copy
+        self._unit.hear_update()
+        if self._unit.residency is Residency.GATHERING:
+            self._unit.wait()  # or it would bring what was before
         if self._group.has_second_copy:
             raise ShardwellError(
                 f"of '{self._slot.name}' there is a second copy in each node (zero_hpz_partition_size), and the others "
@@ -132,7 +134,7 @@ class Access:
 
     def local_state(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state by name: 1D, to read, and scalars as they are."""
-        self._unit.wait()
+        self._unit.hear_update()
         shard = self._shard()
         if shard is None or self._piece is None:
             return {}
@@ -199,7 +201,7 @@ class Access:
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        self._unit.wait()
+        self._unit.hear_update()
         with self._unit.optimizer.states_of(self._unit, changes=True):
             shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
             state = self._unit.optimizer.state[shard.tensor]

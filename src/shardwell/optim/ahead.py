@@ -8,7 +8,7 @@ stepped again with the factor. Both give the bits that a step after the norm giv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,26 @@ from shardwell.unit.table import Commit
 
 
 class Shadow:
-    """A unit's masters and optimizer state as they were."""
+    """The masters of some shards, and their optimizer state, as they were."""
 
     def __init__(self, shards: list[Shard], states: dict[Tensor, Any]) -> None:
-        self._masters = [(shard.tensor, shard.tensor.clone()) for shard in shards]
+        self._groups = {shard.group for shard in shards}
+        with self._opened(changes=False):
+            self._masters = [(shard.tensor, shard.tensor.clone()) for shard in shards]
         self._states = {shard.tensor: _copied(states[shard.tensor]) for shard in shards if shard.tensor in states}
 
+    @contextlib.contextmanager
+    def _opened(self, *, changes: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                stack.enter_context(group.opened_master(changes=changes))
+            yield
+
     def restore(self, states: dict[Tensor, Any]) -> None:
-        for tensor, before in self._masters:
-            tensor.copy_(before)
+        with self._opened(changes=True):
+            for tensor, before in self._masters:
+                tensor.copy_(before)
+        for tensor, _ in self._masters:
             states.pop(tensor, None)
             if tensor in self._states:
                 states[tensor] = self._states[tensor]
@@ -96,12 +107,9 @@ class Ahead:
 
     def take_back(self) -> None:
         """The step is not applied after all."""
-        for unit, shadow in self._units.values():
+        for _, shadow in self._units.values():
             if shadow is not None:
-                with contextlib.ExitStack() as stack:
-                    for group in unit.trainable:
-                        stack.enter_context(group.opened_master(changes=True))
-                    shadow.restore(self._inner.state)
+                shadow.restore(self._inner.state)
         self._units = {}
 
 
@@ -116,9 +124,12 @@ class Early:
     def is_known(self) -> bool:
         return self.arrival is None or self.arrival.is_known
 
-    def wait(self) -> None:
+    def hear(self) -> None:
         if self.arrival is not None:
-            self.arrival.wait()
+            self.arrival.hear()
+
+    def wait(self) -> None:
+        self.hear()
         self.unit.publish()
 
 
@@ -140,11 +151,17 @@ class Unpublished:
         if self._units.pop(unit.index, None) is not None:
             unit.await_update(None)
 
-    def give_up(self, end: Callable[[Unit], Arrival | None]) -> None:
-        """No step will publish them any more: `end` says what there is to wait for."""
+    def give_up(self, end: Callable[[Unit], Arrival | None], *, together: bool) -> None:
+        """No step will publish them any more: `end` says what there is to wait for.
+
+        They are published here, or if other ranks do not come here, by who needs them.
+        """
         units, self._units = self._units, {}
         for unit in units.values():
-            unit.await_update(Early(unit, end(unit)))
+            arrival = end(unit)
+            unit.await_update(None if together else Early(unit, arrival))
+            if together:
+                unit.publish(arrival)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

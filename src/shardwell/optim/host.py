@@ -97,6 +97,10 @@ class Arrival:
         """The host has done its part: whoever waits now does not hold up the training loop."""
         return all(ticket.has_passed for ticket in self.job.tickets)
 
+    def hear(self) -> None:
+        """Wait, as a rank can alone."""
+        self.wait()
+
     def wait(self) -> None:
         for ticket in self.job.tickets:
             ticket.wait()

@@ -156,6 +156,7 @@ class ShardedOptimizer(Optimizer):
                 group.gradients.settle()
                 group.forget_second_copy()  # of all: what was updated ahead of a step that fails may differ by rank
         was_used: bool | Tensor = False
+        together = False
         try:
             for unit in self._units:
                 if all(group.gradients.result is None for group in unit.trainable):
@@ -177,8 +178,12 @@ class ShardedOptimizer(Optimizer):
                         self._after_update(unit, self._arrival(unit))
             # Where the kernels were told on the device, so are others.
             was_used = may_step if self._verdict is None else torch.isfinite(norm)
+            together = True
+        except NonFiniteError:
+            together = True
+            raise
         finally:
-            self._forget_gradients(was_used)
+            self._forget_gradients(was_used, together=together)
         if self.scale.is_on:
             self.scale.update(self.overflow)
         self.count_states()
@@ -305,13 +310,15 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary. An update at once that they began is not taken back."""
-        self._forget_gradients(False)
+        self._forget_gradients(False, together=True)
 
-    def _forget_gradients(self, was_used: bool | Tensor) -> None:
-        self._unpublished.give_up(self._arrival if self._offloaded is None else self._offloaded.give_up)
+    def _forget_gradients(self, was_used: bool | Tensor, *, together: bool) -> None:
+        """`together`: all ranks do so, and go on."""
+        self._ahead.forget_gradients()
+        end = self._arrival if self._offloaded is None else self._offloaded.give_up
+        self._unpublished.give_up(end, together=together)
         if self._offloaded is not None:
             self._offloaded.forget_gradients()
-        self._ahead.forget_gradients()
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.clear(was_used)

@@ -175,19 +175,25 @@ class Gradients:
 
     def _scatter_to_hand_over(self, flat: Tensor) -> Pending:
         if self._comm.mesh.size == 1:
-            factor = self._scale
-
-            def adopt() -> None:
-                self._handed = flat, factor
-
-            return Pending(adopt)
+            return Pending(partial(self._hand, flat, self._scale))
         fresh = self._take_result(self._layout.shard_numel, self._precision.accumulate)
 
         def finish() -> None:
-            self._handed = fresh, 1.0
+            self._hand(fresh, 1.0)
             self._scratch.give(flat)
 
         return self._reduced(flat, fresh, False).then(finish)
+
+    def _hand(self, fresh: Tensor, factor: float) -> None:
+        """This is to be added up elsewhere, with what nobody has fetched yet."""
+        if self._handed is not None:
+            before, its_factor = self._handed
+            both = self._take_result(fresh.numel(), self._precision.accumulate)
+            both.copy_(before).mul_(its_factor).add_(fresh, alpha=factor)
+            self._scratch.give(before)
+            self._scratch.give(fresh)
+            fresh, factor = both, 1.0
+        self._handed = fresh, factor
 
     def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Pending:
         token, codecs = f"REDUCE {self._name}", self._row.reduce_codecs

@@ -27,7 +27,11 @@ class Arrival(Protocol):
     def is_known(self) -> bool:
         """The host has done its part."""
 
-    def wait(self) -> None: ...
+    def hear(self) -> None:
+        """Wait for it, as a rank can alone."""
+
+    def wait(self) -> None:
+        """Wait for it, and do what follows for all ranks."""
 
 
 class Residency(enum.Enum):
@@ -67,6 +71,7 @@ class Unit:
         self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
         self._pending: list[Pending] = []
         self._arrival: Arrival | None = None  # an update that nobody has waited for yet
+        self._update: Arrival | None = None  # the same, also of a unit whose publish waits for it
         for group in groups:
             for parameter in group.parameters:
                 guard.keep(parameter, self)
@@ -135,6 +140,7 @@ class Unit:
             self._pending = []
             self._move(Residency.WHOLE)
             guard.bring_back(self._parameters(self.groups))
+        self._update = None
 
     @property
     def awaits_update(self) -> bool:
@@ -148,7 +154,12 @@ class Unit:
 
     def await_update(self, arrival: Arrival | None) -> None:
         """An update was begun ahead of being published: who needs the unit waits for it. None: no more."""
-        self._arrival = arrival
+        self._arrival = self._update = arrival
+
+    def hear_update(self) -> None:
+        """Wait for an update of this rank's part: alone, where `wait` may do what all ranks do together."""
+        if self._update is not None:
+            self._update.hear()
 
     def _arrive(self) -> None:
         if self._arrival is not None:
@@ -189,6 +200,7 @@ class Unit:
         if groups and groups[0].context.world.mesh.size == 1:
             groups = []
         if self.releasable:
+            self._update = arrival or self._update
             self._arrival = arrival or self._arrival  # without an update, an earlier one may still be on its way
             for group in groups:  # persistent groups of a released unit: they must be whole before anyone looks
                 group.publish().wait()
@@ -196,6 +208,7 @@ class Unit:
             self.wait()
             self._move(Residency.GATHERING)
             guard.send_away(self._parameters(self.trainable))
+            self._update = arrival
             self._pending = [Pending(_after(arrival, groups))] if arrival else [group.publish() for group in groups]
         return bool(groups)
 
