@@ -18,7 +18,12 @@ from shardwell.errors import NonFiniteError, ReleasedParameterError
 from shardwell.memory import State, Tier
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.host import HostUpdates
-from shardwell.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from shardwell.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_grad,
+)
 from tests.checkpoint.legs import everything
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
@@ -373,3 +378,102 @@ def read_alone(where: str) -> str:
 @pytest.mark.parametrize("where", ["between", "after"])
 def test_a_rank_may_read_its_own_part_alone(ranks: Ranks, where: str) -> None:
     assert ranks.run(2, read_alone, where) == ["fine"] * 2
+
+
+# ---------------------------------------------------------------------------------------- what a boundary is not told
+
+
+class Fork(nn.Module):
+    """A branch that is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, short: bool) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return x if short else x + self.sometimes(x)
+
+
+class Forks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Fork(), Fork()])
+
+    def forward(self, x: Tensor, short: bool, leave_out: int = -1) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index == leave_out else block(x, short)
+        return x.square().mean()
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),  # stepped in line
+}
+
+
+def forked(stage: int, block: dict[str, Any], commit: str, name: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Every second step uses all parameters. Small ones rest whole, and are stepped on the device."""
+    torch.manual_seed(0)
+    model = Forks()
+    zeros = {**block, "stage3_param_persistence_threshold": 100}
+    config = zero(stage, zero_optimization=zeros, gradient_accumulation_steps=2, shardwell={"commit": commit})
+    optimizer = OPTIMIZERS[name](model.parameters())
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    norms = []
+    for step in range(4):
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        with slowly():
+            for leave_out in (-1, 0):  # the first block gets nothing in the last micro-step
+                engine.backward(engine(rows, step % 2 == 0, leave_out))
+                engine.step()
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    return whole_parameters(model), norms
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("commit", ["at_once", "after_norm", "shadow"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_are_used_now_and_then_step_as_on_the_device(
+    ranks: Ranks, stage: int, commit: str, name: str
+) -> None:
+    expected, norms = ranks.run(2, forked, stage, {}, "auto", name)[0]
+    for found, its_norms in ranks.run(2, forked, stage, HOST, commit, name):
+        assert its_norms == pytest.approx(norms, rel=1e-4)
+        for key, value in expected.items():
+            torch.testing.assert_close(torch.as_tensor(found[key]), torch.as_tensor(value), rtol=1e-4, atol=1e-5)
+
+
+def changed_gradient(block: dict[str, Any], commit: str, value: float) -> tuple[float, float, int] | str:
+    """The norm, how far a weight moves, and steps that were left out."""
+    torch.manual_seed(0)
+    model = Gpt()
+    own = {"commit": commit, "nonfinite": "skip"}
+    config = zero(2, zero_optimization=block, gradient_clipping=0.0 if commit == "at_once" else 1.0, shardwell=own)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    weight = model.blocks[0].up.weight
+    backward(engine)
+    try:
+        safe_set_full_grad(weight, torch.full(weight.shape, value))
+    except shardwell.ShardwellError as error:
+        return str(error)
+    before = safe_get_full_fp32_param(weight)
+    engine.step()
+    moved = (safe_get_full_fp32_param(weight) - before).abs().max()
+    return float(engine.get_global_grad_norm() or 0.0), float(moved), engine.skipped_steps
+
+
+@pytest.mark.parametrize("value", [100.0, float("inf")])
+def test_gradients_that_are_changed_before_the_step_count(ranks: Ranks, value: float) -> None:
+    expected = ranks.run(2, changed_gradient, {}, "after_norm", value)
+    assert expected[0][2] == (0 if value == 100.0 else 1)
+    for found, its in zip(ranks.run(2, changed_gradient, HOST, "after_norm", value), expected, strict=True):
+        assert found == pytest.approx(its, rel=1e-4)
+
+
+@pytest.mark.parametrize("commit", ["at_once", "shadow"])
+def test_gradients_that_were_used_already_cannot_be_changed(ranks: Ranks, commit: str) -> None:
+    for found in ranks.run(2, changed_gradient, HOST, commit, 1.0):
+        assert "has begun with the gradients that backward gave" in found

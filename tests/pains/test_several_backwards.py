@@ -184,6 +184,37 @@ def test_gradients_that_come_in_two_parts_are_both_added(ranks: Ranks, stage: in
             torch.testing.assert_close(torch.as_tensor(other[name]), torch.as_tensor(value), rtol=1e-5, atol=1e-6)
 
 
+class WithMethod(Stack):
+    """Whose loss is a method of its own."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x)[0].square().mean()
+
+
+def by_method(stage: int, block: dict[str, Any], how: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = WithMethod()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = zero(stage, zero_optimization=block, gradient_accumulation_steps=2)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    for micro in range(6):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(micro))
+        loss = {"engine": lambda x: engine(x)[0].square().mean(), "method": engine.loss, "module": model.loss}[how](x)
+        engine.backward(loss)
+        engine.step()
+    return whole_parameters(model)
+
+
+@pytest.mark.parametrize("how", ["method", "module"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_may_come_from_elsewhere_than_forward(ranks: Ranks, stage: int, how: str) -> None:
+    below = {"offload_optimizer": {"device": "cpu"}}
+    expected = ranks.run(2, by_method, stage, {}, "engine")[0]
+    for block in ({}, below):
+        for name, value in ranks.run(2, by_method, stage, block, how)[0].items():
+            torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(expected[name]), rtol=1e-5, atol=1e-6)
+
+
 class Tied(nn.Module):
     """The head borrows the embedding's weight until the step."""
 

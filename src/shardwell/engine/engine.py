@@ -147,6 +147,7 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
+        self._flow.is_boundary = self.is_gradient_accumulation_boundary()  # the loss may not come from `forward`
         self._flow.divide_by_steps = scale_wrt_gas
         before, _carried.scale = _carried.scale, self._scale.value
         self._flow.has_met_scale = True

@@ -106,6 +106,7 @@ class Access:
         result = self._settled()
         if result is None:
             raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
+        self._unit.optimizer.gradients_change(self._unit)
         part = self._part(result)
         flat = self._flat_of(value, torch.promote_types(result.dtype, torch.float32))
         if part is not None and self._piece is not None:
@@ -116,6 +117,7 @@ class Access:
         result = self._settled()
         part = None if result is None else self._part(result)
         if part is not None:
+            self._unit.optimizer.gradients_change(self._unit)
             part.copy_(value.reshape(-1).to(part.device, torch.float32) * self._loss_scale)
 
     def _settled(self) -> Tensor | None:

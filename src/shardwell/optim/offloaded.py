@@ -80,6 +80,15 @@ class Offloaded:
         if goes_ahead:
             self._start_ahead(unit, commit)
 
+    def gradients_change(self, unit: Unit) -> None:
+        """Their norm is another one now. An update that was begun with them cannot begin again."""
+        if self.host.is_queued(unit):
+            raise ShardwellError(
+                f"the update of unit '{unit.name}' has begun with the gradients that backward gave. To change them "
+                'before a step, set "shardwell": {"commit": "after_norm"}.'
+            )
+        self._norms.pop(unit.index, None)
+
     def _goes_ahead(self, unit: Unit, commit: Commit) -> bool:
         if commit is Commit.SHADOW:
             return self.host.may_speculate(self._shards.of(unit))
@@ -110,7 +119,12 @@ class Offloaded:
 
     def _options(self) -> list[dict[str, Any]]:
         """The hyperparameters of this step, by parameter group."""
-        return [{key: value for key, value in group.items() if key != "params"} for group in self._inner.param_groups]
+
+        def as_it_is(value: Any) -> Any:
+            return value.clone() if isinstance(value, Tensor) else value  # schedules change those in place
+
+        groups = self._inner.param_groups
+        return [{key: as_it_is(value) for key, value in group.items() if key != "params"} for group in groups]
 
     # ----------------------------------------------------------------------------------------------------- step
 

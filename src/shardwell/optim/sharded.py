@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,8 +169,8 @@ class ShardedOptimizer(Optimizer):
             clip = self._clip_factor(self._norm)
             done = self._ahead.commit(may_step, clip)
             if may_step:
-                on_host = () if self._offloaded is None else self._offloaded.step(self._units, norm, self._to_step)
-                for unit in on_host:
+                to_step = partial(self._to_step, unseen=self._global_norm.unseen)
+                for unit in () if self._offloaded is None else self._offloaded.step(self._units, norm, to_step):
                     self._unpublished.add(unit, self._arrival(unit))
                 for chunk in chunks(self._units):
                     self._update([unit for unit in chunk if unit.index not in done], clip)
@@ -275,16 +276,21 @@ class ShardedOptimizer(Optimizer):
             self._offloaded.host.descent.add_up(unit)
         if not at_boundary:
             return
-        for group in unit.trainable:
-            if self._offloaded is not None or group.row.commit is not Commit.AFTER_NORM:
-                group.gradients.settle()  # where gradients are whole their second half is still on its way
+        goes_ahead = any(group.row.commit is not Commit.AFTER_NORM for group in unit.trainable)
+        for group in unit.trainable if goes_ahead or self._offloaded is not None else ():
+            group.gradients.settle()  # where gradients are whole their second half is still on its way
         is_complete = all(all(group.gradients.seen) for group in unit.trainable)
         if self._offloaded is not None:
             self._offloaded.take(unit, is_complete=is_complete)
         if is_complete:
             self._ahead.update(unit)
-        if any(group.row.commit is not Commit.AFTER_NORM for group in unit.trainable):
+        if goes_ahead:
             self._unpublished.add(unit, self._arrival(unit))
+
+    def gradients_change(self, unit: Unit) -> None:
+        """Somebody changes a unit's gradients before the step."""
+        if self._offloaded is not None:
+            self._offloaded.gradients_change(unit)
 
     def _arrival(self, unit: Unit) -> Arrival | None:
         return None if self._offloaded is None else self._offloaded.host.arrival(unit)
@@ -315,8 +321,7 @@ class ShardedOptimizer(Optimizer):
     def _forget_gradients(self, was_used: bool | Tensor, *, together: bool) -> None:
         """`together`: all ranks do so, and go on."""
         self._ahead.forget_gradients()
-        end = self._arrival if self._offloaded is None else self._offloaded.give_up
-        self._unpublished.give_up(end, together=together)
+        self._unpublished.give_up(self._offloaded.give_up if self._offloaded else self._arrival, together=together)
         if self._offloaded is not None:
             self._offloaded.forget_gradients()
         for unit in self._units:
@@ -339,7 +344,9 @@ class ShardedOptimizer(Optimizer):
         for shard in self.shards.of(unit):
             was_counted = gone if shard.group.is_stepped_on_host and self._offloaded is not None else ahead is not None
             if shard.gradient is not None and not was_counted:
-                yield norm_of(shard)
+                shard.group.gradients.arrive()  # it may be a sum on the host that is still being made
+                norm, is_whole = norm_of(shard)
+                yield norm.to(self._context.device.torch_device), is_whole
 
     def _clip_factor(self, norm: Tensor) -> Tensor | None:
         """What to multiply gradients by; None if nothing has to be clipped and the host can know that for free."""
@@ -404,14 +411,16 @@ class ShardedOptimizer(Optimizer):
                 self.inner.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
             elif not bool(is_finite):
                 return
-        self._update([unit], clip)
+        self._update([unit], clip, ahead=True)
 
     @property
     def _can_veto(self) -> bool:
         """The kernels can be told on the device to do nothing."""
         return self._context.device.is_cuda and bool(self.inner.defaults.get("fused"))
 
-    def _update(self, units: list[Unit], clip: Tensor | None) -> None:
+    def _update(self, units: list[Unit], clip: Tensor | None, *, ahead: bool = False) -> None:
+        """`ahead`: all parameters got a gradient on this rank, and others are not known yet."""
+        unseen = set() if ahead else self._global_norm.unseen
         groups = [
             group
             for unit in units
@@ -422,20 +431,21 @@ class ShardedOptimizer(Optimizer):
             return
         whole = getattr(self.inner, "whole", None)
         if isinstance(whole, OverShards):
-            whole.begin(groups, self._global_norm.unseen)
+            whole.begin(groups, unseen)
         with contextlib.ExitStack() as stack:
             for group in groups:
                 stack.enter_context(group.opened_master(changes=True))
-            shards = [s for unit in units for s in self._to_step(unit) if self._is_stepped_here(s.group)]
-            self._step_inside(shards, clip)
+            shards = [s for unit in units for s in self._to_step(unit, unseen) if self._is_stepped_here(s.group)]
+            self._step_inside(shards, clip, again=ahead)
 
-    def _step_inside(self, shards: list[Shard], clip: Tensor | None) -> None:
+    def _step_inside(self, shards: list[Shard], clip: Tensor | None, *, again: bool) -> None:
         """Have the torch optimizer step these shards, and nothing else."""
         every = [group["params"] for group in self.param_groups]
         factor = clip if self.scale.value == 1.0 else (1.0 if clip is None else clip) / self.scale.value
         try:
             for label, param_group in enumerate(self.param_groups):
-                param_group["params"] = [s.tensor for s in shards if s.label == label and s.hang_gradient(factor)]
+                mine = [shard for shard in shards if shard.label == label]
+                param_group["params"] = [shard.tensor for shard in mine if shard.hang_gradient(factor, again=again)]
             self.inner.step()
         finally:
             for param_group, tensors in zip(self.param_groups, every, strict=True):
@@ -443,15 +453,15 @@ class ShardedOptimizer(Optimizer):
             for shard in shards:
                 shard.tensor.grad = None
 
-    def _to_step(self, unit: Unit) -> Iterator[Shard]:
+    def _to_step(self, unit: Unit, unseen: set[str]) -> Iterator[Shard]:
         """The shards whose parameters got a gradient somewhere; one that only partly did is cut for good."""
         for shard in list(self.shards.of(unit)):
-            unseen = [piece.slot.name in self._global_norm.unseen for piece in shard.pieces]
-            if not any(unseen):
+            are_unseen = [piece.slot.name in unseen for piece in shard.pieces]
+            if not any(are_unseen):
                 yield shard
-            elif not all(unseen):
+            elif not all(are_unseen):
                 for part in self.part(unit, shard):
-                    if part.pieces[0].slot.name not in self._global_norm.unseen:
+                    if part.pieces[0].slot.name not in unseen:
                         yield part
 
     def count_states(self) -> None:
@@ -464,7 +474,7 @@ class ShardedOptimizer(Optimizer):
             for group in unit.groups:
                 sizes.update(group.master_bytes())
             for shard in self.shards.of(unit):
-                for value in self.state.get(shard.tensor, {}).values():
+                for value in list(self.state.get(shard.tensor, {}).values()):  # a worker may be changing it
                     if isinstance(value, Tensor | Compact):
                         sizes[shard.group.row.optimizer.tier] += value.nbytes
             for tier in Tier:

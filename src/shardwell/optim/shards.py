@@ -37,14 +37,18 @@ class Shard:
         result = self.group.gradients.result
         return None if result is None else result[self.start : self.start + self.tensor.numel()]
 
-    def hang_gradient(self, factor: Tensor | float | None) -> bool:
-        """Make the gradient that of the tensor, in its dtype, times a factor; false if there is none."""
+    def hang_gradient(self, factor: Tensor | float | None, *, again: bool) -> bool:
+        """Make the gradient that of the tensor, in its dtype, times a factor; false if there is none.
+
+        `again`: it may be wanted once more, as it is.
+        """
         gradient = self.gradient
         if gradient is None:
             return False
         gradient = gradient.to(self.tensor)
         if factor is not None:
-            gradient.mul_(factor.to(gradient) if isinstance(factor, Tensor) else factor)
+            factor = factor.to(gradient) if isinstance(factor, Tensor) else factor
+            gradient = gradient * factor if again else gradient.mul_(factor)
         self.tensor.grad = gradient
         return True
 
