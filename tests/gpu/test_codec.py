@@ -66,7 +66,7 @@ def test_decoding(kind: Kind, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("factor", "add"), [(1.0, False), (0.1, False), (0.1, True)])
 def test_sums(kind: Kind, factor: float, add: bool) -> None:
-    for numel, num_messages in itertools.product((*LENGTHS[1:], 4099), (1, 2, 7)):
+    for numel, num_messages in itertools.product((*LENGTHS[1:], 4099), (1, 2, 7, 9)):
         data = empty(kind, num_messages, 2, numel, device="cpu")
         reference.encode(kind, likely(data[..., 0].numel() * numel, torch.float32, 1).view(num_messages, 2, -1), data)
         theirs = torch.randn(2, numel)

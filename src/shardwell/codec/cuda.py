@@ -16,7 +16,8 @@ from triton.language.extra import libdevice
 from shardwell.codec.form import BLOCK, SHARE, Kind, num_blocks, num_code_bytes, num_scale_bytes, rows_of
 
 _BLOCKS = 8  # that a program takes: as many as have 16 bytes of scales, or a multiple
-_WARPS = 2
+_ENCODING_WARPS, _DECODING_WARPS = 2, 4
+_FEW = 8  # messages up to which a kernel is compiled for their number: all of them are read at once
 _NARROW_CONVERSIONS = (8, 9)  # the first devices that have them for fp8
 
 
@@ -197,6 +198,7 @@ def _decode_blocks(
     factor,
     KIND: tl.constexpr,
     SUM: tl.constexpr,
+    FEW: tl.constexpr,
     ADD: tl.constexpr,
     NARROW: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -206,10 +208,16 @@ def _decode_blocks(
     values = _decoded(codes, scales, left, KIND, NARROW, BLOCKS, BLOCK, WHOLE)
     at = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if SUM:
-        for _ in range(1, num_messages):
-            codes += message_stride
-            scales += message_stride // 2
-            values += _decoded(codes, scales, left, KIND, NARROW, BLOCKS, BLOCK, WHOLE)
+        if FEW > 0:
+            for _ in tl.static_range(1, FEW):
+                codes += message_stride
+                scales += message_stride // 2
+                values += _decoded(codes, scales, left, KIND, NARROW, BLOCKS, BLOCK, WHOLE)
+        else:
+            for _ in range(1, num_messages):
+                codes += message_stride
+                scales += message_stride // 2
+                values += _decoded(codes, scales, left, KIND, NARROW, BLOCKS, BLOCK, WHOLE)
         values *= factor
     values = tl.reshape(values, (BLOCKS, BLOCK))
     if ADD:
@@ -240,6 +248,7 @@ def _decode(
     factor,
     KIND: tl.constexpr,
     SUM: tl.constexpr,
+    FEW: tl.constexpr,
     ADD: tl.constexpr,
     NARROW: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -251,15 +260,12 @@ def _decode(
     data += i * data_outer + j * data_inner
     codes, scales = data + first * CODE_BYTES, (data + code_bytes).to(tl.pointer_type(tl.int16)) + first
     left = numel - first * BLOCK
+    sums = num_messages, message_stride, factor
     if left >= BLOCKS * BLOCK:
-        _decode_blocks(
-            codes, scales, out, 0, num_messages, message_stride, factor, KIND, SUM, ADD, NARROW, BLOCKS, BLOCK, True
-        )
+        _decode_blocks(codes, scales, out, 0, *sums, KIND, SUM, FEW, ADD, NARROW, BLOCKS, BLOCK, True)
     else:
         last = left.to(tl.int32)
-        _decode_blocks(
-            codes, scales, out, last, num_messages, message_stride, factor, KIND, SUM, ADD, NARROW, BLOCKS, BLOCK, False
-        )
+        _decode_blocks(codes, scales, out, last, *sums, KIND, SUM, FEW, ADD, NARROW, BLOCKS, BLOCK, False)
 
 
 def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
@@ -277,6 +283,7 @@ def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
             *rows.values.stride()[:2],
             *rows.data.stride()[:2],
             SHARE=SHARE[kind],
+            num_warps=_ENCODING_WARPS,
             **_choices(kind, out.device),
         )
 
@@ -290,6 +297,7 @@ def decode_sum(kind: Kind, data: Tensor, out: Tensor, factor: float, add: bool) 
 
 
 def _launch_decode(kind: Kind, data: Tensor, out: Tensor, factor: float, *, is_sum: bool, add: bool) -> None:
+    num_messages = data.shape[0]
     for rows in rows_of(out.detach(), data[0]):
         outer, inner, numel = rows.values.shape
         num_groups = triton.cdiv(num_blocks(numel), _BLOCKS)
@@ -302,11 +310,13 @@ def _launch_decode(kind: Kind, data: Tensor, out: Tensor, factor: float, *, is_s
             num_groups,
             *rows.data.stride()[:2],
             *rows.values.stride()[:2],
-            data.shape[0],
+            num_messages,
             data.stride(0),
             factor,
             SUM=is_sum,
+            FEW=num_messages if is_sum and num_messages <= _FEW else 0,
             ADD=add,
+            num_warps=_DECODING_WARPS,
             **_choices(kind, out.device),
         )
 
@@ -319,6 +329,5 @@ def _choices(kind: Kind, device: torch.device) -> dict[str, object]:
         "BLOCKS": _BLOCKS,
         "BLOCK": BLOCK,
         "CODE_BYTES": BLOCK // 2 if kind == "int4" else BLOCK,
-        "num_warps": _WARPS,
         "enable_fp_fusion": False,
     }
