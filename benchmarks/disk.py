@@ -26,7 +26,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from benchmarks.measure import cpu_seconds, machine, versions
 from shardwell import native
-from shardwell.memory.disk import DiskSettings, DiskTier, aligned
+from shardwell.memory.disk import DiskSettings, DiskTier, Extent, Transfer, aligned
 from shardwell.memory.disk_file import file_system
 from shardwell.memory.disk_queue import ENGINES, choose, unusable
 
@@ -234,36 +234,33 @@ def drive_rates(path: Path, settings: DiskSettings, num_bytes: int) -> dict[str,
     return found
 
 
-def sustained_rate(path: Path, settings: DiskSettings, span: int, seconds: float) -> float:
-    """Bytes a second that the drive keeps up over so much of it for so long if what is read is written soon after."""
-    depth, lag, num_places = 64, 32, max(2, span // REQUEST)
-    memory, tier = aligned(depth * REQUEST), DiskTier([path], settings)
-    memory.view(torch.int64).random_()  # some drives know zeros, and have no work with them
-    begin = time.perf_counter()
+def rewritten_rate(tier: DiskTier, extents: Sequence[Extent], seconds: float) -> float:
+    """Bytes a second that the drive keeps up for so long if what is read is written back soon after, over and over."""
+    depth, lag = 32, 16
+    memory, written = aligned(depth * REQUEST).zero_(), deque[Transfer]()  # there is none until it is touched
+    places = [(extent, at) for extent in extents for at in range(0, extent.num_bytes, REQUEST)]
+    read, total, begin = deque[tuple[Extent, int, Tensor, Transfer]](), 0, time.perf_counter()
 
-    def moved(requests: Iterable[tuple[bool, int]]) -> int:
-        tickets, total = deque[Any](), 0
-        for is_write, place in requests:
-            if len(tickets) == depth:
-                tickets.popleft().wait()
-            slot = memory[total // REQUEST % depth * REQUEST :][:REQUEST]
-            tickets.append((tier.write if is_write else tier.read)(extent, place * REQUEST, slot))
-            total += REQUEST
-        for ticket in tickets:
-            ticket.wait()
-        return total
+    def write_back() -> None:
+        extent, at, slot, transfer = read.popleft()
+        transfer.wait()
+        written.append(tier.write(extent, at, slot))
 
-    def both() -> Iterator[tuple[bool, int]]:
-        for turn in itertools.takewhile(lambda _: time.perf_counter() < begin + seconds, itertools.count()):
-            yield turn % 2 == 1, (turn // 2 - lag * (turn % 2)) % num_places
-
-    try:
-        extent = tier.allocate(num_places * REQUEST)
-        moved((True, place) for place in range(num_places))  # what nobody wrote is no work to read
-        begin = time.perf_counter()
-        return moved(both()) / (time.perf_counter() - begin)
-    finally:
-        tier.close()
+    for turn, (extent, at) in enumerate(itertools.cycle(places)):
+        if time.perf_counter() > begin + seconds:
+            break
+        if len(written) == depth - lag:
+            written.popleft().wait()
+        slot = memory[turn % depth * REQUEST :][: min(REQUEST, extent.num_bytes - at)]
+        read.append((extent, at, slot, tier.read(extent, at, slot)))
+        if len(read) == lag or len(read) == len(places):
+            write_back()
+        total += 2 * slot.numel()
+    while read:
+        write_back()
+    for transfer in written:
+        transfer.wait()
+    return total / (time.perf_counter() - begin)
 
 
 def is_right(contender: Any, memory: Tensor, crc: int) -> bool:

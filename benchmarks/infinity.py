@@ -6,7 +6,7 @@
 Part ``disk1b`` trains 1.345B parameters (8 x 2048 tokens) with states on disk and on the host, beside DeepSpeed.
 ``largest`` trains 25B, 40B with 8-bit moments and 21B with clipping (4 x 1024), born sharded and placed wherever there
 is room. ``growth`` does so from 1.3B up, two steps each; ``--plot`` draws what several runs left. bf16, AdamW,
-activation checkpointing per block, each run in a process of its own. The floor is measured first, see
+activation checkpointing per block, each run in a process of its own. The floor is measured too, see
 ``benchmarks.infinity_floor``. Disk busy is bytes moved over the drive's speed when it reads and writes at once. With
 ``--device cpu --size tiny`` the same code runs anywhere, for its own sake and not for its numbers.
 """
@@ -93,32 +93,19 @@ def measure_run(
     except RunFailedError as failure:
         found["error"] = str(failure)
         return found
-    note_drive(start, args, rates)
     return found | judged(found["figures"], rates, run.size)
-
-
-def note_drive(start: Runs, args: argparse.Namespace, rates: dict[str, Any]) -> None:
-    """What the drive keeps up now, after a run."""
-    if "kept_up" not in rates:
-        return
-    with tempfile.TemporaryDirectory(prefix="shardwell-bench-", dir=args.nvme) as drive:
-        try:
-            found = start("drive", {"pass": "drive", "device": args.device, "drive": drive}, 90.0)
-        except RunFailedError:
-            found = {"kept_up": rates["kept_up"][-1]}
-    rates["kept_up"].append(found["kept_up"])
 
 
 def judged(figures: dict[str, Any], rates: dict[str, Any], size: str) -> dict[str, Any]:
     """The floor, the ratio to it, and the share of the drive's speed that was used."""
     if "drive" not in rates:
         return {}
-    used, moved = figures["usage"], drive_speed(rates)
+    used, moved = figures["usage"], drive_speed(figures, rates)
     bytes_moved = used["disk_read"] + used["disk_written"] or used["process_moved"] or 0  # a peer has its own tier
     used["disk_busy"] = bytes_moved / (moved * used["seconds"])
     if "demands" not in figures:
         return {}
-    floor = floor_of(figures["commit"], figures["moments"], figures["demands"], rates, size)
+    floor = floor_of(figures, rates, size)
     return {"floor": floor, "/floor": figures["seconds"] / floor["floor"]}
 
 
@@ -198,6 +185,8 @@ def tell_run(name: str, run: dict[str, Any], console: Console) -> None:
         held = {tier: sum(states.values()) / 1e9 for tier, states in figures["bytes"].items()}
         lines.append(f"GB at rest: {', '.join(f'{tier} {size:.1f}' for tier, size in held.items())}")
         lines.append("GB a step: " + ", ".join(f"{key} {figures['demands'][key] / 1e9:.1f}" for key in MOVED))
+    if figures.get("kept_up"):
+        lines.append(f"the drive kept up {', '.join(f'{rate / 1e9:.2f}' for rate in figures['kept_up'])} GB/s")
     if run["floor"]:
         lines.append(", ".join(f"{part} {seconds:.3f}" for part, seconds in run["floor"].items()))
     if figures["note"]:
@@ -210,7 +199,6 @@ def tell_rates(rates: dict[str, Any], console: Console) -> None:
         console.print(f"floor: {rates['error']}", highlight=False, markup=False)
         return
     drive = ", ".join(f"{job} {rate / 1e9:.2f}" for job, rate in rates["drive"].items())
-    drive += f"; kept up {', '.join(f'{rate / 1e9:.2f}' for rate in rates['kept_up'])} (before, after each run)"
     bus = "no bus" if rates["bus"] is None else f"bus {rates['bus']['each_of_both'] / 1e9:.1f} each way"
     update = f"updates {rates['update']['fp32'] / 1e9:.2f}e9 elements a second ({rates['update']['threads']} threads)"
     console.print(f"GB/s: drive {drive}; {bus}; {update}", highlight=False)

@@ -5,8 +5,9 @@
 
 Each alone: compute is that of the bare model, from decoders of one block and of three; update is the kernel's over what
 is stepped on the host; the bus brings gradients down and parameters up; disk is what a step must read and write there,
-over what the drive keeps up for seconds when it does both at once: the mean of before the run and after it, because
-drives slow down under load and recover.
+over what the drive keeps up when it does both at once. Drives slow down under load and recover, and are slower if much
+of them is in use: so that is measured in the process of the steps, right before them, and right behind them over the
+same bytes in the same places. The mean counts, and only the latter where the former finds no room on the drive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.disk import drive_rates, sustained_rate
+from benchmarks.disk import drive_rates
 from benchmarks.infinity_variants import disk_bytes
 from benchmarks.offload_floor import bus_rates, compute_seconds, update_rates
 from benchmarks.offload_variants import Size, Variant, workload_of
@@ -29,8 +30,7 @@ FORMULAS = {
     "after the norm": "backward + max(forward, update, bus, disk)",
 }
 FEW, SOME_MORE = 1, 3  # blocks
-DRIVE_BYTES = {"cuda": 2 << 30, "cpu": 1 << 22}
-SUSTAINED = {"cuda": (8 << 30, 6.0), "cpu": (1 << 26, 0.1)}  # bytes, seconds
+DRIVE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 UPDATED = {"cuda": 2**25, "cpu": 2**12}  # elements
 PLAIN = Variant("shardwell", offload=None)
 
@@ -46,16 +46,10 @@ def block_by_block(size: Size, device: str) -> dict[str, float]:
     return {**found, "backward": found["compute"] - found["forward"]}
 
 
-def kept_up(device: str, folder: str) -> float:
-    """Bytes a second, read and written at once."""
-    return sustained_rate(Path(folder), DiskSettings(), *SUSTAINED[device])
-
-
 def measure_floors(sizes: dict[str, Size], device: str, folder: str) -> dict[str, Any]:
     """The speed of everything, and the compute of each size."""
     return {
         "drive": drive_rates(Path(folder), DiskSettings(), DRIVE_BYTES[device]),
-        "kept_up": [kept_up(device, folder)],
         "bus": bus_rates(device),
         "update": update_rates(device, UPDATED[device]),
         "kernel": str(native.describe()),
@@ -75,30 +69,32 @@ class Place:
 def demands(places: Iterable[Place], on_disk: dict[str, int]) -> dict[str, float]:
     """What a step asks of the host, the bus and the drives; ``on_disk`` are bytes by state.
 
-    Gradients come down in 16 bits. Parameters go up twice if they rest below, and once if only their update does.
+    Gradients come down in 16 bits; those that wait on disk are written and read. Parameters go up twice if they rest
+    below, and once if only their update does.
     """
     places = list(places)
     below = sum(place.numel for place in places if place.optimizer != "device")
     gathered = sum(place.numel for place in places if place.parameters != "device")
     sent = sum(place.numel for place in places if place.parameters == "device" and place.optimizer != "device")
     moved = disk_bytes(on_disk.get("optimizer", 0), on_disk.get("parameters", 0))
-    return {"updated": below, "down": 2.0 * below, "up": 4.0 * gathered + 2.0 * sent, "disk": sum(moved.values())}
+    disk = sum(moved.values()) + 2.0 * on_disk.get("gradients", 0)
+    return {"updated": below, "down": 2.0 * below, "up": 4.0 * gathered + 2.0 * sent, "disk": disk}
 
 
-def drive_speed(rates: dict[str, Any]) -> float:
-    """Bytes a second, from before the last run and after it."""
-    return statistics.mean(rates["kept_up"][-2:])
+def drive_speed(figures: dict[str, Any], rates: dict[str, Any]) -> float:
+    """Bytes a second that the drive kept up before the steps and behind them, or else in a short while of the floor."""
+    return statistics.mean(figures.get("kept_up") or [rates["drive"]["mixed"]])
 
 
-def floor_of(commit: str, moments: str, asked: dict[str, float], rates: dict[str, Any], size: str) -> dict[str, float]:
+def floor_of(figures: dict[str, Any], rates: dict[str, Any], size: str) -> dict[str, float]:
     """Seconds of each part, and of a step at least."""
-    compute = rates["compute"][size]
+    compute, asked = rates["compute"][size], figures["demands"]
     parts = {
-        "update": asked["updated"] / rates["update"][moments],
+        "update": asked["updated"] / rates["update"][figures["moments"]],
         "bus": max(asked["up"], asked["down"]) / rates["bus"]["each_of_both"] if rates["bus"] else 0.0,
-        "disk": asked["disk"] / drive_speed(rates),
+        "disk": asked["disk"] / drive_speed(figures, rates),
     }
     beside = max(parts.values())
-    waits = commit == "after the norm"
+    waits = figures["commit"] == "after the norm"
     floor = compute["backward"] + max(compute["forward"], beside) if waits else max(compute["compute"], beside)
     return {**compute, **parts, "floor": floor}

@@ -37,7 +37,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     for name, style in (("floor", "k--"), ("compute", ":"), ("disk", ":"), ("update", ":"), ("bus", ":")):
         above.plot(
             [run["parameters"] / 1e9 for run in with_floor],
-            [run["floor"][name] for run in with_floor],
+            [run["floor"][name] or float("nan") for run in with_floor],
             style,
             label=name,
         )

@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.infinity_floor import PLAIN, Place, demands, kept_up, measure_floors
+from benchmarks.disk import rewritten_rate
+from benchmarks.infinity_floor import PLAIN, Place, demands, measure_floors
 from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, disk_bytes_of, located
 from benchmarks.infinity_watch import Watch
 from benchmarks.offload_variants import SOME, EngineSteps, Size, TorchSteps, Variant, build, clip_rate, workload_of
 from benchmarks.offload_worker import HostMemory, start, steady_pass
+from shardwell.memory.disk import DiskTier, aligned
+
+DRIVE = {"cuda": (2 << 30, 6.0), "cpu": (1 << 22, 0.1)}  # bytes, and seconds in which they are read and written
 
 
 class Told:
@@ -83,6 +87,32 @@ def at_rest(engine: Any) -> dict[str, Any]:
     }
 
 
+def tier_of(engine: Any) -> DiskTier | None:
+    """Where its states rest on disk, if they do."""
+    offloaded = engine.optimizer._offloaded
+    store = None if offloaded is None else offloaded.host.store
+    return None if store is None else store._tier
+
+
+def drive_before(tier: DiskTier, drive: Path, device: str) -> list[float]:
+    """Bytes a second that the drive keeps up over bytes of its own, if there is room for them."""
+    size, seconds = DRIVE[device]
+    if shutil.disk_usage(drive).free < 4 * size:
+        return []
+    extent, memory = tier.allocate(size), aligned(size)
+    memory.view(torch.int64).random_()  # some drives know zeros, and have no work with them
+    tier.write(extent, 0, memory).wait()
+    found = rewritten_rate(tier, [extent], seconds)
+    tier.free(extent)
+    return [found]
+
+
+def drive_after(tier: DiskTier, device: str) -> list[float]:
+    """The same over what the engine has there: all of it, as it is."""
+    extents = sorted(tier._extents, key=lambda extent: extent.regions[0].offset)
+    return [rewritten_rate(tier, extents, DRIVE[device][1])] if extents else []
+
+
 def against_formula(variant: Variant, parameters: int, steps: int, moved: dict[str, Any]) -> dict[str, Any]:
     """Bytes that the tier moved in all steps, beside the formula; None where the engine chose what rests there."""
     counted = moved["disk_read"] + moved["disk_written"]
@@ -104,17 +134,22 @@ def measure(variant: Variant, size: Size, spec: dict[str, Any]) -> dict[str, Any
             torch.cuda.empty_cache()  # what is reserved later is what training needs
         built = time.perf_counter() - began
         print(f"built: {built:.1f} s", flush=True)
+        engine = trainer.engine if isinstance(trainer, EngineSteps) and variant.engine == "shardwell" else None
+        tier = None if engine is None else tier_of(engine)
+        rates = [] if tier is None else drive_before(tier, Path(spec["drive"]), spec["device"])
         watch.note()
         left = spec["seconds"] - built
         figures = steady_pass(steps, workload, spec["steps"], spec["warm_up"], watch.note, left)
-        rest = at_rest(trainer.engine) if isinstance(trainer, EngineSteps) and variant.engine == "shardwell" else {}
+        rest = {} if engine is None else at_rest(engine)
         watch.note()
+        rates += [] if tier is None else drive_after(tier, spec["device"])
         first, begin, end, last = watch.notes
         usage, in_all = watch.between(begin, end), watch.between(first, last)
     return {
         **figures,
         **host.figures(parameters),
         **rest,
+        "kept_up": rates,
         "usage": {**usage, "seconds": end.at - begin.at},
         "disk_bytes": against_formula(variant, parameters, len(steps.seconds), in_all),
         "disk_used": shutil.disk_usage(spec["drive"]).used - used,
@@ -142,9 +177,6 @@ def main() -> None:
     if spec["pass"] == "peer":
         result = have_peer_compiled()
         start(VARIANTS["deepspeed3:disk"], spec["device"], None)
-    elif spec["pass"] == "drive":
-        result = {"kept_up": kept_up(spec["device"], spec["drive"])}
-        start(PLAIN, "cpu", None)
     elif spec["pass"] == "floor":
         start(PLAIN, spec["device"], None)
         sizes = {name: size_of(name, spec["batch"]) for name in spec["sizes"]}

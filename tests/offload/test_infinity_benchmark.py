@@ -11,7 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from benchmarks.disk import REQUEST, rewritten_rate
 from benchmarks.infinity import against_peer, command_line, main, parse_arguments
 from benchmarks.infinity_floor import Place, block_by_block, demands, floor_of
 from benchmarks.infinity_plot import merged
@@ -19,6 +21,7 @@ from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, dis
 from benchmarks.infinity_worker import measure, variant_of
 from shardwell.config import load
 from shardwell.errors import ConfigError
+from shardwell.memory.disk import DiskSettings, DiskTier, aligned
 from tests.cli.command import ROOT
 from tests.ranks import Ranks
 
@@ -28,7 +31,6 @@ STATE = ("shardwell3:disk", "shardwell3:disk:parameters-on-host")
 ON_DISK = ("shardwell3:disk:parameters",)
 RATES: dict[str, Any] = {
     "drive": {"mixed": 5.0},
-    "kept_up": [9.0, 1.0, 3.0],
     "bus": {"each_of_both": 4.0},
     "update": {"fp32": 1.0, "8bit": 2.0},
     "compute": {"tiny": {"forward": 1.0, "backward": 3.0, "compute": 4.0}},
@@ -127,13 +129,36 @@ def test_bytes_of_a_step_by_configuration() -> None:
 )
 def test_the_floor_is_by_its_formula(commit: str, moments: str, asked: dict[str, float], seconds: float) -> None:
     nothing = {"updated": 0.0, "up": 0.0, "down": 0.0, "disk": 0.0}
-    assert floor_of(commit, moments, nothing | asked, RATES, "tiny")["floor"] == seconds
+    figures = {"commit": commit, "moments": moments, "demands": nothing | asked, "kept_up": [1.0, 3.0]}
+    assert floor_of(figures, RATES, "tiny")["floor"] == seconds
+
+
+def test_the_floor_of_a_run_without_a_drive_needs_no_rate_of_one() -> None:
+    nothing = {"updated": 0.0, "up": 0.0, "down": 0.0, "disk": 0.0}
+    figures = {"commit": "at once", "moments": "fp32", "demands": nothing, "kept_up": []}
+    assert floor_of(figures, RATES, "tiny")["floor"] == 4.0
+
+
+@pytest.mark.parametrize("sizes", [[100, 3 * 4096], [40 * REQUEST + 10], [REQUEST]])
+def test_what_the_drive_is_measured_with_stays_as_it_was(tmp_path: Path, sizes: list[int]) -> None:
+    with DiskTier([tmp_path], DiskSettings(engine="python")) as tier:
+        extents = [tier.allocate(size) for size in sizes]
+        before = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        for extent, values in zip(extents, before, strict=True):
+            memory = aligned(extent.num_bytes)
+            memory.copy_(values)
+            tier.write(extent, 0, memory).wait()
+        assert rewritten_rate(tier, extents, 0.2) > 0
+        for extent, values in zip(extents, before, strict=True):
+            memory = aligned(extent.num_bytes)
+            tier.read(extent, 0, memory).wait()
+            assert memory.equal(values)
 
 
 def test_demands_follow_the_places() -> None:
     places = [Place("device", "device", 1), Place("device", "host", 10), Place("disk", "disk", 100)]
-    asked = demands(places, {"optimizer": 1000, "parameters": 200})
-    assert asked == {"updated": 110, "down": 220, "up": 4 * 100 + 2 * 10, "disk": 2 * 1000 + 4 * 200}
+    asked = demands(places, {"optimizer": 1000, "parameters": 200, "gradients": 50})
+    assert asked == {"updated": 110, "down": 220, "up": 4 * 100 + 2 * 10, "disk": 2 * 1000 + 4 * 200 + 2 * 50}
 
 
 def test_compute_of_many_blocks_is_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +231,12 @@ def test_a_run_leaves_figures_and_nothing_on_the_drive(tmp_path: Path, monkeypat
     main([*cpu, "--part", "growth", "--only", "1.3b,25b", "--rest", "shardwell3:disk", "--own", '{"moments": "8bit"}'])
     found = json.loads(path.read_text())
     assert [run["error"] for run in found["runs"].values()] == [None, None]
-    for number, run in enumerate(found["runs"].values()):
+    for run in found["runs"].values():
         assert run["figures"]["moments"] == "8bit"
         assert run["/floor"] == pytest.approx(run["figures"]["seconds"] / run["floor"]["floor"])
         asked = run["figures"]["demands"]["disk"]
-        assert run["floor"]["disk"] == pytest.approx(asked / mean(found["rates"]["kept_up"][number : number + 2]))
+        assert run["floor"]["disk"] == pytest.approx(asked / mean(run["figures"]["kept_up"]))
+        assert len(run["figures"]["kept_up"]) == 2
     assert str(tmp_path) not in path.read_text()
     assert list(drive.iterdir()) == []
 
