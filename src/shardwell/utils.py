@@ -2,7 +2,8 @@
 
 `safe_get_full_*` and `safe_set_full_*` give and take a parameter's master, gradient or optimizer state as whole
 tensors; all ranks must call them, with the same values. The `local` ones give and take this rank's part (1D, None where
-it holds none) and talk to nobody. Gradients exist between a backward and its step, averaged and without the loss scale.
+it holds none) and talk to nobody. Gradients exist between a backward and its step, averaged and without the loss scale;
+those that are not averaged yet, because their boundary is to come, are refused to one rank alone.
 Momenta and the like exist after the first step.
 """
 

@@ -46,6 +46,18 @@ def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
         assert len(moved) >= 4
 
 
+def test_one_number_may_have_any_stride(tmp_path: Path) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        tensor = torch.full((1,), 2.5).as_strided((1,), (0,))
+        chest = Chest(tier, Account(), "unit")
+        chest.keep([tensor])
+        with chest.opened(changes=True):
+            assert tensor.tolist() == [2.5]
+            tensor.fill_(3.5)
+        with chest.opened(changes=False):
+            assert tensor.tolist() == [3.5]
+
+
 def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         tensor = torch.zeros(100)

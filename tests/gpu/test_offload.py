@@ -16,6 +16,7 @@ from tests.checkpoint.legs import Leg, run_leg
 from tests.gpu.test_gpu import nccl_engine, on_the_gpu
 from tests.offload.test_disk_parameters import blocks
 from tests.offload.test_disk_state import disk_case
+from tests.offload.test_gradients_on_disk import waiting_on
 from tests.offload.test_offload import HOST, PRECISIONS, host_case
 from tests.parity.loops import Case
 from tests.ranks import Ranks
@@ -67,6 +68,17 @@ def test_state_on_disk_gives_the_bits_of_state_on_the_host(
     below, deeper = ranks.run(2, on_the_gpu, [case, disk_case(case, tmp_path)], stage)[0]
     for name, value in below.items():
         assert (deeper[name] == value).all(), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_that_wait_on_disk_give_the_bits_of_those_on_the_host(
+    ranks: Ranks, tmp_path: Path, stage: int, accumulation: int
+) -> None:
+    case = disk_case(host_case("auto", clip=1.2, accumulation=accumulation, groups=True, steps=4), tmp_path)
+    above, below = ranks.run(2, on_the_gpu, [waiting_on("host", case), waiting_on("disk", case)], stage)[0]
+    for name, value in above.items():
+        assert (below[name] == value).all(), name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -179,12 +179,12 @@ def lost(folder: str, look: str) -> dict[str, Any]:
     seat = Store.seat
     failed: list[str] = []
 
-    def fail_once(store: Store, unit: Unit, shards: list[Any]) -> Any:
+    def fail_once(store: Store, unit: Unit, *others: Any) -> Any:
         if unit.name == "blocks.4" and not failed:
             failed.append(unit.name)
             store.free_seats.release()
             raise ShardwellError("as it was told")
-        return seat(store, unit, shards)
+        return seat(store, unit, *others)
 
     def step(used: tuple[int, ...]) -> None:
         engine.backward(engine(torch.ones(2, 16).bfloat16(), used))

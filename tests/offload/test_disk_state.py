@@ -342,8 +342,8 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
     overlaps = []
     seat, step = Store.seat, host.HostUpdates._step
 
-    def seat_and_tell(store: Store, unit: Unit, shards: list[Any]) -> Any:
-        found = seat(store, unit, shards)
+    def seat_and_tell(store: Store, unit: Unit, *others: Any) -> Any:
+        found = seat(store, unit, *others)
         seated[unit.index].set()
         return found
 

@@ -90,6 +90,7 @@ def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[s
     return {
         "values": values,
         "rows": [(row.parameters.tier, row.optimizer.tier) for row in rows],
+        "gradients": [row.gradients.tier for row in rows],
         "held": +held,
         "planned": engine.offload.at_rest(),
         "text": str(engine.offload),
@@ -123,6 +124,21 @@ def test_units_on_three_tiers_give_the_bits_of_units_on_the_host(
         assert found["rows"] == expected
         for name, value in below["values"].items():
             assert np.array_equal(found["values"][name], value), name
+
+
+def test_gradients_wait_on_disk_as_the_last_resort(ranks: Ranks, tmp_path: Path) -> None:
+    """16 on the device; on disk, 3 seats of 12, and either 4 for each gradient, or for those of 3 seats and 3 slots."""
+    block, others = {**on_disk(tmp_path, **SEATS), "offload_param": {"device": "none"}}, CLIPPED
+    above = ranks.run(2, trained, block, auto(16 + 7 * 2, 36 + 7 * 4), **others)
+    below = ranks.run(2, trained, block, auto(16 + 7 * 2, 36 + 6 * 4), **others)
+    for found, tier in ((above, HOST), (below, DISK)):
+        assert [one["rows"] for one in found] == [[UP] + [DOWN] * 7] * 2
+        assert [one["gradients"] for one in found] == [[DEVICE] + [tier] * 7] * 2
+        assert ("gradients that wait on disk: of 7 units" in found[0]["text"]) is (tier is DISK)
+    for name, value in above[0]["values"].items():
+        assert np.array_equal(below[0]["values"][name], value), name
+    with pytest.raises(Exception, match=r"does not fit .* host"):
+        ranks.run(2, trained, block, auto(16 + 7 * 2, 36 + 6 * 4, gradients="host"), **others)
 
 
 def test_what_needs_no_disk_is_not_on_disk_and_what_rests_is_told(ranks: Ranks, tmp_path: Path) -> None:

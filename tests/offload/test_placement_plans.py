@@ -42,7 +42,9 @@ FP16 = Precision.of(torch.float16, torch.float16, True)
     ],
 )
 def test_both_states_go_down_together_as_far_as_each_may(deepest: Place, rungs: list[tuple[Tier, Tier]]) -> None:
-    assert ladder(deepest) == rungs
+    assert ladder(deepest) == [Place(*tiers) for tiers in rungs]
+    below = deepest._replace(gradients=DISK)
+    assert ladder(below) == [*ladder(deepest), *([below] if deepest.optimizer is DISK else [])]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,11 @@ def test_what_else_decides_on_bytes() -> None:
     assert +formula.needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 14}
     assert +Formula(3, 2, commit=Commit.AT_ONCE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
     assert +Formula(3, 2, accumulates=True).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 16}
+    last = Place(DISK, DISK, gradients=DISK)
+    assert +formula.needs(kind, 512, last) == {DISK: 256 * 14}
+    assert +formula.needs(kind, 512, last._replace(gradients=HOST)) == {DISK: 256 * 12, HOST: 256 * 2}
+    assert +Formula(3, 2, accumulates=True).needs(kind, 512, last) == {DISK: 256 * 16}
+    assert +Formula(3, 2, commit=Commit.AT_ONCE).needs(kind, 512, last) == {DISK: 256 * 12}
     assert +Formula(3, 2, accumulates=True).needs(kind, 512, Place()) == {DEVICE: 256 * 16}
     assert +Formula(3, 2, commit=Commit.SHADOW).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
     near = Formula(3, 4, ranks_per_copy=2)  # a second copy, of what is frozen for good
@@ -114,7 +121,7 @@ def test_the_states_of_an_optimizer_are_known_before_it_is_made(
 
 
 sizes = st.integers(0, 40)
-places = st.builds(Place, st.sampled_from(list(Tier)), st.sampled_from(list(Tier)))
+places = st.builds(Place, st.sampled_from(list(Tier)), st.sampled_from(list(Tier)), st.sampled_from([HOST, DISK]))
 formulas = st.builds(
     Formula,
     st.just(3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,56 @@ def test_gradients_that_come_in_two_parts_are_both_added(ranks: Ranks, stage: in
             torch.testing.assert_close(torch.as_tensor(other[name]), torch.as_tensor(value), rtol=1e-5, atol=1e-6)
 
 
+class Around(nn.Module):
+    """Goes through all blocks twice, each time with another part of them if they have two."""
+
+    def __init__(self, has_parts: bool) -> None:
+        super().__init__()
+        self.has_parts = has_parts
+        self.blocks = nn.ModuleList([Part() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for turn in range(2):
+            for block in self.blocks:
+                x = x + block(x, turn if self.has_parts else -1)
+        return x
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return torch.tanh((self.one, self.other)[which](x) if which >= 0 else self.other(self.one(x)))
+
+
+def called_twice(stage: int, block: dict[str, Any], has_parts: bool, kept: int) -> dict[str, Tensor]:
+    """`kept`: the micro-step that is not synchronised."""
+    torch.manual_seed(0)
+    model = Around(has_parts)
+    own = {"shard_at_world_one": True, "commit": "at_once" if block else "auto"}
+    config = zero(stage, zero_optimization=block, gradient_accumulation_steps=2, shardwell=own)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    for micro in range(4):
+        with engine.no_sync() if micro == kept else contextlib.nullcontext():
+            engine.backward(engine(torch.full((4, 8), 0.1 + micro)).square().mean())
+        engine.step()
+    return whole_parameters(model)
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_block_that_is_called_twice_is_updated_once(ranks: Ranks, stage: int, has_parts: bool) -> None:
+    below = {"offload_optimizer": {"device": "cpu"}}
+    for kept in (-1, 2):
+        above = ranks.run(2, called_twice, stage, {}, has_parts, kept)
+        for one, other in zip(above, ranks.run(2, called_twice, stage, below, has_parts, kept), strict=True):
+            for name, value in one.items():
+                torch.testing.assert_close(torch.as_tensor(other[name]), torch.as_tensor(value), rtol=1e-5, atol=1e-6)
+
+
 class WithMethod(Stack):
     """Whose loss is a method of its own."""
 
@@ -261,7 +312,7 @@ def test_gradients_may_be_zeroed_between_forward_and_backward(ranks: Ranks) -> N
         for parameter in model.parameters():
             parameter.data -= parameter.grad
     for found in ranks.run(2, zeroed_between, True):
-        difference, name = distance(found, dict(model.named_parameters()))
+        difference, name = distance(found, {key: value.detach() for key, value in model.named_parameters()})
         assert difference < 1e-5, f"{name} differs by {difference}"
 
 

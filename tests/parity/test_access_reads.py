@@ -166,3 +166,43 @@ def test_a_rank_that_asks_alone_gets_an_error_and_no_hang(ranks: Ranks, stage: i
     assert "DivergenceError" in errors
     assert set(errors) <= {"DivergenceError", "PeerError"}
     assert all(seconds < 12 for _, seconds in answers)
+
+
+def one_asks_for_its_part(stage: int, block: dict[str, Any], asks: bool) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Rank 0 looks at its parts of gradients again and again; what it is told is sorted by when."""
+    config = {"gradient_accumulation_steps": 2, "shardwell": {"divergence_timeout": 5.0}, "zero_optimization": block}
+    engine = initialize(stage, **config)
+    answers: dict[str, list[str]] = {}
+
+    def ask(when: str) -> None:
+        for name, parameter in engine.module.named_parameters() if asks and engine.global_rank == 0 else ():
+            try:
+                part = utils.safe_get_local_grad(parameter)
+                answers.setdefault(f"{when}: {'none' if part is None else 'found'}", []).append(name)
+            except shardwell.ShardwellError as error:
+                answers.setdefault(f"{when}: {'refused' if 'on all ranks' in str(error) else error}", []).append(name)
+
+    for step in range(4):
+        backward(engine, step)
+        ask("at the boundary" if step % 2 else "before")
+        if asks and step == 3:
+            read(engine, utils.safe_get_full_grad)
+            ask("after all did")
+        engine.step()
+    ask("after the step")
+    return read(engine, utils.safe_get_full_fp32_param), answers
+
+
+@pytest.mark.parametrize("block", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_asks_alone_for_its_part_of_a_gradient_or_is_refused(ranks: Ranks, stage: int, block: Any) -> None:
+    (expected, _), (values, answers) = (ranks.run(2, one_asks_for_its_part, stage, block, asks)[0] for asks in (0, 1))
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(values[name])), name
+    assert ("before: refused" in answers) == (stage < 2)
+    assert ("before: found" in answers) == (stage >= 2)
+    assert "at the boundary: found" in answers
+    assert ("at the boundary: refused" in answers) == (stage == 0)  # the last unit is on its way to all
+    assert "after all did: refused" not in answers
+    assert {when.split(": ")[1] for when in answers} <= {"found", "none", "refused"}
+    assert answers.keys() & {"after the step: found", "after the step: refused"} == set()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
@@ -107,3 +109,35 @@ def test_a_schedule_without_an_optimizer_is_an_error() -> None:
     config = zero(1, scheduler={"type": "WarmupLR", "params": {}})
     with pytest.raises(shardwell.ConfigError, match="no optimizer"):
         shardwell.initialize(model=build(), config=config, device="cpu")
+
+
+KINDS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "on the device": (torch.optim.SGD, {}),
+    "on the host": (torch.optim.SGD, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+    "a step that is left out": (torch.optim.SGD, {"fp16": {"enabled": True, "initial_scale_power": 40}}),
+    "torch's Muon": (torch.optim.Muon, {}),
+}
+
+
+def warnings_of(kind: str, is_right: bool, of_the_engine: bool) -> list[str]:
+    """What torch says of a loop that steps the schedule behind the optimizer, or before it."""
+    make, extra = KINDS[kind]
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = make(model.parameters(), lr=0.1)
+    schedule = None if of_the_engine else torchs.StepLR(optimizer, 2)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(2, **extra)).engine
+    schedule = schedule or torchs.StepLR(engine.optimizer, 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+            for step in (engine.step, schedule.step) if is_right else (schedule.step, engine.step):
+                step()
+    return [str(warning.message) for warning in said if "lr_scheduler.step()" in str(warning.message)]
+
+
+@pytest.mark.parametrize("of_the_engine", [True, False], ids=["over shards", "of the user"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_warns_of_the_loops_that_are_wrong(ranks: Ranks, kind: str, of_the_engine: bool) -> None:
+    assert ranks.run(1, warnings_of, kind, True, of_the_engine) == [[]]
+    assert len(ranks.run(1, warnings_of, kind, False, of_the_engine)[0]) == 1

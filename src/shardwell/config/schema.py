@@ -271,12 +271,17 @@ class ShardwellConfig(Block):
     )
     commit: Literal["auto", "after_norm", "at_once", "shadow"] = Field(
         default="auto",
-        description="When an update on the host becomes the truth; auto = at once if nothing is clipped or scaled, "
-        "else after the norm.",
+        description="When an update on the host becomes the truth; auto = at once if nothing is clipped or scaled "
+        "and the optimizer is elementwise, else after the norm.",
     )
     moments: Literal["fp32", "8bit"] = Field(
         default="fp32",
         description="How Adam's moments rest on the host: in fp32, or in 8 bits each.",
+    )
+    gradients: Literal["auto", "host", "disk"] = Field(
+        default="auto",
+        description="Where gradients wait for their norm, or for more micro-steps, if optimizer state rests on disk; "
+        "auto = on the host as far as there is room, then on disk.",
     )
     placement: Literal["asked", "auto"] = Field(
         default="asked",

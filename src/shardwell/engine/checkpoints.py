@@ -65,6 +65,7 @@ class Checkpoints:
         with self._together(f"save_checkpoint({tag!r})"):
             self._saver.wait()
         _settle(engine)
+        _check_whole_steps(engine)
         contents = Contents(
             engine.module, engine._flow.units, engine.optimizer, rank=engine.global_rank, exclude_frozen=exclude_frozen
         )
@@ -289,6 +290,16 @@ def _settle(engine: Engine) -> None:
     opened = [unit.name for unit in engine._flow.units if unit.opened]
     if opened:
         raise CheckpointError(f"unit '{opened[0]}' is open: leave GatheredParameters before saving or loading")
+
+
+def _check_whole_steps(engine: Engine) -> None:
+    """No part of a step that has not come is in what is saved. All ranks find the same."""
+    ahead = [unit.name for unit in engine._flow.units if unit.is_ahead]
+    if ahead:
+        raise CheckpointError(
+            f"the update of unit '{ahead[0] or '(root)'}' has begun ahead of its step, and a checkpoint would hold a "
+            'part of that step: save after the step, or set "shardwell": {"commit": "after_norm"}'
+        )
 
 
 def _put(contents: Contents, prefix: str) -> Callable[[Tensor], str]:

@@ -338,7 +338,7 @@ class Engine(nn.Module):
             self._refit(keep_frozen_state=True)
 
     def _refit(self, *, keep_frozen_state: bool) -> None:
-        self._flow.finish()
+        self._flow.end_passes()
         self._flow.end_loans()
         with self._context.failing_together("refit"):
             units = refit(list(self._flow.units), self._builder, self.optimizer, keep_frozen_state)

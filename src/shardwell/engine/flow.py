@@ -79,7 +79,7 @@ class Flow:
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
         for unit in units:
-            unit.fetch = self.lend
+            unit.fetch, unit.average = self.lend, self.average
 
     def note(self, action: Action, unit: Unit) -> None:
         if self.trace is not None:
@@ -244,6 +244,7 @@ class Flow:
             # What is larger than the unit that runs next (a head before the blocks) would make the peak if it waited.
             large = {group.unit for group in self._reducing if group.layout.padded > unit.numel > 0}
             self._finish_reduces([group for group in self._reducing if group.unit in large])
+        unit.reveal()  # a graph that is gone through again saved what was before
         if unit.releasable:
             self._make_whole(unit, self._backward)
 
@@ -273,7 +274,8 @@ class Flow:
             )
         self._meet(unit)
         with torch.no_grad():
-            group.gradients.absorb(index, grad.detach(), self._scale, stays=self._adds_up(group))
+            is_last = self.is_boundary and self.sync
+            group.gradients.absorb(index, grad.detach(), self._scale, stays=self._adds_up(group), is_last=is_last)
         parameter.grad = None
         unit.has_news = True
 
@@ -302,9 +304,10 @@ class Flow:
         """A unit's backward is over, as far as one can tell: reduce what arrived, release.
 
         With one group all are reduced: which of them got a gradient may differ between ranks. In a unit that the user
-        named for that, so may whether any did.
+        named for that, so may whether any did. What waits from earlier micro-steps goes with the next gradient: a
+        unit that is called several times in a forward ends as often, and most of its gradients come with the last.
         """
-        if (unit.is_named and unit.in_backward) or any(group.gradients.is_partial for group in unit.trainable):
+        if unit.has_news or (unit.is_named and unit.in_backward):
             for group in unit.trainable:
                 if self._reduces_now(group):
                     self._reduce(unit, group)
@@ -348,6 +351,13 @@ class Flow:
             for name, at_boundary in reduced.items():
                 self.gradients_reduced(self._by_name[name], at_boundary)
 
+    def average(self, unit: Unit) -> None:
+        """Average what a unit's gradients are so far, for who will change them. More may be added: no update begins."""
+        for group in unit.trainable:
+            self._reduce(unit, group)
+            self._reducing[group] = False
+        self._finish_reduces(unit.trainable)
+
     def _end_task(self, task: int) -> None:
         """A graph task ended: units that were seen in it are done, also those whose inputs need no gradient."""
         for unit in reversed(self.units):
@@ -360,17 +370,24 @@ class Flow:
     # ----------------------------------------------------------------------------------------------------- step
 
     def finish(self) -> None:
-        """Everything that backward started is finished; whatever was kept back by `no_sync` is reduced."""
+        """The boundary: everything that backward started is finished; what was kept back until now is reduced."""
         sync, boundary = self.sync, self.is_boundary
         self.sync = self.is_boundary = True
+        try:
+            for unit in self.units:
+                unit.has_news = unit.has_news or any(group.gradients.is_partial for group in unit.trainable)
+            self.end_passes()
+        finally:
+            self.sync, self.is_boundary, self._kept_back = sync, boundary, False
+
+    def end_passes(self) -> None:
+        """No backward runs, and nothing is on its way. What waits for the boundary still does."""
         for unit in reversed(self.units):
             unit.task = -1
             self.end_backward(unit)
-        self.sync, self.is_boundary = sync, boundary
         self._tasks.clear()
         self._let_go()
         self._finish_reduces(list(self._reducing))
-        self._kept_back = False
 
     def finish_for_nobody(self) -> None:
         """As `finish`, but nobody is told of gradients: they are not wanted any more. A graph may still be."""

@@ -98,7 +98,7 @@ def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs:
     ):  # of memory that is about to be freed
         output = map_tensors(output, lambda tensor: tensor.clone() if _is_view(unit, tensor) else tensor)
     flow.leave_forward(unit)
-    if (unit.releasable or unit.is_named) and torch.is_grad_enabled():
+    if (unit.releasable or unit.is_named or unit.may_be_hidden) and torch.is_grad_enabled():
         nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
         for node in nodes:
             # A node's own pre-hook runs after the tensor hooks on the same tensor: the unit that consumed it is

@@ -18,8 +18,9 @@ from shardwell.memory import Device, Tier
 from shardwell.memory.account import human
 from shardwell.memory.disk import DiskSettings, DiskTier
 from shardwell.memory.disk_file import free_bytes
-from shardwell.optim import ShardedOptimizer
+from shardwell.optim import Recipe, ShardedOptimizer
 from shardwell.optim.store import FEWEST_SEATS
+from shardwell.optim.waiting import NUM_SLOTS
 from shardwell.unit import Context, Cut
 from shardwell.unit.table import Commit
 
@@ -48,7 +49,8 @@ class Offload:
         if settings.shardwell.placement == "auto":
             places = {name: self.places.get(name, deepest(settings)) for name in states.units}
         else:
-            places = _asked(states, settings)
+            asked = _asked(states, settings)
+            places = {name: _like(place, self.places.get(name)) for name, place in asked.items()}
         return Offload({name: self.commits.get(name, policy) for name in _below(places)}, places, states, self.above)
 
     def fill_device(self, optimizer: ShardedOptimizer, context: Context) -> Offload:
@@ -70,13 +72,22 @@ class Offload:
         held = self.at_rest()
         sizes = ", ".join(f"{human(held[tier])} {_ON[tier]}" for tier in Tier if held[tier])
         updates = f"updates on the host, by unit: {policies}" if policies else "no updates on the host"
-        return f"{updates}; units by optimizer state: {units}; at rest on each rank: {sizes}"
+        waiting = [name for name, place in self.places.items() if place.gradient_tier is Tier.DISK]
+        num_waiting = sum(self.states.waiting(name, self.places[name]) > 0 for name in waiting)
+        deep = f"; gradients that wait on disk: of {num_waiting} units" if num_waiting else ""
+        return f"{updates}; units by optimizer state: {units}; at rest on each rank: {sizes}{deep}"
 
 
 def deepest(settings: Config) -> Place:
-    """What the offload blocks name."""
+    """What the offload blocks name; gradients wait on disk where optimizer state rests there and they may."""
     zero = settings.zero_optimization
-    return Place(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device])
+    gradients = Tier.HOST if settings.shardwell.gradients == "host" else Tier.DISK
+    return Place(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device], gradients)
+
+
+def _like(place: Place, before: Place | None) -> Place:
+    """A place where gradients wait as they did before, if that is known."""
+    return place if before is None else place._replace(gradients=before.gradients)
 
 
 def _below(places: dict[str, Place]) -> list[str]:
@@ -93,12 +104,12 @@ def plan_offload(states: States, cuts: list[Cut], settings: Config, context: Con
         )
     if settings.shardwell.placement == "auto":
         return _plan_places(states, cuts, settings, context)
-    return _plan_as_asked(states, settings, context.world.mesh, context.device)
+    return _plan_as_asked(states, settings, context)
 
 
 def _plan_places(states: States, cuts: list[Cut], settings: Config, context: Context) -> Offload:
     """Units as high as there is room for."""
-    rungs = ladder(deepest(settings))
+    rungs = _rungs(settings)
     needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
     buffers = [_buffers(states, rung, settings, context.device) for rung in rungs]
     floor = sum(unit[-1][Tier.DEVICE] for unit in needs)
@@ -120,6 +131,13 @@ def _plan_places(states: States, cuts: list[Cut], settings: Config, context: Con
     return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states, above)
 
 
+def _rungs(settings: Config) -> list[Place]:
+    """The places that units may have. Gradients wait on disk with all state that rests there, or as the last resort."""
+    rungs = ladder(deepest(settings))
+    is_last_resort = settings.shardwell.gradients == "auto" or rungs[-1].gradient_tier is not Tier.DISK
+    return rungs if is_last_resort else [*rungs[:-2], rungs[-1]]
+
+
 def _buffers(states: States, deep: Place, settings: Config, device: Device) -> Bytes:
     """Host memory for what travels, if units rest as deep as this."""
     zero, units = settings.zero_optimization, states.units
@@ -128,6 +146,8 @@ def _buffers(states: States, deep: Place, settings: Config, device: Device) -> B
     if deep.optimizer is Tier.DISK:
         seats = max(FEWEST_SEATS, zero.offload_optimizer.buffer_count)
         size += seats * max((states.stepped(name, deep) for name in units), default=0)
+        if deep.gradients is Tier.DISK:
+            size += (seats + NUM_SLOTS) * max((states.waiting(name, deep) for name in units), default=0)
     if deep.parameters is Tier.DISK:
         size += zero.offload_param.buffer_count * max((states.held(name) for name in units), default=0)
     return Counter({Tier.HOST: size})
@@ -151,13 +171,17 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
     return text[0].upper() + text[1:]
 
 
-def _plan_as_asked(states: States, settings: Config, mesh: Mesh, device: Device) -> Offload:
+def _plan_as_asked(states: States, settings: Config, context: Context) -> Offload:
     """A share of the units where the offload blocks say."""
+    mesh, device = context.world.mesh, context.device
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
-    needed = total(states.needs(name, place) for name, place in places.items())
     free = {Tier.HOST: psutil.virtual_memory().available / mesh.ranks_here}
+    needed = total(states.needs(name, place) for name, place in places.items())
+    if settings.shardwell.gradients == "auto":
+        places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
+        needed = total(states.needs(name, place) for name, place in places.items())
     shadowed = set(below) if policy is Commit.SHADOW else set()
     may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda
     if may_speculate and not needed[Tier.DISK]:
@@ -165,6 +189,16 @@ def _plan_as_asked(states: States, settings: Config, mesh: Mesh, device: Device)
     _check_host(Shortage(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST])
     _check_drives(Shortage(states, places, settings, mesh), needed[Tier.DISK])
     return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states)
+
+
+def _with_gradients_above(states: States, places: dict[str, Place], free: float, context: Context) -> dict[str, Place]:
+    """Places of units whose gradients need not wait on disk: they fit into half of what is free on every rank."""
+    on_disk = {name: place for name, place in places.items() if place.gradient_tier is Tier.DISK}
+    waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
+    if not any(waiting.values()):
+        return {}
+    least = free if context.device.is_virtual else context.world.least(free, "ROOM")
+    return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
 
 
 def _speculating(states: States, places: dict[str, Place], below: list[str], free: float) -> set[str]:
@@ -249,6 +283,25 @@ def _asked(states: States, settings: Config) -> dict[str, Place]:
         above = _that_fit(states.shares(), zero.offload_param.max_in_cpu)
         places |= {name: places[name]._replace(parameters=Tier.HOST) for name in above}
     return places
+
+
+def settle_commit(settings: Config, recipe: Recipe | None) -> Config:
+    """The configuration with the only policy there is for an optimizer in whose steps ranks meet.
+
+    Whether a unit can go ahead of the norm each rank knows for itself: it may lack a gradient that others have.
+    """
+    own = settings.shardwell
+    may_go_ahead = own.placement == "auto" or settings.zero_optimization.offload_optimizer.device != "none"
+    if recipe is None or own.commit == "after_norm" or not may_go_ahead or not recipe.is_collective():
+        return settings
+    if own.commit != "auto":
+        raise ConfigError(
+            f'shardwell.commit "{own.commit}" is for optimizers that step each element alone. In the steps of this one '
+            'ranks meet, and which units can go ahead of the norm may differ between them: use "auto" or "after_norm"'
+        )
+    told = {"shardwell.commit": 'auto -> "after_norm" (ranks meet in the steps of the optimizer)'}
+    chosen = own.model_copy(update={"commit": "after_norm"})
+    return settings.with_origins({**settings.origins, **told}, {"shardwell": chosen})
 
 
 def commit_policy(settings: Config) -> Commit:

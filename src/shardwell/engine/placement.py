@@ -28,20 +28,32 @@ _FP32 = 4
 
 
 class Place(NamedTuple):
-    """Where the parameters of a unit rest, and where its masters and optimizer state do."""
+    """Where the parameters of a unit rest, and where its masters and optimizer state do.
+
+    Gradients that such state waits for are on the host or on disk, if it is not on the device.
+    """
 
     parameters: Tier = Tier.DEVICE
     optimizer: Tier = Tier.DEVICE
+    gradients: Tier = Tier.HOST
 
     @property
     def depth(self) -> int:
-        return max(_DEPTHS.index(tier) for tier in self)
+        return max(_DEPTHS.index(tier) for tier in (self.parameters, self.optimizer))
+
+    @property
+    def gradient_tier(self) -> Tier:
+        return Tier.DEVICE if self.optimizer is Tier.DEVICE else self.gradients
 
 
 def ladder(deepest: Place) -> list[Place]:
-    """The places that units may have, from the device down: both states go down together as far as each may."""
-    limits = [_DEPTHS.index(tier) for tier in deepest]
-    return [Place(*(_DEPTHS[min(rung, limit)] for limit in limits)) for rung in range(max(limits) + 1)]
+    """The places that units may have, from the device down: both states go down together as far as each may.
+
+    Last come the gradients of state on disk, if they may.
+    """
+    limits = [_DEPTHS.index(tier) for tier in (deepest.parameters, deepest.optimizer)]
+    found = [Place(*(_DEPTHS[min(rung, limit)] for limit in limits)) for rung in range(max(limits) + 1)]
+    return [*found, deepest] if deepest.gradients is deepest.optimizer is Tier.DISK else found
 
 
 @dataclass(frozen=True)
@@ -134,18 +146,23 @@ class Formula:
         found.update(self.second_copy(kind, numel, row))
         if self.ranks_per_loss and not kind.persistent:
             found[Tier.DEVICE] += -(-numel // self.ranks_per_loss) * _FP32
-        waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
         if row.optimizer.tier is Tier.DEVICE:
             if self.accumulates or self.commit is not Commit.AT_ONCE or kind.persistent:
+                waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
                 found[Tier.DEVICE] += own * waiting.itemsize
             return found
-        if self.accumulates:
-            found[Tier.HOST] += own * _FP32
-        elif self.commit is not Commit.AT_ONCE:
-            found[Tier.HOST] += own * waiting.itemsize
+        found[place.gradients] += self.waiting(kind, numel, place)
         if self.commit is Commit.SHADOW and row.optimizer.tier is Tier.HOST:
             found[Tier.HOST] += self.stepped(kind, numel, place)
         return found
+
+    def waiting(self, kind: Kind, numel: int, place: Place) -> int:
+        """Gradients that updates below the device wait for: for their norm, or for more of them."""
+        if self.row(kind, place).optimizer.tier is Tier.DEVICE or not kind.trains:
+            return 0
+        if self.accumulates:
+            return self.share(numel) * _FP32
+        return self.share(numel) * kind.precision.compute.itemsize if self.commit is not Commit.AT_ONCE else 0
 
     def stepped(self, kind: Kind, numel: int, place: Place) -> int:
         """Masters and optimizer state that are stepped below the device."""
@@ -179,6 +196,10 @@ class States:
     def stepped(self, name: str, place: Place) -> int:
         """Masters and optimizer state of a unit that are stepped below the device."""
         return sum(self.formula.stepped(kind, numel, place) for kind, numel in self.units[name].items())
+
+    def waiting(self, name: str, place: Place) -> int:
+        """Gradients of a unit that its update below the device waits for."""
+        return sum(self.formula.waiting(kind, numel, place) for kind, numel in self.units[name].items())
 
     def shares(self) -> dict[str, int]:
         """Elements of each unit that a rank holds where units are split."""

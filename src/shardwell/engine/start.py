@@ -23,7 +23,7 @@ from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
-from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload
+from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload, settle_commit
 from shardwell.engine.placement import Formula, Kind, States
 from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
 from shardwell.engine.refit import Builder
@@ -84,7 +84,7 @@ def initialize(
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
     cuts = _cut(model, settings)
     persistent = _persistent(cuts, settings)
-    settings = settled(settings, context, _states(cuts, settings, recipe, context, persistent))
+    settings = settled(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
@@ -255,6 +255,7 @@ def _groups(
         second_copy_in_node=Axis.NODE in context.comm,
         parameter_tier=place.parameters,
         optimizer_tier=place.optimizer,
+        gradient_tier=place.gradient_tier,
         commit=places.offload.commit_of(one.name),
         gather_codec=Codec(own.codecs.weights) if zero.zero_quantized_weights else None,
         rest_codec=_rest_codec(settings),

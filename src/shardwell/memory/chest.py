@@ -203,7 +203,8 @@ class Chest:
         return _Item(tensor, extent, stand_in)
 
     def _write(self, item: _Item) -> Transfer:
-        source = item.tensor.data.contiguous().view(torch.uint8)
+        values = item.tensor.data.contiguous().as_strided(item.tensor.shape, (1,))  # one number may have any stride
+        source = values.view(torch.uint8)
         if source.data_ptr() % SECTOR:
             source = aligned(item.num_bytes).copy_(source)
         item.stand_in, item.is_written = _alarm(item.tensor.dtype), True

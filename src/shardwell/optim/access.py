@@ -18,6 +18,7 @@ from shardwell.native import Compact
 from shardwell.optim.shards import Shard, is_elementwise
 from shardwell.rounding import narrow
 from shardwell.unit import Group, Residency, Unit, guard
+from shardwell.unit.gradients import gone
 
 
 class Access:
@@ -88,45 +89,89 @@ class Access:
     # ------------------------------------------------------------------------------------------------- gradients
 
     def gradient(self) -> Tensor | None:
-        """ND, averaged over ranks and micro-steps, without the loss scale; None between a step and a backward."""
-        result = self._settled()
-        if result is None:
+        """ND, averaged over ranks and micro-steps, without the loss scale; None between a step and a backward.
+
+        A copy: what waits to be averaged still does, and no update begins.
+        """
+        if not self._is_stepped:
             return None
-        part = self._part(result)
-        wide = torch.promote_types(result.dtype, torch.float32)
-        part = None if part is None else part.to(wide) / self._loss_scale
-        return self._assemble(wide, part)
+        has_any, has_sums = self._anywhere()
+        if not has_any:
+            return None
+        gradients = self._group.gradients
+        part = self._part(gradients.look(has_sums=has_sums))
+        return self._assemble(gradients.wide, None if part is None else part / self._loss_scale)
 
     def local_gradient(self) -> Tensor | None:
-        result = self._settled()
-        part = None if result is None else self._part(result)
-        return None if part is None else part.to(torch.promote_types(part.dtype, torch.float32)) / self._loss_scale
+        """1D, this rank's part of the same, as far as this rank can know it alone."""
+        self._check_alone()
+        if not self._is_stepped or not self._group.gradients.has_any:
+            return None
+        part = self._part(self._group.gradients.look(has_sums=False))
+        return None if part is None else part / self._loss_scale
 
     def set_gradient(self, value: Tensor) -> None:
-        result = self._settled()
+        if self._is_stepped and self._anywhere()[1] and self._unit.average is not None:
+            self._unit.average(self._unit)
+        result = self._averaged()
         if result is None:
             raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
         self._unit.optimizer.gradients_change(self._unit)
         part = self._part(result)
-        flat = self._flat_of(value, torch.promote_types(result.dtype, torch.float32))
+        flat = self._flat_of(value, self._group.gradients.wide)
         if part is not None and self._piece is not None:
             mine = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
             part.copy_(mine * self._loss_scale)
 
     def set_local_gradient(self, value: Tensor) -> None:
-        result = self._settled()
+        self._check_alone()
+        result = self._averaged()
         part = None if result is None else self._part(result)
         if part is not None:
             self._unit.optimizer.gradients_change(self._unit)
             part.copy_(value.reshape(-1).to(part.device, torch.float32) * self._loss_scale)
 
-    def _settled(self) -> Tensor | None:
-        if self._unit.optimizer is not None and self._group.trainable:
-            self._unit.optimizer.finish_gradients()
-            self._group.gradients.settle()
-            self._group.gradients.arrive()
-            return self._group.gradients.result
-        return None
+    @property
+    def _is_stepped(self) -> bool:
+        return self._unit.optimizer is not None and self._group.trainable
+
+    @property
+    def _waits(self) -> bool:
+        """Some wait to be averaged: of other groups of the unit, too, if this rank has none of this one."""
+        return any(group.gradients.is_partial for group in self._unit.trainable)
+
+    def _anywhere(self) -> tuple[bool, bool]:
+        """Whether any rank has some, and whether some wait to be averaged. All ranks ask."""
+        gradients, device = self._group.gradients, self._group.context.device
+        gradients.settle()
+        flags = [gradients.has_any, self._waits, gradients.is_gone]
+        if not device.is_virtual:
+            total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
+            self._group.context.world.sum_scalar(total, f"READ {self._slot.name} gradient")
+            flags = [number > 0 for number in total.tolist()]
+        if flags[2]:
+            gone()
+        return flags[0], flags[1]
+
+    def _averaged(self) -> Tensor | None:
+        """1D, where this rank's part of what was averaged lies."""
+        if not self._is_stepped:
+            return None
+        gradients = self._group.gradients
+        gradients.settle()
+        if gradients.hands_over:
+            self._unit.optimizer.gradients_reduced(self._unit, at_boundary=False)
+        gradients.arrive()
+        return gradients.result
+
+    def _check_alone(self) -> None:
+        """Averaging is for all ranks."""
+        if self._is_stepped and (self._waits or self._group.gradients.needs_others):
+            when = " (that is done at the boundary)" if self._waits else ""
+            raise ShardwellError(
+                f"the gradient of '{self._slot.name}' is not averaged over the ranks yet{when}, and one rank cannot do "
+                "that alone: call safe_get_full_grad or safe_set_full_grad on all ranks."
+            )
 
     @property
     def _loss_scale(self) -> float:

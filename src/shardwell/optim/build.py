@@ -21,6 +21,7 @@ from shardwell.memory import Device
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon, muon_groups
+from shardwell.optim.whole import needs_whole
 
 NO_LABEL = -1  # trainable, but in no parameter group: reduced and never stepped
 _NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "SparseAdam"}
@@ -37,9 +38,17 @@ class Recipe:
     labels: dict[int, int]  # id(parameter) -> index of its parameter group
     make: Callable[[list[list[Tensor]]], Optimizer]  # from the shards of each parameter group
     num_states: int = 2  # tensors of a shard's size that it keeps for each; Adam's, where that is not known
+    is_collective: Callable[[], bool] = lambda: False  # ranks meet in its steps
+    given: Optimizer | None = None  # the user's own, which schedulers may have a hold of
 
     def label(self, parameter: nn.Parameter) -> int:
         return self.labels.get(id(parameter), NO_LABEL)
+
+    def note_step(self, made: Optimizer) -> None:
+        """Tell schedulers that it was stepped, whoever does the work: torch warns of those that come before that."""
+        for optimizer in (made, self.given):
+            if optimizer is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def recipe_for(
@@ -61,12 +70,12 @@ def recipe_for(
     groups = _parameter_groups(model, model_parameters)
     if optimizer is not None:
         kind = Muon if optimizer is torch.optim.Muon else optimizer
-        return replace(_from_factory(kind, groups), num_states=_num_states(kind, groups))
+        return replace(_from_factory(kind, groups, device), num_states=_num_states(kind, groups))
     if block is not None:
         factory, options = by_name(block, device)
         if factory is Muon:
             groups = _groups_for_muon(model, groups, options)
-        recipe = _from_factory(lambda params: factory(params, **options), groups)
+        recipe = _from_factory(lambda params: factory(params, **options), groups, device)
         return replace(recipe, num_states=_num_states(factory, [options]))
     return None
 
@@ -144,7 +153,8 @@ def _from_object(optimizer: Optimizer) -> Recipe:
             ).state
         return optimizer
 
-    return Recipe(labels, make, _num_states(type(optimizer), optimizer.param_groups))
+    num_states = _num_states(type(optimizer), optimizer.param_groups)
+    return Recipe(labels, make, num_states, lambda: needs_whole(optimizer), optimizer)
 
 
 def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
@@ -157,13 +167,12 @@ def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
         for theirs, ours in zip(given.param_groups, made.param_groups, strict=True):
             theirs.update(ours)
         made.param_groups = given.param_groups
-        given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler of it looks at
         return made
 
-    return Recipe(recipe.labels, make)
+    return Recipe(recipe.labels, make, is_collective=lambda: True, given=given)
 
 
-def _from_factory(factory: Factory, groups: list[dict[str, Any]]) -> Recipe:
+def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device) -> Recipe:
     _check_elementwise(factory)
     labels = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
@@ -175,7 +184,10 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]]) -> Recipe:
         _check_elementwise(type(made))
         return made
 
-    return Recipe(labels, make)
+    def is_collective() -> bool:
+        return needs_whole(make([[torch.zeros(1, device=device.torch_device)] for _ in groups]))
+
+    return Recipe(labels, make, is_collective=is_collective)
 
 
 def _parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> list[dict[str, Any]]:

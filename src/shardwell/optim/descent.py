@@ -1,4 +1,4 @@
-"""Gradients on their way down: to host memory that they wait in, through slots, or into sums over micro-steps.
+"""Gradients on their way down: to where they wait, through slots, or into sums over micro-steps.
 
 What is updated at once stays on the device until a porter has one of a few pinned slots for it.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardwell import native
 from shardwell.memory import Mark, State, Tier
+from shardwell.memory.device import All, Passing
+from shardwell.memory.disk import Transfer
 from shardwell.memory.mail import Backlog, Pinned, Slots
 from shardwell.memory.worker import Ticket, Worker
+from shardwell.optim.waiting import Away, Waiting
 from shardwell.unit import Context, Group, Unit
 from shardwell.unit.table import ReduceAt
 
@@ -35,6 +39,7 @@ class Parcel:
     down: Mark = field(default_factory=Mark)  # passed when they are in host memory
     slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
     is_above: bool = False  # they are still on the device
+    away: Away | None = None  # they are on disk, or on their way there
 
 
 class Descent:
@@ -56,7 +61,8 @@ class Descent:
         self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
         self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
         self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
-        self._last_sum = Mark()  # passed when all that is to be added is down
+        self._last_sum: Passing = Mark()  # passed when all that is to be added, and what it is added to, is there
+        self._waiting = None if context.disk is None else Waiting(context.disk, context, worker, _NOW)
         for unit in units:
             self.enter(unit)
 
@@ -68,6 +74,8 @@ class Descent:
     def leave(self, group: Group) -> None:
         """Let go of a group, whose state will rest elsewhere."""
         group.gradients.hands_over = False
+        if self._waiting is not None:
+            self._waiting.leave(group.unit)
         total = self._totals.pop(group, None)
         if total is not None:
             self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
@@ -76,6 +84,8 @@ class Descent:
         """The next micro-step begins new sums."""
         self._adding.clear()
         self._let_go(0)
+        if self._waiting is not None:
+            self._waiting.send_away()
         for parcel in self._parcels.values():
             self.give_up(parcel)
         self._parcels.clear()
@@ -83,8 +93,13 @@ class Descent:
     def bring_down(self, unit: Unit, *, waits: bool) -> None:
         """Take a unit's averaged gradients; those of a unit that `waits` for the norm are moved to the host now."""
         self._let_go(_NUM_LEAVING)
-        found = {g: g.gradients.result for g in unit.trainable if g.is_stepped_on_host and g not in self._adding}
-        above = {group: result for group, result in found.items() if result is not None and result.is_cuda}
+        on_disk = self._waits_on_disk(unit) if waits else None
+        above = {
+            group: group.gradients.result
+            for group in unit.trainable
+            if group.is_stepped_on_host and group not in self._adding and group.gradients.result is not None
+            if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.is_lodged)
+        }
         if not above:
             return
         if not waits:
@@ -93,12 +108,30 @@ class Descent:
             for group in above:
                 group.gradients.part_with()
             return
-        memory = self._keep(unit, sum(_sizes(above)))
         parcel = self._parcels[unit.index] = Parcel(dict(above))
-        self._send_down(parcel, above, memory, self._context.device.copies.after_current())
+        if on_disk is not None:
+            on_disk.write(unit, above, partial(self._copy_down, parcel, above))
+            arrive: Callable[[], None] = partial(on_disk.bring_back, unit.name)
+        else:
+            memory = self._keep(unit, sum(_sizes(above)))
+            self._send_down(parcel, above, memory, self._context.device.copies.after_current())
+            arrive = parcel.down.synchronize
         for group, copy in parcel.gradients.items():
-            group.gradients.lodge(copy, parcel.down.synchronize)
+            group.gradients.lodge(copy, arrive)
             self._leaving.append((parcel.down, above[group]))
+
+    def _waits_on_disk(self, unit: Unit) -> Waiting | None:
+        """Who keeps its gradients on disk, if they wait there."""
+        return self._waiting if self._waiting is not None and self._waiting.has(unit) else None
+
+    def _copy_down(self, parcel: Parcel, above: dict[Group, Tensor], into: dict[Group, Tensor]) -> Mark:
+        """Start copying gradients into tensors."""
+        with self._context.device.copies.after_current(), torch.no_grad():
+            for group, gradient in above.items():
+                parcel.gradients[group] = into[group]
+                group.send_down(gradient, into[group])
+        parcel.down = self._context.device.copies.mark()
+        return parcel.down
 
     def _send_down(
         self,
@@ -138,14 +171,21 @@ class Descent:
         parcel = self._parcels.pop(unit.index, None) or Parcel({})
         for group, result in found.items():
             parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
+        on_disk = self._waits_on_disk(unit)
+        parcel.away = None if on_disk is None else on_disk.of(unit)
         return parcel, [self._adding[group] for group in found if group in self._adding]
 
-    def down_after(self, parcel: Parcel, added: list[Ticket]) -> Mark:
+    def down_after(self, parcel: Parcel, added: list[Ticket]) -> Passing:
         """Passed when all of a parcel is in host memory."""
         return self._last_sum if added else parcel.down
 
     def carry(
-        self, parcel: Parcel, urgency: int, after: Mark, then: Callable[[], None], fail: Callable[[BaseException], None]
+        self,
+        parcel: Parcel,
+        urgency: int,
+        after: Passing,
+        then: Callable[[], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         """Have gradients brought down that are still on the device, as soon as there is a slot for them.
 
@@ -206,12 +246,20 @@ class Descent:
         if self._context.device.is_cuda:
             parcel.slot = self._inbox.take(sum(_sizes(above)))
             self._send_down(parcel, above, parcel.slot, self._context.device.copies.after_current())
-        parts = [(self._total_of(g), parcel.gradients[g], f, g not in self._adding) for g, (_, f) in new.items()]
-        self._last_sum = parcel.down
-        ticket = self._worker.submit(lambda: self._add(parcel, parts), urgency=_NOW, after=parcel.down)
+        on_disk, reads = self._waits_on_disk(unit), list[Transfer]()
+        if on_disk is None:
+            totals = {group: self._total_of(group) for group in new}
+        else:
+            is_fresh = not any(group in self._adding for group in unit.trainable)
+            totals, reads = on_disk.add(unit, new, after=parcel.down, fresh=is_fresh)
+        parts = [
+            (totals[group], parcel.gradients[group], f, group not in self._adding) for group, (_, f) in new.items()
+        ]
+        self._last_sum = All([parcel.down, *reads])
+        ticket = self._worker.submit(lambda: self._add(parcel, parts, reads), urgency=_NOW, after=self._last_sum)
         for group, tensor in above.items():
             self._adding[group] = ticket
-            group.gradients.lodge(self._totals[group], ticket.wait)
+            group.gradients.lodge(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
             self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
 
     def _total_of(self, group: Group) -> Tensor:
@@ -221,8 +269,10 @@ class Descent:
             self._context.account.add(State.GRADIENTS, group.unit, Tier.HOST, size)
         return self._totals[group]
 
-    def _add(self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]]) -> None:
+    def _add(self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]], reads: Sequence[Transfer]) -> None:
         try:
+            for read in reads:
+                read.wait()
             for total, gradient, factor, fresh in parts:
                 native.add(total, gradient, factor, self._threads, fresh=fresh)
         finally:
@@ -247,6 +297,16 @@ class Descent:
             return found[0]
 
         return norm
+
+
+def _back(added: Ticket, on_disk: Waiting, unit: Unit) -> Callable[[], None]:
+    """What brings sums back once the last gradients are added."""
+
+    def arrive() -> None:
+        added.wait()
+        on_disk.bring_back(unit.name)
+
+    return arrive
 
 
 def _above(parcel: Parcel) -> dict[Group, Tensor]:

@@ -11,9 +11,11 @@ commit policy:
 
 - *at once*: as soon as the gradients are made; they stay on the device until a porter has one of a few pinned slots for
   them, and the training loop waits while too many do
-- *after the norm*: when the norm of all gradients is known, under the next forward; gradients wait on the host
+- *after the norm*: when the norm of all gradients is known, under the next forward; gradients wait on the host,
+  or on disk (`optim/waiting.py`)
 - *shadow*: at once, but in other memory; when the norm shows that nothing was clipped and everything is finite, that
-  memory becomes the truth, otherwise the unit is stepped again, if it may be, from its untouched old state
+  memory becomes the truth, otherwise the unit is stepped again, if it may be, from its untouched old state. Whoever
+  looks at the unit before that takes the update back, and it comes after the norm
 
 All three step a unit by the same arithmetic, from the same state, with the same factor: they give the same bits.
 
@@ -38,13 +40,14 @@ from torch.optim import Optimizer
 from shardwell import native
 from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
+from shardwell.memory.chest import Chest
 from shardwell.memory.device import All, Passing
 from shardwell.memory.mail import Slots
 from shardwell.memory.worker import Ticket, Worker
 from shardwell.optim.descent import Descent, Parcel, aligned_size
 from shardwell.optim.kernels import Kernel, Target
 from shardwell.optim.shards import Shard
-from shardwell.optim.speculation import Caution, Shadow, covers
+from shardwell.optim.speculation import Caution, Options, Shadow, are_same, covers
 from shardwell.optim.store import Seat, Store, blank
 from shardwell.rounding import narrow
 from shardwell.unit import Context, Unit
@@ -59,6 +62,16 @@ class Factor(Protocol):
     def __call__(self) -> float | None: ...
 
 
+@dataclass(frozen=True)
+class Never:
+    """The step is not applied."""
+
+    known: Mark = field(default_factory=Mark)
+
+    def __call__(self) -> float | None:
+        return None
+
+
 _CHUNK = 1 << 25  # elements that are updated and then sent up, while the next ones are updated
 _NOT_URGENT = 1 << 30  # more than the number of any unit
 _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
@@ -70,16 +83,18 @@ class Job:
 
     unit: Unit
     shards: list[Shard]
-    options: list[dict[str, Any]]  # of each shard: the hyperparameters of this step
+    options: list[Options]  # of each shard: the hyperparameters of this step
     parcel: Parcel
     added: list[Ticket]  # what the gradients are the sum of
     after: Mark  # what the device was given before: it still reads the old parameters
+    born: list[Shard]  # those that had no state before
     assumed: float | None = None  # the factor of an update that was done before the norm was known
     shadow: Shadow | None = None  # where that went
     seat: Seat | None = None  # where masters and state are that rest on disk
     up: Mark = field(default_factory=Mark)  # passed when the parameters are on the device
     tickets: list[Ticket] = field(default_factory=list)  # of the update, and of what became of a speculation
     final: Factor | None = None  # of a speculation, when the norm is asked for
+    latest: list[Options] = field(default_factory=list)  # the hyperparameters of then, set before `final`
     is_settled: bool = False  # the update was done with that
 
     def gradient(self, shard: Shard) -> Tensor:
@@ -176,7 +191,7 @@ class HostUpdates:
         self,
         unit: Unit,
         shards: list[Shard],
-        options: list[dict[str, Any]],
+        options: list[Options],
         factor: Factor,
         assumed: float | None = None,
     ) -> None:
@@ -185,15 +200,15 @@ class HostUpdates:
         With `assumed` it is done with that factor in other memory, until it is known whether `factor` is another.
         """
         ready = [s for s in shards if s.group.is_stepped_on_host and s.label >= 0 and s.gradient is not None]
-        for shard in ready:
-            if shard.tensor not in self._states:
-                self._states[shard.tensor] = self._born(shard, options[shard.label])
+        born = [shard for shard in ready if shard.tensor not in self._states]
+        for shard in born:
+            self._states[shard.tensor] = self._born(shard, options[shard.label])
         if self.store is not None:
             self.store.take_in(unit)
         results = {shard.group: shard.group.gradients.result for shard in ready}
         parcel, added = self.descent.take(unit, {g: result for g, result in results.items() if result is not None})
         own = [options[shard.label] for shard in ready]
-        job = self._jobs[unit.index] = Job(unit, ready, own, parcel, added, self._context.device.now(), assumed)
+        job = self._jobs[unit.index] = Job(unit, ready, own, parcel, added, self._context.device.now(), born, assumed)
         after = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
         job.tickets.append(Ticket())
         if ready and self.store is not None and self._reader is not None and self.store.seats(unit):
@@ -203,23 +218,32 @@ class HostUpdates:
         else:
             self._pass_on(job, factor, after)
 
-    def _born(self, shard: Shard, options: dict[str, Any]) -> dict[str, Any]:
+    def _born(self, shard: Shard, options: Options) -> dict[str, Any]:
         """The state before the first step."""
         if shard.group.chest is None:
             return self.kernel.born(shard.tensor, options)
         return blank(self.kernel.born(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
 
-    def _fetch(self, job: Job, factor: Factor, after: Mark) -> None:
+    def _fetch(self, job: Job, factor: Factor, after: Passing) -> None:
         """The reader's work: bring masters and state from the disk."""
         assert self.store is not None
         try:
-            job.seat = self.store.seat(job.unit, job.shards)
+            job.seat = self.store.seat(job.unit, job.shards, self._gradients_of(job))
         except BaseException as error:
             self._fail(job, error)
             return
         self._pass_on(job, factor, after)
 
-    def _pass_on(self, job: Job, factor: Factor, after: Mark) -> None:
+    def _gradients_of(self, job: Job) -> Chest | None:
+        """What they wait in on disk; the seat that the reader was let in for is given up if they are lost."""
+        assert self.store is not None
+        try:
+            return None if job.parcel.away is None else job.parcel.away.ready()
+        except BaseException:
+            self.store.free_seats.release()
+            raise
+
+    def _pass_on(self, job: Job, factor: Factor, after: Passing) -> None:
         """To the worker, or to the porter first."""
         if not job.parcel.is_above:
             self._submit(job, factor, after)
@@ -237,9 +261,9 @@ class HostUpdates:
         self._clear_seat(job, changed=False)
         job.tickets[0].fail(error)
 
-    def _submit(self, job: Job, factor: Factor, after: Mark) -> None:
+    def _submit(self, job: Job, factor: Factor, after: Passing) -> None:
         work = partial(self._work, job, factor)
-        ready: Passing = after if job.seat is None else All([*job.seat.reads, after])
+        ready = after if job.seat is None else All([*job.seat.reads, after])
         self._worker.submit(work, urgency=job.unit.index, after=ready, ticket=job.tickets[0])
 
     def _clear_seat(self, job: Job, *, changed: bool) -> None:
@@ -257,6 +281,7 @@ class HostUpdates:
                 job.seat.wait()
             if job.final is not None and job.final.known.has_passed:
                 job.assumed, job.is_settled, factor = None, True, job.final  # too late to speculate
+                job.options = job.latest
             if job.assumed is not None:
                 job.shadow = self._shadow_of(job)
                 self._step(job, job.assumed)
@@ -293,7 +318,7 @@ class HostUpdates:
             return [shard.group.resting[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
         gradients = [job.gradient(shard) for shard in job.shards]
         same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(gradients, dtypes, strict=True))
-        if job.assumed is None and same_size and not job.added:
+        if job.assumed is None and same_size and not job.added and job.parcel.away is None:
             return [gradient.view(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True)], None
         numels = [shard.tensor.numel() for shard in job.shards]
         sizes = [aligned_size(numel * dtype.itemsize) for numel, dtype in zip(numels, dtypes, strict=True)]
@@ -334,14 +359,37 @@ class HostUpdates:
         if shadow is not None:
             shadow.strike_out()
 
-    def settle(self, unit: Unit, factor: Factor) -> None:
-        """Queue what follows when the norm is known: what was done stands, or is done again."""
+    def settle(self, unit: Unit, factor: Factor, options: list[Options]) -> None:
+        """Queue what follows when the norm is known: what was done stands, or is done again with these `options`."""
         job = self._jobs[unit.index]
         if job.assumed is not None and job.final is None:
-            job.final = factor
-            job.tickets.append(
-                self._worker.submit(lambda: self._resolve(job, factor), urgency=unit.index, after=factor.known)
-            )
+            self._settle(job, factor, [options[shard.label] for shard in job.shards])
+
+    def give_up(self, unit: Unit) -> None:
+        """What was done in other memory is not applied."""
+        job = self._jobs.get(unit.index)
+        if job is not None and job.assumed is not None and job.final is None:
+            self._settle(job, Never(), job.options)
+
+    def take_back(self, unit: Unit) -> None:
+        """Somebody looks at a unit before the step: what was done in other memory is as if it had not begun.
+
+        Its gradients stay where they are. Waits until the old parameters are on the device again.
+        """
+        job = self._jobs.get(unit.index)
+        if job is None or job.assumed is None or job.final is not None:
+            return
+        self.give_up(unit)
+        del self._jobs[unit.index]
+        self.caution.note_failure()
+        Arrival(job).wait()
+        for shard in job.born:
+            self._states.pop(shard.tensor, None)
+
+    def _settle(self, job: Job, factor: Factor, options: list[Options]) -> None:
+        job.latest, job.final = options, factor
+        resolve = partial(self._resolve, job, factor)
+        job.tickets.append(self._worker.submit(resolve, urgency=job.unit.index, after=factor.known))
 
     @torch.no_grad()
     def _resolve(self, job: Job, factor: Factor) -> None:
@@ -351,12 +399,13 @@ class HostUpdates:
         known = factor()
         shadow, job.shadow = job.shadow, None
         assert shadow is not None
-        if known == job.assumed:
+        if known == job.assumed and are_same(job.options, job.latest):
             shadow.commit(self._states)
             self._advance(job)
             return
         self.caution.note_failure()
         if known is not None:
+            job.options = job.latest
             self._step(job, known)
             self._advance(job)
         else:

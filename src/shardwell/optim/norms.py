@@ -1,7 +1,8 @@
-"""Norms of gradients, on this rank and over all."""
+"""Norms of gradients, on this rank and over all; and what is left of a step whose norm is not finite."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -10,6 +11,11 @@ from torch import Tensor
 from shardwell.memory import Device
 from shardwell.optim.shards import Shard, Shards
 from shardwell.unit import Context, Unit
+from shardwell.unit.table import Commit
+
+Norm = Tensor | Callable[[], float]  # or what waits for it
+
+_MOST_NAMES = 8  # of units, in a message
 
 
 def norm_of(shard: Shard) -> tuple[Tensor, bool]:
@@ -58,3 +64,59 @@ class GlobalNorm:
         if self._all_seen is None or len(self._all_seen) != len(seen):
             self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device)
         return self._all_seen
+
+
+class Aftermath:
+    """What a step leaves if its norm is not finite: units that were updated at once, in whole or in part.
+
+    A rank updates its part of a unit if its own part of the gradients is finite. Others may have parts that are not.
+    """
+
+    def __init__(self, context: Context, shards: Shards) -> None:
+        self._context, self._shards = context, shards
+        self._noted: list[tuple[str, list[list[Norm] | None]]] = []  # by unit: see `note`, for each shard
+
+    def note(self, units: Sequence[Unit], norms_at_once: Callable[[Unit, Shard], list[Norm] | None]) -> None:
+        """A step begins. A shard was updated at once if its norms are finite; those of one that waits are None."""
+        commits = {group.row.commit for unit in units for group in unit.trainable}
+        self._noted = [
+            (unit.name or "(root)", [norms_at_once(unit, s) for s in self._shards.of(unit) if s.label >= 0])
+            for unit in (units if Commit.AT_ONCE in commits else ())
+        ]
+
+    def __call__(self, *, is_late: bool) -> str:
+        """How things are now, in words. Where something may have been updated, all ranks ask each other.
+
+        `is_late`: a backward may have updated more since then.
+        """
+        names: dict[tuple[bool, bool], list[str]] = {}
+        for (name, _), left, updated in zip(self._noted, *self._counts(), strict=True):
+            names.setdefault((left > 0, updated > 0), []).append(name)
+        ways = {(False, True): "updated", (True, True): "updated in part", (True, False): "as before"}
+        if not any(updated for _, updated in names) and not (names and is_late):
+            return "the step was not applied and parameters and optimizer state are as before"
+        said = "; ".join(f"{way}: {_listed(names[key])}" for key, way in ways.items() if key in names)
+        more = ", nor are those of backwards since then" if is_late else ""
+        return f"updates at once are not taken back ({said}){more}"
+
+    def _counts(self) -> tuple[list[float], list[float]]:
+        """For each unit: shards that are as before, and shards that were updated, over all ranks."""
+        counts = torch.zeros(2, len(self._noted), dtype=torch.float64, device="cpu")
+        for number, (_, shards) in enumerate(self._noted):
+            for norms in shards:
+                is_updated = norms is not None and all(math.isfinite(_known(norm)) for norm in norms)
+                counts[int(is_updated), number] += 1
+        counts = counts.to(self._context.device.torch_device)
+        if self._noted:
+            self._context.world.sum_scalar(counts, "AFTERMATH")
+        left, updated = counts.tolist()
+        return left, updated
+
+
+def _known(norm: Norm) -> float:
+    return float(norm if isinstance(norm, Tensor) else norm())
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more units"

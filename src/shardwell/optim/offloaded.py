@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from shardwell.memory.worker import Worker
 from shardwell.native import Compact
 from shardwell.optim.host import Arrival, HostUpdates
 from shardwell.optim.kernels import kernel_for
-from shardwell.optim.norms import norm_of, sum_of_squares
+from shardwell.optim.norms import Norm, norm_of, sum_of_squares
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards
+from shardwell.optim.speculation import options_of
 from shardwell.optim.store import Store
 from shardwell.unit import Context, Unit
 from shardwell.unit.table import Commit
-
-Norm = Tensor | Callable[[], float]  # or what waits for it
 
 
 def host_updates(
@@ -73,6 +72,7 @@ class Offloaded:
         commit = next((group.row.commit for group in unit.trainable if group.is_stepped_on_host), None)
         if commit is None:
             return
+        self.host.take_back(unit)  # a gradient came late: what was done was done with too little
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
         shards = [s for s in self._shards.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
@@ -81,7 +81,7 @@ class Offloaded:
             self._start_ahead(unit, commit)
 
     def gradients_change(self, unit: Unit) -> None:
-        """Their norm is another one now. An update that was begun with them cannot begin again."""
+        """Their norm is another one now. An update at once that was begun with them cannot begin again."""
         if self.host.is_queued(unit):
             raise ShardwellError(
                 f"the update of unit '{unit.name}' has begun with the gradients that backward gave. To change them "
@@ -107,7 +107,7 @@ class Offloaded:
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
         factor = FromNorm(*self._own_norm(unit), self._scale.value)
         assumed = 1.0 / self._scale.value if commit is Commit.SHADOW else None
-        self.host.start(unit, self._shards.of(unit), self._options(), factor, assumed)
+        self.host.start(unit, self._shards.of(unit), options_of(self._inner), factor, assumed)
 
     def _own_norm(self, unit: Unit) -> tuple[Callable[[], float], Mark]:
         """Of a unit's gradients on this rank, and when it is known."""
@@ -117,21 +117,19 @@ class Offloaded:
         read = self._context.device.read_later(here)
         return lambda: math.hypot(float(read.get()), *(norm() for norm in later)), read.mark
 
-    def _options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of this step, by parameter group."""
-
-        def as_it_is(value: Any) -> Any:
-            return value.clone() if isinstance(value, Tensor) else value  # schedules change those in place
-
-        groups = self._inner.param_groups
-        return [{key: as_it_is(value) for key, value in group.items() if key != "params"} for group in groups]
-
     # ----------------------------------------------------------------------------------------------------- step
 
     def norms(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
         """Of the gradients that went down; and whether every rank has the same."""
         for norm, is_whole in self._norms.get(unit.index, []):
             yield norm if isinstance(norm, Tensor) else self._context.device.scalar(norm(), torch.float64), is_whole
+
+    def norms_at_once(self, unit: Unit) -> list[Norm] | None:
+        """Of the gradients that a unit was updated with at once; None if it waits for the norm of all."""
+        commits = {group.row.commit for group in unit.trainable if group.is_stepped_on_host}
+        if Commit.AT_ONCE not in commits or not self.host.is_queued(unit):
+            return None
+        return [norm for norm, _ in self._norms[unit.index]]
 
     def has_norms(self, unit: Unit) -> bool:
         return unit.index in self._norms
@@ -145,16 +143,16 @@ class Offloaded:
         factor = FromNorm(lambda: float(read.get()), read.mark, self._scale.value, self._clip)
         for unit in units:
             if self.host.is_queued(unit):
-                self.host.settle(unit, factor)
+                self.host.settle(unit, factor, options_of(self._inner))
                 yield unit
             elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
-                self.host.start(unit, list(shards_of(unit)), self._options(), factor)
+                self.host.descent.bring_down(unit, waits=True)  # those that nobody added to at the boundary
+                self.host.start(unit, list(shards_of(unit)), options_of(self._inner), factor)
                 yield unit
 
     def give_up(self, unit: Unit) -> Arrival | None:
         """The step of this boundary will not come: what was done in other memory is not applied."""
-        if self.host.is_queued(unit):
-            self.host.settle(unit, Never())
+        self.host.give_up(unit)
         return self.host.arrival(unit)
 
     def forget_gradients(self) -> None:
@@ -218,13 +216,3 @@ class FromNorm:
             return None
         clipped = min(self.clip / (known / self.scale + 1e-6), 1.0) if self.clip > 0 else 1.0
         return clipped / self.scale
-
-
-@dataclass(frozen=True)
-class Never:
-    """The step is not applied."""
-
-    known: Mark = field(default_factory=Mark)
-
-    def __call__(self) -> float | None:
-        return None

@@ -22,15 +22,15 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.memory.device import Later
 from shardwell.native import Compact
-from shardwell.optim.ahead import Ahead, Unpublished
+from shardwell.optim.ahead import Ahead, Unpublished, commit_of
 from shardwell.optim.build import NO_LABEL, Recipe
 from shardwell.optim.host import Arrival
-from shardwell.optim.norms import GlobalNorm, norm_of, sum_of_squares
+from shardwell.optim.norms import Aftermath, GlobalNorm, Norm, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards, chunks
 from shardwell.optim.store import Store
-from shardwell.optim.whole import OverShards
+from shardwell.optim.whole import OverShards, needs_whole
 from shardwell.unit import Context, Group, Unit, guard
 from shardwell.unit.table import Commit
 
@@ -70,7 +70,7 @@ class ShardedOptimizer(Optimizer):
         self._before_step, self._look_again, self._after_update = before_step, look_again, after_update
         self.shards = Shards(self._units, one_per_parameter=False)
         self.inner = self._make()
-        if hasattr(self.inner, "whole"):  # not elementwise: a tensor must not reach over several parameters
+        if needs_whole(self.inner):  # a tensor must not reach over several parameters
             self.shards = Shards(self._units, one_per_parameter=True)
             self.inner = self._make()
             self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
@@ -78,6 +78,7 @@ class ShardedOptimizer(Optimizer):
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
         self._global_norm = GlobalNorm(context, self.shards)
+        self._aftermath = Aftermath(context, self.shards)
         self._verdict: Later | None = None
         self._num_states = -1
         self._store: Store | None = None
@@ -87,7 +88,8 @@ class ShardedOptimizer(Optimizer):
                 self._store.take_in(unit)
         self._offloaded = self._make_offloaded()
         self._ahead = Ahead(self.inner, context.scratch, self._stepped_here, self._update_ahead)
-        self._unpublished = Unpublished()
+        by_host = [] if self._offloaded is None else [self._offloaded.host.take_back]
+        self._unpublished = Unpublished([self._ahead.take_back, *by_host])
         self.overflow = False
         self.skipped_steps = 0
 
@@ -103,9 +105,7 @@ class ShardedOptimizer(Optimizer):
         terms, context = self._terms, self._context
         eight_bits = terms.eight_bit_moments
         host = host_updates(self.inner, self._units, context, terms.buffer_count, self._store, eight_bits=eight_bits)
-        if host is None:
-            return None
-        return Offloaded(host, self.inner, self.shards, context, self.scale, self._clip)
+        return None if host is None else Offloaded(host, self.inner, self.shards, context, self.scale, self._clip)
 
     def _is_stepped_here(self, group: Group) -> bool:
         """By the torch optimizer inside, in line."""
@@ -151,6 +151,7 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
         assert closure is None, "sharded optimizers take no closure"
+        self._recipe.note_step(self.inner)
         self._before_step()
         for unit in self._units:
             for group in unit.trainable:
@@ -165,6 +166,7 @@ class ShardedOptimizer(Optimizer):
             self._hear_verdict()
             norm = self._global_norm(self._units, self._norms_of)
             self._norm = norm / self.scale.value
+            self._aftermath.note(self._units, self._norms_at_once)
             may_step = self._may_step(norm)
             clip = self._clip_factor(self._norm)
             done = self._ahead.commit(may_step, clip)
@@ -194,10 +196,6 @@ class ShardedOptimizer(Optimizer):
         for unit in self._units:
             unit.wait()
         self._hear_verdict()
-
-    def finish_gradients(self) -> None:
-        """Reduce what backward has left so far; more may still be added."""
-        self._before_step()
 
     def states_of(self, unit: Unit, *, changes: bool = False) -> contextlib.AbstractContextManager[None]:
         """Have a unit's state in memory, wherever it rests; what changes there counts. May be nested."""
@@ -276,19 +274,19 @@ class ShardedOptimizer(Optimizer):
             self._offloaded.host.descent.add_up(unit)
         if not at_boundary:
             return
-        goes_ahead = any(group.row.commit is not Commit.AFTER_NORM for group in unit.trainable)
+        goes_ahead = commit_of(unit) is not Commit.AFTER_NORM
         for group in unit.trainable if goes_ahead or self._offloaded is not None else ():
             group.gradients.settle()  # where gradients are whole their second half is still on its way
-        is_complete = all(all(group.gradients.seen) for group in unit.trainable)
+        is_complete = not unit.in_backward and all(group.gradients.is_complete for group in unit.trainable)
         if self._offloaded is not None:
             self._offloaded.take(unit, is_complete=is_complete)
         if is_complete:
             self._ahead.update(unit)
-        if goes_ahead:
-            self._unpublished.add(unit, self._arrival(unit))
+        self._unpublished.begin(unit, self._arrival(unit))
 
     def gradients_change(self, unit: Unit) -> None:
         """Somebody changes a unit's gradients before the step."""
+        self._unpublished.take_back(unit)
         if self._offloaded is not None:
             self._offloaded.gradients_change(unit)
 
@@ -368,9 +366,9 @@ class ShardedOptimizer(Optimizer):
         if (self._can_veto or (device.is_cuda and is_all_on_host)) and not self.scale.is_on:
             self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True
-        return self._hear_verdict(self._first_nonfinite)
+        return self._hear_verdict(is_late=False)
 
-    def _hear_verdict(self, where: Callable[[], str] = str) -> bool:
+    def _hear_verdict(self, *, is_late: bool = True) -> bool:
         """Learn whether the norm that was last asked about is finite; raises or counts a skipped step if not."""
         if self._verdict is None:
             return True
@@ -381,18 +379,19 @@ class ShardedOptimizer(Optimizer):
         self.skipped_steps += 1
         if self._terms.raise_on_nonfinite and not self.scale.is_on:
             raise NonFiniteError(
-                f"the gradients are not finite (their global norm is {norm}){where()}; {self._what_was_done}. "
+                f"the gradients are not finite (their global norm is {norm})"
+                f"{', at the last step' if is_late else self._first_nonfinite()}; {self._aftermath(is_late=is_late)}. "
                 "Check the loss and the learning rate, or set "
                 '"shardwell": {"nonfinite": "skip"} to leave such steps out.'
             )
         return False
 
-    @property
-    def _what_was_done(self) -> str:
-        commits = {group.row.commit for unit in self._units for group in unit.trainable}
-        if Commit.AT_ONCE in commits:
-            return "units whose own gradients are finite were updated at once, the others are as before"
-        return "the step was not applied and parameters and optimizer state are as before"
+    def _norms_at_once(self, unit: Unit, shard: Shard) -> list[Norm] | None:
+        """Of the gradients that a shard was updated with at once, if they are finite; None if it waits."""
+        if self._offloaded is not None and shard.group.is_stepped_on_host:
+            return self._offloaded.norms_at_once(unit)
+        norms = self._ahead.norms.get(unit.index)
+        return None if norms is None else [norm for norm, _ in norms]
 
     def _first_nonfinite(self) -> str:
         for shard in (shard for unit in self._units for shard in self.shards.of(unit)):
@@ -402,7 +401,7 @@ class ShardedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------------------------------------ the update
 
-    def _update_ahead(self, unit: Unit, clip: Tensor | None) -> None:
+    def _update_ahead(self, unit: Unit) -> None:
         """An update at once is only done if the unit's own gradients are finite."""
         norms = self._ahead.norms.get(unit.index)
         if norms is not None and not self._context.device.is_virtual:
@@ -411,7 +410,7 @@ class ShardedOptimizer(Optimizer):
                 self.inner.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
             elif not bool(is_finite):
                 return
-        self._update([unit], clip, ahead=True)
+        self._update([unit], None, ahead=True)
 
     @property
     def _can_veto(self) -> bool:

@@ -1,4 +1,7 @@
-"""Updates that are done before it is known that they may be: in other memory, with the old state left as it is."""
+"""Updates that are done before it is known that they may be: in other memory, with the old state left as it is.
+
+They stand if at the step everything is as it was assumed: gradients, masters, state, hyperparameters, and a factor.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwell.memory import Account, State, Tier
 from shardwell.native import Compact
@@ -14,6 +18,33 @@ from shardwell.optim.shards import Shard
 from shardwell.unit import Group, Unit
 
 _LONGEST = 64
+
+
+Options = dict[str, Any]  # hyperparameters of a parameter group
+
+
+def options_of(inner: Optimizer) -> list[Options]:
+    """The hyperparameters of now, by parameter group."""
+
+    def as_it_is(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value  # schedules change those in place
+
+    groups = inner.param_groups
+    return [{key: as_it_is(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def are_same(some: list[Options], others: list[Options]) -> bool:
+    """Whether two steps with these hyperparameters are the same."""
+    return len(some) == len(others) and all(
+        one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 class Shadow:

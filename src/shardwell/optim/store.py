@@ -43,6 +43,7 @@ class Seat:
     chests: list[Chest] = field(default_factory=list)
     reads: list[Transfer] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # of what each chest has of the memory
+    used_up: set[Chest] = field(default_factory=set)  # chests that nobody reads again
 
     def wait(self) -> None:
         """Until everything is there; raises what went wrong on the way."""
@@ -187,8 +188,11 @@ class Store:
             chest.reclaim = None
         return seat
 
-    def seat(self, unit: Unit, shards: list[Shard]) -> Seat:
-        """Begin to bring what rests on disk of a unit into a seat, to update these shards; waits until one is free."""
+    def seat(self, unit: Unit, shards: list[Shard], gradients: Chest | None = None) -> Seat:
+        """Begin to bring what rests on disk of a unit into a seat, to update these shards; waits until one is free.
+
+        So with gradients that wait on disk too.
+        """
         blank = {
             group.page.chest
             for group in unit.trainable
@@ -196,7 +200,8 @@ class Store:
         }  # parameters that are written anew
         state = self._state_chests(unit)
         pages = [group.page.chest for group in unit.trainable if group.page is not None]
-        size = sum(chest.num_bytes for chest in (*state, *pages))
+        waiting = [gradients] if gradients is not None else []
+        size = sum(chest.num_bytes for chest in (*state, *pages, *waiting))
         seat = self._prepared(unit.index)
         if seat is not None and (seat.sizes != [chest.num_bytes for chest in state] or seat.memory.numel() < size):
             self.clear(seat, changed=False)
@@ -207,6 +212,8 @@ class Store:
         else:
             self.free_seats.release()  # the caller has another one
         self._fill(seat, pages, blank)
+        seat.used_up.update(waiting)
+        self._fill(seat, waiting)
         return seat
 
     def _state_chests(self, unit: Unit) -> list[Chest]:
@@ -239,7 +246,7 @@ class Store:
         transfers = list(seat.reads)
 
         def put_back(chest: Chest) -> None:
-            transfers.extend(chest.put_back(changed=changed))
+            transfers.extend(chest.put_back(changed=changed and chest not in seat.used_up))
 
         with contextlib.ExitStack() as last_first:  # all of it, also if a drive fails
             last_first.callback(self.free_seats.release)

@@ -22,6 +22,11 @@ from shardwell.optim.shards import Shard, Shards
 from shardwell.unit import Group
 
 
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether it is not elementwise: over shards, ranks meet in its steps."""
+    return hasattr(optimizer, "whole")
+
+
 @dataclass(frozen=True)
 class Place:
     """Which part of which parameter an optimizer's tensor is."""

@@ -5,6 +5,8 @@ nothing but the flat buffer outlives the hook; a later gradient of the same para
 flat buffer into `result`, which holds what the optimizer will read. Reduces are additive: a gradient that arrives
 after its group's reduce began opens a new flat buffer and is reduced again. It waits for nothing: gradients arrive in
 an order that may differ between ranks, and whatever ends a reduce may begin another collective.
+
+Looking changes nothing: what is not reduced yet is averaged as a copy.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -58,7 +61,9 @@ class Gradients:
         self._flat: Tensor | None = None  # 1D, padded
         self._filled = [False] * len(layout.slots)  # in the flat buffer
         self.seen = [False] * len(layout.slots)  # since the last `clear`
+        self._came_last = [False] * len(layout.slots)  # of those: at the boundary
         self._scaled_late = False
+        self._expected = 1.0  # what gradients in the flat buffer that are scaled late will be scaled by
         self._scale = 1.0  # what the reduce has to multiply by
         self._pending: Pending | None = None  # a reduce
         self._publishing: Pending | None = None  # its second half, on rows that keep gradients whole
@@ -73,13 +78,21 @@ class Gradients:
     def is_partial(self) -> bool:
         return self.state is GradState.PARTIAL
 
-    def absorb(self, index: int, grad: Tensor, scale: float, *, stays: bool) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Every parameter got a gradient at the boundary; what came in earlier micro-steps does not say so."""
+        return all(self._came_last)
+
+    def absorb(self, index: int, grad: Tensor, scale: float, *, stays: bool, is_last: bool) -> None:
         """Add one parameter's gradient. `stays`: it will wait for later micro-steps, so it is kept in full precision.
+
+        `is_last`: it comes at the boundary.
 
         Wide gradients are scaled here, for the price of the copy; 16-bit ones where they are summed in fp32, except for
         what is divided off before they travel.
         """
         self.seen[index] = True
+        self._came_last[index] = self._came_last[index] or is_last
         if self._flat is None and not self._open(grad, scale, stays):
             return
         assert self._flat is not None
@@ -88,7 +101,7 @@ class Gradients:
         if grad.is_sparse:
             grad = grad.to_dense()
         if self._scaled_late:
-            scale = 1.0 / self._precision.wire.predivide
+            scale = scale / self._expected / self._precision.wire.predivide
         if self._filled[index]:
             view.add_(grad, alpha=scale)
         elif scale == 1.0:
@@ -117,6 +130,7 @@ class Gradients:
         )
         # All ranks must decide alike where to scale, also one that has no gradient.
         self._scaled_late = alone or dtype.itemsize <= 2
+        self._expected = scale
         self._scale = scale * wire.predivide if self._scaled_late else 1.0
         self._filled = [adopt] * len(slots)
         if adopt and grad is not None:
@@ -139,6 +153,9 @@ class Gradients:
                 self._flat[slot.offset : slot.end].zero_()
         if self._row.reduce_codecs is not None:
             self._flat[self._layout.numel :].zero_()  # it shares a block with numbers
+        if self._scaled_late and scale != self._expected:  # other ranks may have begun with another micro-step
+            self._flat.mul_(self._expected / scale)
+            self._scale = scale * self._precision.wire.predivide
         flat = self._for_the_wire(self._flat, scale)
         self._flat = None
         self._pending = (
@@ -242,11 +259,16 @@ class Gradients:
         self.result, self._lodging = memory, arrive
         return before
 
+    @property
+    def is_lodged(self) -> bool:
+        """Whether `result` lives in memory of somebody else."""
+        return self._lodging is not None
+
     def part_with(self) -> Tensor:
         """Give up the result (1D) for good: whoever asks for it later gets an error. Returns its memory."""
         result = self.result
         assert result is not None
-        self.lodge(result.new_empty(0), _gone)
+        self.lodge(result.new_empty(0), gone)
         return result
 
     def arrive(self) -> None:
@@ -266,12 +288,71 @@ class Gradients:
             publishing, self._publishing = self._publishing, None
             publishing.wait()
 
+    # ------------------------------------------------------------------------------------------------------- looking
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What they are shown in."""
+        own = torch.promote_types(self._precision.compute, self._precision.accumulate)
+        return torch.promote_types(own, torch.float32)
+
+    @property
+    def has_any(self) -> bool:
+        """This rank has some of this boundary, averaged or not."""
+        return self.state is not GradState.NONE
+
+    @property
+    def is_gone(self) -> bool:
+        """They were given up for good."""
+        return self._lodging is gone
+
+    @property
+    def needs_others(self) -> bool:
+        """Whether who waits for what is on its way begins something that all ranks begin together."""
+        hops = self._comm.hops is not None and self._comm.host_waits
+        is_whole = self._row.gradients.over is None and self._comm.mesh.size > 1
+        return (self._pending is not None and (is_whole or hops)) or (self._publishing is not None and hops)
+
+    def look(self, *, has_sums: bool) -> Tensor:
+        """1D, a copy: what `result` would be if all were averaged now; absent ones count as zeros.
+
+        `has_sums`: some rank has sums of its own, so that all ranks look together.
+        """
+        self.settle()
+        self.arrive()
+        numel = self._layout.padded if self._row.gradients.over is None else self._layout.shard_numel
+        total = self._comm.device.empty(numel, self.wide).zero_()
+        if self.result is not None:
+            total.copy_(self.result)
+        if self._handed is not None:
+            total.add_(self._handed[0], alpha=self._handed[1])
+        if has_sums:
+            self._add_sums(total)
+        return total
+
+    def _add_sums(self, total: Tensor) -> None:
+        """Add the average of what is in the flat buffers of all ranks, which stay as they are."""
+        flat = self._scratch.take(self._layout.padded, self.wide, State.STAGING, self._unit).zero_()
+        for slot, filled in zip(self._layout.slots, self._filled, strict=True):
+            if filled and self._flat is not None:
+                flat[slot.offset : slot.end].copy_(self._flat[slot.offset : slot.end]).mul_(self._scale)
+        start, end = self._layout.shard_range(self._comm.place)
+        self._comm.reduce(flat, flat[start:end], 1.0, False, f"READ {self._name}").wait()
+        if self._row.gradients.over is None:
+            self._comm.gather(flat, f"READ {self._name}").wait()
+            start, end = 0, self._layout.padded
+        total.add_(flat[start:end])
+        self._scratch.give(flat)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
     def clear(self, was_used: bool | Tensor = False) -> None:
         """Forget everything, also a reduce that nobody will read. `was_used`: they were applied."""
         self.settle()
         if self._lost is not None:
             self._lost.end_step(was_used if self._row.commit is not Commit.AT_ONCE else True)
         self.seen = [False] * len(self.seen)
+        self._came_last = [False] * len(self.seen)
         self._drop_result()
         if self._flat is not None:
             self._scratch.give(self._flat)
@@ -310,7 +391,8 @@ class Gradients:
         return self._scratch.take(numel, dtype, State.GRADIENTS, self._unit)
 
 
-def _gone() -> None:
+def gone() -> NoReturn:
+    """Gradients were given up for good."""
     raise ShardwellError(
         "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
         'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'

@@ -101,6 +101,7 @@ class Wish:
     second_copy_in_node: bool = False
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
+    gradient_tier: Tier = Tier.DEVICE
     commit: Commit = Commit.AFTER_NORM
     gather_codec: Codec | None = None
     rest_codec: Codec | None = None  # of what is frozen
@@ -131,6 +132,7 @@ def row_for(
     row = STAGES[stage]
     if not persistent:  # small parameters are not worth the way
         row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
+        row = replace(row, gradients=replace(row.gradients, tier=wish.gradient_tier))
     if row.released and not persistent:
         row = replace(row, parameters=replace(row.parameters, tier=wish.parameter_tier))
     if not persistent and row.gradients.over is not None:

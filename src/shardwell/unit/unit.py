@@ -18,6 +18,7 @@ from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.unit import guard
 from shardwell.unit.cut import Cut
 from shardwell.unit.group import Group
+from shardwell.unit.table import Commit
 
 
 class Arrival(Protocol):
@@ -66,12 +67,15 @@ class Unit:
         self.misfit = False  # a parameter was given another shape
         self.lent = False  # somebody outside its module may still look at it
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
+        self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
         self.optimizer: Any = None  # who steps it
         self.has_news = False  # gradients came in this backward
         self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
         self._pending: list[Pending] = []
         self._arrival: Arrival | None = None  # an update that nobody has waited for yet
         self._update: Arrival | None = None  # the same, also of a unit whose publish waits for it
+        self.is_ahead = False  # of a step: on some ranks at least, its update was begun. The same on all ranks
+        self._is_hidden = False  # parameters that rest whole are away: they may hold what will never be true
         for group in groups:
             for parameter in group.parameters:
                 guard.keep(parameter, self)
@@ -152,19 +156,48 @@ class Unit:
         """Whoever needs it now will not wait for an update. Ranks differ: nothing that they do together may ask."""
         return self._arrival is None or self._arrival.is_known
 
-    def await_update(self, arrival: Arrival | None) -> None:
-        """An update was begun ahead of being published: who needs the unit waits for it. None: no more."""
+    def await_update(self, arrival: Arrival | None, *, hides: bool = False) -> None:
+        """An update was begun ahead of being published: who needs the unit waits for it. None: no more.
+
+        `hides`: so does who reads a parameter that rests whole, and that the update writes to.
+        """
         self._arrival = self._update = arrival
+        if hides:
+            self._is_hidden = True
+            guard.send_away(self._parameters(self._resting_whole))
+        elif arrival is None:
+            self._show()
+
+    @property
+    def _resting_whole(self) -> list[Group]:
+        return [group for group in self.trainable if group not in self.releasable]
+
+    @property
+    def may_be_hidden(self) -> bool:
+        """Updates of it are begun before it is known that they may be."""
+        return any(group.row.commit is Commit.SHADOW for group in self.trainable)
+
+    def reveal(self) -> None:
+        """Let everybody see what is true, of this rank's part: what may not become true is taken back."""
+        if self._is_hidden:
+            self.hear_update()
+
+    def _show(self) -> None:
+        if self._is_hidden:
+            self._is_hidden = False
+            guard.bring_back(self._parameters(self._resting_whole))
 
     def hear_update(self) -> None:
         """Wait for an update of this rank's part: alone, where `wait` may do what all ranks do together."""
         if self._update is not None:
             self._update.hear()
+            self._show()
 
     def _arrive(self) -> None:
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
             arrival.wait()
+            self._show()
 
     def release(self) -> bool:
         """Free what may be freed, unless somebody holds it; true if that freed anything."""
@@ -208,12 +241,13 @@ class Unit:
             self.wait()
             self._move(Residency.GATHERING)
             guard.send_away(self._parameters(self.trainable))
-            self._update = arrival
+            self._update, self._is_hidden = arrival, False
             self._pending = [Pending(_after(arrival, groups))] if arrival else [group.publish() for group in groups]
         return bool(groups)
 
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
         """Called by the guard: somebody wants the values of a parameter that is away."""
+        self.reveal()
         if self.residency is Residency.GATHERING:
             is_fetched = any(parameter is other for other in self._parameters(self.releasable))
             self.wait()
@@ -256,6 +290,7 @@ class Unit:
         fitting: list[bool] = []
         try:
             with self._failing_together():
+                self.hear_update()  # it was begun while the unit was open, from what was before
                 fitting = [group.take_replaced(modifier_rank) for group in self.groups]
                 for group in self.groups:
                     if modifier_rank is not None:

@@ -1,0 +1,267 @@
+"""Gradients that wait on disk: the bits of those that wait on the host, and bytes where the formula says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwell
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import State, Tier
+from shardwell.memory.chest import Chest
+from shardwell.memory.disk import DiskTier
+from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
+from tests.models import Gpt, batches, share, whole_parameters, zero
+from tests.offload.test_disk_parameters import blocks
+from tests.offload.test_disk_state import AIO, disk_case, on_disk, quickly, run_all
+from tests.offload.test_offload import check_equal, host_case
+from tests.parity.loops import Case
+from tests.ranks import Ranks
+
+
+def waiting_on(tier: str, case: Case) -> Case:
+    return replace(case, config={**case.config, "shardwell": {**case.config["shardwell"], "gradients": tier}})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("commit", ["after_norm", "at_once"])
+def test_they_give_the_bits_of_gradients_on_the_host(
+    ranks: Ranks, tmp_path: Path, stage: int, accumulation: int, commit: str
+) -> None:
+    if stage == 0 and commit == "at_once":
+        pytest.skip("as with stage 1")
+    clip = 0.8 if commit == "after_norm" else 0.0
+    case = disk_case(host_case(commit, clip=clip, accumulation=accumulation, groups=True, steps=3), tmp_path)
+    above, below = ranks.run(2, run_all, [waiting_on("host", case), waiting_on("disk", case)], stage)[0]
+    check_equal(below, above)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_other_precisions_too(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    case = disk_case(host_case("auto", precision, clip=0.8, moments="8bit", groups=True, steps=4), tmp_path)
+    above, below = ranks.run(2, run_all, [waiting_on("host", case), waiting_on("disk", case)], 3)[0]
+    check_equal(below, above)
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+
+
+def clipped(block: dict[str, Any], tier: str, accumulation: int = 1, **own: Any) -> shardwell.Engine:
+    quickly()
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(
+        3,
+        zero_optimization=block,
+        bf16={"enabled": True},
+        shardwell={"shard_at_world_one": True, "gradients": tier, **own},
+        aio=AIO,
+        gradient_clipping=0.5,
+        gradient_accumulation_steps=accumulation,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+
+
+def trained(engine: shardwell.Engine, num_steps: int = 2, look: Callable[[int], None] = lambda _: None) -> None:
+    for number in range(num_steps * engine.gradient_accumulation_steps()):
+        rows = batches(number + 1, 4)[number]
+        engine.backward(engine(share(rows, dist.get_rank(), dist.get_world_size())))
+        look(number)
+        engine.step()
+
+
+def held(engine: shardwell.Engine) -> dict[Tier, int]:
+    sizes = dict.fromkeys(Tier, 0)
+    for (state, _, tier), size in engine.memory().now.items():
+        if state is State.GRADIENTS:
+            sizes[tier] += size
+    return sizes
+
+
+def bytes_of_gradients(block: dict[str, Any], tier: str, accumulation: int) -> tuple[int, dict[Tier, int]]:
+    engine = clipped(block, tier, accumulation)
+    found: dict[Tier, int] = {}
+
+    def look(number: int) -> None:
+        engine._flow.end_passes()
+        found.update(held(engine))
+
+    trained(engine, look=look)
+    groups = [group for unit in engine._flow.units for group in unit.trainable if group.is_stepped_on_host]
+    return sum(group.own[1] - group.own[0] for group in groups), found
+
+
+@pytest.mark.parametrize(("accumulation", "each"), [(1, 2), (2, 4)], ids=["16 bits", "sums of micro-steps"])
+def test_they_are_on_disk_and_nowhere_else(ranks: Ranks, tmp_path: Path, accumulation: int, each: int) -> None:
+    block = blocks("nvme", "nvme", tmp_path)
+    for numel, sizes in ranks.run(2, bytes_of_gradients, block, "disk", accumulation):
+        assert sizes[Tier.DISK] == each * numel
+        assert sizes[Tier.HOST] == 0
+    for _, sizes in ranks.run(2, bytes_of_gradients, block, "host", accumulation):
+        assert sizes[Tier.DISK] == 0
+
+
+def bytes_moved(block: dict[str, Any], tier: str, accumulation: int) -> tuple[int, int, int]:
+    """Elements; bytes read and written in the second step."""
+    engine, moved = clipped(block, tier, accumulation), {"read": 0, "write": 0}
+    originals = {name: getattr(DiskTier, name) for name in moved}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def move(disk: DiskTier, extent: Any, start: int, memory: Tensor, **others: Any) -> Any:
+            moved[name] += memory.numel() * memory.element_size()
+            return originals[name](disk, extent, start, memory, **others)
+
+        return move
+
+    trained(engine, 2)
+    settled(engine)
+    for name in moved:
+        setattr(DiskTier, name, counting(name))
+    try:
+        trained(engine, 1)
+        settled(engine)
+    finally:
+        for name, original in originals.items():
+            setattr(DiskTier, name, original)
+    numel = sum(g.own[1] - g.own[0] for unit in engine._flow.units for g in unit.trainable if g.is_stepped_on_host)
+    return numel, moved["read"], moved["write"]
+
+
+def settled(engine: shardwell.Engine) -> None:
+    for unit in engine._flow.units:
+        unit.wait()
+    engine.optimizer._offloaded.host.bytes_in_advance()
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "read", "written"), [(1, 2, 2), (3, 12, 12)], ids=["16 bits", "sums of micro-steps"]
+)
+def test_they_are_written_once_and_read_once(
+    ranks: Ranks, tmp_path: Path, accumulation: int, read: int, written: int
+) -> None:
+    """Sums: as often as there are micro-steps."""
+    block = on_disk(tmp_path)
+    above = ranks.run(2, bytes_moved, block, "host", accumulation)
+    below = ranks.run(2, bytes_moved, block, "disk", accumulation)
+    for (numel, *before), (_, *after) in zip(above, below, strict=True):
+        assert [a - b for a, b in zip(after, before, strict=True)] == [read * numel, written * numel]
+
+
+# ---------------------------------------------------------------------------------------------------------- readers
+
+
+def with_readers(block: dict[str, Any], tier: str, accumulation: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    engine = clipped(block, tier, accumulation)
+    weights, found = [engine.module.blocks[number].up.weight for number in (0, 1)], list[Tensor]()
+
+    def look(number: int) -> None:
+        for weight in weights:
+            full, local = safe_get_full_grad(weight), safe_get_local_grad(weight)
+            assert full is not None
+            found.append(full.clone())
+            found.extend([] if local is None else [local.clone()])
+        if number % 2:
+            safe_set_full_grad(weights[0], torch.full_like(found[0], 0.01))
+
+    trained(engine, 3, look)
+    return found, whole_parameters(engine.module)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_whoever_looks_at_them_or_changes_them_has_them_back(ranks: Ranks, tmp_path: Path, accumulation: int) -> None:
+    above, below = (ranks.run(2, with_readers, on_disk(tmp_path), t, accumulation)[0] for t in ("host", "disk"))
+    assert all((one == other).all() for one, other in zip(above[0], below[0], strict=True))
+    check_equal(below[1], above[1])
+
+
+def given_up(block: dict[str, Any], tier: str, accumulation: int) -> dict[str, Tensor]:
+    """Gradients that nobody steps with, and a second backward that adds to those that wait."""
+    engine = clipped(block, tier, accumulation)
+    rows = [share(one, dist.get_rank(), dist.get_world_size()) for one in batches(2, 4)]
+    engine.backward(engine(rows[0]))
+    engine.optimizer.zero_grad()
+    trained(engine, 1)
+    engine.backward(engine(rows[0]))
+    engine._flow.end_passes()
+    engine.backward(engine(rows[1]))
+    engine.step()
+    return whole_parameters(engine.module)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_those_that_are_given_up_or_added_to(ranks: Ranks, tmp_path: Path, accumulation: int) -> None:
+    above, below = (ranks.run(2, given_up, on_disk(tmp_path), t, accumulation)[0] for t in ("host", "disk"))
+    check_equal(below, above)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def trained_and_settled(engine: shardwell.Engine) -> None:
+    trained(engine, 1)
+    settled(engine)
+
+
+def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[str, bool]:
+    """What is said of gradients that cannot be written; and whether training goes on behind it."""
+    engine = clipped(block, "disk", accumulation)
+    trained(engine, 1)
+    settled(engine)
+    put_back, failed = Chest.put_back, list[Chest]()
+    chests = [away.chest for away in engine.optimizer._offloaded.host.descent._waiting._units.values()]
+
+    def failing(chest: Chest, *, changed: bool) -> Any:
+        if changed and chest is chests[1] and not failed:
+            failed.append(chest)
+            put_back(chest, changed=False)
+            raise ShardwellError("the drive is gone")
+        return put_back(chest, changed=changed)
+
+    Chest.put_back = failing  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ShardwellError) as caught:
+            trained_and_settled(engine)
+    finally:
+        Chest.put_back = put_back  # type: ignore[method-assign]
+    with contextlib.suppress(ShardwellError):
+        settled(engine)
+    engine.optimizer.zero_grad()
+    before = whole_parameters(engine.module)
+    trained(engine, 2)
+    settled(engine)
+    after = whole_parameters(engine.module)
+    return str(caught.value), all(not after[name].equal(before[name]) for name in after)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_cannot_be_written_are_an_error(ranks: Ranks, tmp_path: Path, accumulation: int) -> None:
+    message, goes_on = ranks.run(1, with_a_drive_that_fails, on_disk(tmp_path), accumulation)[0]
+    assert "the drive is gone" in message
+    assert goes_on
+
+
+def tiers_of(block: dict[str, Any], **own: Any) -> set[Tier]:
+    engine = clipped(block, own.pop("gradients", "auto"), **own)
+    groups = [group for unit in engine._flow.units for group in unit.trainable if group.is_stepped_on_host]
+    return {group.row.gradients.tier for group in groups}
+
+
+def test_where_there_is_room_they_stay_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, tiers_of, on_disk(tmp_path)) == [{Tier.HOST}] * 2
+
+
+def test_unknown_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gradients"):
+        shardwell.config.load({"train_batch_size": 1, "shardwell": {"gradients": "device"}})
