@@ -45,7 +45,7 @@ class Agreement:
         self._recent: deque[int] = deque()
         self._edition = 0  # of the book: a new one when it was full
         self._place = 0  # a rolling hash over the last tokens
-        self._failed: ShardwellError | None = None
+        self._failure: tuple[type[ShardwellError], str] | None = None  # an error would keep all that it went through
         self._store: Any = None
         if self._active:
             store = dist.distributed_c10d._get_default_store()
@@ -62,8 +62,9 @@ class Agreement:
         """Say what comes next. Returns if all ranks (will) do the same; raises before a mismatched collective."""
         if not self._active:
             return
-        if self._failed is not None:
-            raise self._failed
+        if self._failure is not None:
+            kind, words = self._failure
+            raise kind(words)
         expected = self._book.get(self._place)
         if expected is None:
             self._settle(token)
@@ -86,7 +87,7 @@ class Agreement:
         deadline = time.monotonic() + self._time_limit
         pause = 1e-4
         while arrived < self._mesh.size:
-            self._raise_peer_failure()
+            self.look_for_failures()
             if time.monotonic() > deadline:
                 others = [r for r in range(self._mesh.size) if not self._store.check([f"{key}/{r}"])]
                 raise self.fail(
@@ -141,8 +142,8 @@ class Agreement:
 
     def fail(self, error: ShardwellError) -> ShardwellError:
         """Tell the peers why this rank stops, wake those that wait for it, and refuse to go on here."""
-        if self._active and self._failed is None:
-            self._failed = error
+        if self._active and self._failure is None:
+            self._failure = type(error), str(error)
             kind = "divergence" if isinstance(error, DivergenceError) else "peer"
             self._store.compare_set(_FAILURE, "", f"{kind} {self._mesh.rank} {error}")
             self._cut_links()
@@ -153,21 +154,22 @@ class Agreement:
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             try:
-                self._raise_peer_failure()
+                self.look_for_failures()
             except ShardwellError as known:
                 return known
             except Exception:  # the store went down with its host
                 break
             time.sleep(0.05)
-        self._failed = PeerError(f"rank {self._mesh.rank}: a peer stopped answering: {error}")
-        return self._failed
+        self._failure = PeerError, f"rank {self._mesh.rank}: a peer stopped answering: {error}"
+        return PeerError(self._failure[1])
 
-    def _raise_peer_failure(self) -> None:
+    def look_for_failures(self) -> None:
+        """Raise what the first rank that failed has said, if one has."""
         if not self._store.check([_FAILURE]):
             return
         kind, rank, words = self._store.get(_FAILURE).decode().split(" ", 2)
         found = DivergenceError(words) if kind == "divergence" else PeerError(f"rank {rank} failed first: {words}")
-        self._failed = found
+        self._failure = type(found), str(found)
         self._cut_links()
         raise found
 

@@ -11,6 +11,7 @@ Routes, chosen once from backend and device:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,9 @@ from shardwell.comm.agreement import Agreement
 from shardwell.comm.hops import Hops
 from shardwell.comm.ledger import Kind, Ledger
 from shardwell.comm.mesh import Mesh
+from shardwell.comm.patience import wait_for
 from shardwell.comm.pending import Pending
+from shardwell.errors import ShardwellError
 from shardwell.memory import Device, Mark, Scratch, State
 
 _STAGING = "(staging)"
@@ -189,7 +192,7 @@ class Collectives:
             return
         sent, received = torch.cat(outgoing), torch.empty_like(torch.cat(incoming))
         sizes = [[tensor.numel() for tensor in side] for side in (incoming, outgoing)]
-        self._guarded(dist.all_to_all_single, received, sent, *sizes, group=self.mesh.group)
+        self._complete(dist.all_to_all_single, received, sent, *sizes)
         for tensor, part in zip(incoming, received.split(sizes[0]), strict=True):
             tensor.copy_(part)
 
@@ -201,7 +204,7 @@ class Collectives:
         size = tensor.numel() * tensor.element_size() if self.mesh.rank != source else 0
         inside = size if self.mesh.is_inside(source) else 0
         self._ledger.count(kind, inside, size - inside)
-        self._guarded(dist.broadcast, tensor, src=self.mesh.global_rank(source), group=self.mesh.group)
+        self._complete(dist.broadcast, tensor, src=self.mesh.global_rank(source))
 
     def sum_scalar(self, value: Tensor, token: str) -> None:
         """Add a small tensor up over the ranks, in place."""
@@ -210,7 +213,7 @@ class Collectives:
         self._announce(token)
         size = value.numel() * value.element_size()
         self._ledger.count(Kind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
-        self._guarded(dist.all_reduce, value, group=self.mesh.group)
+        self._complete(dist.all_reduce, value)
 
     def least(self, value: float, token: str) -> float:
         """The smallest of all ranks' values."""
@@ -219,7 +222,7 @@ class Collectives:
         self._announce(token)
         least = self.device.scalar(value, torch.float64)
         self._ledger.count(Kind.CONTROL, *self._hops(2 * 8 * (self.mesh.size - 1)))
-        self._guarded(dist.all_reduce, least, dist.ReduceOp.MIN, group=self.mesh.group)
+        self._complete(dist.all_reduce, least, dist.ReduceOp.MIN)
         return value if least.is_meta else float(least)
 
     def barrier(self, token: str = "barrier") -> None:
@@ -307,35 +310,44 @@ class Collectives:
 
     # --------------------------------------------------------------------------------------------------- faults
 
+    def _complete(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begin a collective of the library, and wait for it."""
+        self._wait_all([self._guarded(call, *args, **kwargs, group=self.mesh.group, async_op=True)])
+
     def _wait_all(self, works: list[Any]) -> None:
-        for work in works:
+        if self._by_links and self.agreement is not None:
+            self._guarded(wait_for, works, self.agreement.look_for_failures)
+            return
+        for work in works:  # in this thread: on cuda it is the lane that waits
             self._guarded(work.wait)
 
     def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if self.agreement is None:
+            if self.agreement is None or isinstance(error, ShardwellError):
                 raise
             raise self.agreement.explain(error) from error
 
     def cut_links(self) -> None:
         """Break this rank's links so that peers waiting for it wake up with an error.
 
-        Gloo closes all connections of a group when a receive times out, so one that nobody answers is posted.
+        Gloo closes all connections of a group when a receive times out, so one that nobody answers is posted. It takes
+        a peer whose own link still stands: over one that is broken already the receive fails at once, and closes none.
         """
         for route in (self.hops.inside, self.hops.across) if self.hops is not None else ():
             route.cut_links()
         if self.mesh.backend != "gloo":
             return
         nobody_sends_this = (1 << 30) + 1
-        peer = self.mesh.global_rank((self.mesh.rank + 1) % self.mesh.size)
-        try:
-            work = dist.irecv(torch.empty(1), peer, group=self.mesh.group, tag=nobody_sends_this)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
+        for peer in range(self.mesh.size):
+            if peer != self.mesh.rank:
+                with contextlib.suppress(RuntimeError):
+                    work = dist.irecv(
+                        torch.empty(1), self.mesh.global_rank(peer), group=self.mesh.group, tag=nobody_sends_this
+                    )
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Give the connections back."""
