@@ -8,15 +8,19 @@ Tensors come back as numpy arrays.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
 import os
+import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -36,6 +40,7 @@ class Ranks:
         self._workers: list[tuple[Any, Any]] = []
         self._store: TCPStore | None = None
         self._num_jobs = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(
         self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any
@@ -64,6 +69,7 @@ class Ranks:
                         deadline = min(deadline, time.monotonic() + 10)
         if waiting:
             errors.append(f"rank(s) {sorted(waiting)} did not answer within the limit of {limit:g} s")
+            errors.extend(self._stacks(rank) for rank in sorted(waiting))
         if errors:
             self.close()
             raise RankFailedError("\n".join(errors))
@@ -71,12 +77,27 @@ class Ranks:
             self._workers[rank][1].send("all have answered")
         return answers
 
+    def _stacks(self, rank: int) -> str:
+        """Where the threads of a rank are."""
+        process, _ = self._workers[rank]
+        file = self._stack_file(rank)
+        if not process.is_alive() or not file.exists():
+            return f"--- rank {rank} is not there"
+        os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        return f"--- rank {rank} is at\n{file.read_text()}"
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name, str(rank))
+
     def _grow(self, num_ranks: int) -> None:
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at any free port
         while len(self._workers) < num_ranks:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)
+            stacks = self._stack_file(len(self._workers))
+            stacks.unlink(missing_ok=True)
+            process = self._context.Process(target=_serve, args=(there, self._store.port, stacks), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -91,10 +112,12 @@ class Ranks:
         self._store = None
 
 
-def _serve(pipe: Any, port: int) -> None:
+def _serve(pipe: Any, port: int, stacks: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    file = stacks.open("w")  # for as long as the rank lives
+    faulthandler.register(signal.SIGUSR2, file)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)  # once: torch asks for the name of the address, and an answer may be slow
     num_modules = 0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from shardwell import native
+from shardwell.errors import ShardwellError
 from shardwell.memory import Account, Device, Tier
 from shardwell.memory.chest import Chest
-from shardwell.memory.disk import DiskTier
+from shardwell.memory.disk import DiskTier, aligned
 from tests.disk.engines import settings
+from tests.disk.test_trouble import replace
 
 
 def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
@@ -69,6 +73,32 @@ def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
         chest.open()
         assert not tensor.any()
         chest.close(changed=False)
+
+
+def test_a_write_that_failed_does_not_matter_to_who_writes_all_anew(tmp_path: Path) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        chest, tensor = Chest(tier, Account(), "unit"), torch.zeros(1).expand(5000)
+        chest.keep([tensor])
+        memory = aligned(chest.num_bytes)
+        drive = os.dup(tier._files[0].descriptor)
+
+        def rewrite(value: float) -> None:
+            chest.fetch(memory, blank=True)
+            tensor.fill_(value)
+            for transfer in chest.put_back(changed=True):
+                transfer.end()
+
+        replace(tier, __file__, os.O_RDONLY)
+        rewrite(1.0)
+        with pytest.raises(ShardwellError, match="Bad file descriptor"):
+            chest.fetch(memory)
+        os.dup2(drive, tier._files[0].descriptor)
+        os.close(drive)
+        with pytest.raises(ShardwellError, match="Bad file descriptor"):
+            chest.open()
+        rewrite(2.0)
+        with chest.opened(changes=False):
+            assert (tensor == 2.0).all()
 
 
 def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:

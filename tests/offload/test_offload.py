@@ -371,6 +371,14 @@ def test_8_bit_moments_are_for_adam_on_the_host() -> None:
         shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=block, device="cpu")
 
 
+@pytest.mark.parametrize("block", [{}, HOST], ids=["none", "cpu"])
+def test_gradients_wait_on_disk_only_for_state_on_disk(block: dict[str, Any]) -> None:
+    model = Gpt()
+    config = zero(1, zero_optimization=block, shardwell={"gradients": "disk"})
+    with pytest.raises(ConfigError, match='"disk" is for gradients of optimizer state on disk'):
+        shardwell.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, device="cpu")
+
+
 @pytest.mark.parametrize("config", [{"gradient_clipping": 1.0}, {"fp16": {"enabled": True}}], ids=["clip", "fp16"])
 def test_updates_at_once_contradict_what_needs_the_norm(config: dict[str, Any]) -> None:
     model = Gpt()

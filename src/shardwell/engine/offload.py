@@ -95,13 +95,24 @@ def _below(places: dict[str, Place]) -> list[str]:
     return [name for name in reversed(places) if places[name].optimizer is not Tier.DEVICE]
 
 
-def plan_offload(states: States, cuts: list[Cut], settings: Config, context: Context) -> Offload:
-    """Decide, and raise before anything is allocated if it will not fit into host memory or on disk."""
-    if settings.shardwell.moments == "8bit" and settings.zero_optimization.offload_optimizer.device == "none":
+def _check_reach(settings: Config) -> None:
+    """What is said of state below must not be said where no state can be."""
+    own, device = settings.shardwell, settings.zero_optimization.offload_optimizer.device
+    if own.moments == "8bit" and device == "none":
         raise ConfigError(
             'shardwell.moments "8bit" is for optimizer state on the host or on disk, but '
             'zero_optimization.offload_optimizer.device is "none": use "fp32", or offload'
         )
+    if own.gradients == "disk" and device != "nvme":
+        raise ConfigError(
+            'shardwell.gradients "disk" is for gradients of optimizer state on disk, but '
+            f'zero_optimization.offload_optimizer.device is "{device}": use "auto", or "nvme" there'
+        )
+
+
+def plan_offload(states: States, cuts: list[Cut], settings: Config, context: Context) -> Offload:
+    """Decide, and raise before anything is allocated if it will not fit into host memory or on disk."""
+    _check_reach(settings)
     if settings.shardwell.placement == "auto":
         return _plan_places(states, cuts, settings, context)
     return _plan_as_asked(states, settings, context)

@@ -107,7 +107,7 @@ class Chest:
             raise ShardwellError(f"{self._unit}: in use")
         reads: list[Transfer] = []
         try:
-            self._finish_writes()
+            self._finish_writes(in_vain=blank)
             if memory.numel() < self.num_bytes:  # others came first, and changed what it holds
                 raise ShardwellError(f"{self._unit}: {memory.numel()} bytes, expected {self.num_bytes} or more")
             start = 0
@@ -210,9 +210,11 @@ class Chest:
         item.stand_in, item.is_written = _alarm(item.tensor.dtype), True
         return self._tier.write(item.extent, 0, source)
 
-    def _finish_writes(self) -> None:
+    def _finish_writes(self, *, in_vain: bool = False) -> None:
+        """`in_vain`: nobody wants what was written, and it is no matter if that failed."""
         for transfer in self._writes:
-            transfer.wait()
+            if not (in_vain and transfer.end()):
+                transfer.wait()
         self._writes = []
 
     def _leave(self) -> None:
