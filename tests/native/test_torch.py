@@ -1,8 +1,9 @@
 """One step beside torch.optim's, from the same numbers: how many units in the last place (ulps) they are apart.
 
 torch rounds in three ways: on CUDA by foreach operations, on CUDA in a fused kernel, and on the CPU. Adam can follow
-each. What is left cannot be followed: square roots of MKL, which are off by one bit now and then, and Adam with coupled
-weight decay in the fused kernel, where the compiler rounds every fourth element differently.
+each. What is left cannot be followed: square roots of MKL, which are off by one bit now and then, on some CPUs in one
+of six, and Adam with coupled weight decay in the fused kernel, where the compiler rounds every fourth element
+differently.
 """
 
 from __future__ import annotations
@@ -177,8 +178,11 @@ def test_the_cpus_square_roots_are_all_that_differs(name: str, step: int, how: d
     if PAIRS[name].make is SGD:
         assert torch.equal(ours.master, theirs.master)
     else:
+        squares = theirs.state[-1]
+        is_exact = squares.sqrt() == squares.double().sqrt().float()
+        assert is_exact.float().mean() > 0.5  # 0.83 on an AMD EPYC
+        assert torch.equal(ours.master[is_exact], theirs.master[is_exact])
         check_master(ours, theirs, given, most=6)
-        assert (ulps(ours.master, theirs.master, given.master) > 1).float().mean() < 0.002
 
 
 @fuses
