@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwell.errors import (
     BackwardError,
+    CheckpointError,
     ConfigError,
     DivergenceError,
     ModelChangedError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackwardError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "DivergenceError",

@@ -46,6 +46,7 @@ class Job:
     number: int  # of the save, the same on all ranks
     is_latest: bool
     keep_last: int | None
+    look: Callable[[], None]  # called now and then while others are waited for: raises if there is no use in that
 
 
 class Saver:
@@ -60,9 +61,18 @@ class Saver:
         self._number = 0
         self._beaten = 0.0
 
-    def next_job(self, folder: Folder, tag: str, temporary: Path, *, is_latest: bool, keep_last: int | None) -> Job:
+    def next_job(
+        self,
+        folder: Folder,
+        tag: str,
+        temporary: Path,
+        *,
+        is_latest: bool,
+        keep_last: int | None,
+        look: Callable[[], None],
+    ) -> Job:
         self._number += 1
-        return Job(folder, tag, temporary, self._number, is_latest, keep_last)
+        return Job(folder, tag, temporary, self._number, is_latest, keep_last, look)
 
     def write_now(self, job: Job, contents: Contents, values: Mapping[str, Any]) -> None:
         """Write and commit; returns when the checkpoint is there for all ranks, or raises on all of them."""
@@ -184,6 +194,7 @@ class Saver:
             if now - last > _PATIENCE:
                 raise CheckpointError(f"{job.tag}: no word from rank {who} for {_PATIENCE:g} s while it was saving")
             if now - asked > 1.0:
+                job.look()
                 asked, signs = now, self._signs(beats)
                 if signs != seen:
                     last, seen = now, signs

@@ -165,7 +165,7 @@ class Agreement:
 
     def look_for_failures(self) -> None:
         """Raise what the first rank that failed has said, if one has."""
-        if not self._store.check([_FAILURE]):
+        if not self._active or not self._store.check([_FAILURE]):
             return
         kind, rank, words = self._store.get(_FAILURE).decode().split(" ", 2)
         found = DivergenceError(words) if kind == "divergence" else PeerError(f"rank {rank} failed first: {words}")

@@ -43,7 +43,7 @@ class Checkpoints:
     """Saves and loads one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        context = engine._context
+        self._context = context = engine._context
         self._world = context.world
         self._saver = Saver(
             self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.account
@@ -64,28 +64,35 @@ class Checkpoints:
     ) -> None:
         with self._together(f"save_checkpoint({tag!r})"):
             self._saver.wait()
-        _settle(engine)
-        _check_whole_steps(engine)
-        contents = Contents(
-            engine.module, engine._flow.units, engine.optimizer, rank=engine.global_rank, exclude_frozen=exclude_frozen
-        )
-        values: dict[str, Any] = {}
-        problem: CheckpointError | None = None
-        try:
-            values = self._values(engine, contents, client_state, exclude_frozen)
-        except CheckpointError as error:
-            problem = error
-        self._agree(problem)
-        folder = Folder(root)
+            _settle(engine)
+            _check_whole_steps(engine)
+            contents = Contents(
+                engine.module,
+                engine._flow.units,
+                engine.optimizer,
+                rank=engine.global_rank,
+                exclude_frozen=exclude_frozen,
+            )
+            values: dict[str, Any] = {}
+            problem: Exception | None = None
+            try:
+                values = self._values(engine, contents, client_state, exclude_frozen)
+            except Exception as error:
+                problem = error
+            self._agree(problem)
+            folder = Folder(root)
 
-        def begin() -> str:
-            folder.clean()
-            return str(folder.begin(tag))
+            def begin() -> str:
+                folder.clean()
+                return str(folder.begin(tag))
 
-        temporary = Path(self._from_rank_0(begin))
-        keep_last = engine.config.shardwell.keep_last
-        job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last)
-        (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
+            temporary = Path(self._from_rank_0(begin))
+            keep_last = engine.config.shardwell.keep_last
+            look = (
+                _nothing if asynchronous else engine._agreement.look_for_failures
+            )  # what is being written may end well
+            job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last, look=look)
+            (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
 
     def wait(self) -> None:
         """Until a save in the background has ended; raises what went wrong with it."""
@@ -141,28 +148,28 @@ class Checkpoints:
     ) -> tuple[str | None, Any]:
         with self._together(f"load_checkpoint({tag!r})"):
             self._saver.wait()
-        source = self._open(root, tag)
-        if source is None:
-            return None, None
-        try:
+            source = self._open(root, tag)
+            if source is None:
+                return None, None
+            try:
+                if not module_only:
+                    self._check_loader(engine, source)
+                values = self._take(engine, source, strict=strict, with_optimizer=with_optimizer and not module_only)
+            finally:
+                source.close()
             if not module_only:
-                self._check_loader(engine, source)
-            values = self._take(engine, source, strict=strict, with_optimizer=with_optimizer and not module_only)
-        finally:
-            source.close()
-        if not module_only:
-            _restore_values(engine, values, with_optimizer, with_scheduler)
-        return source.where, values.get("client", {})
+                _restore_values(engine, values, with_optimizer, with_scheduler)
+            return source.where, values.get("client", {})
 
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Only the model's own tensors, from any source."""
         with self._together(f"load_model({path!r})"):
             self._saver.wait()
-        source = self._open_foreign(path, None)
-        try:
-            self._take(engine, source, strict=strict, with_optimizer=False)
-        finally:
-            source.close()
+            source = self._open_foreign(path, None)
+            try:
+                self._take(engine, source, strict=strict, with_optimizer=False)
+            finally:
+                source.close()
 
     def _open(self, root: str, tag: str | None) -> Source | None:
         """Rank 0 looks and reads the manifest; the others are told. None if there is no checkpoint yet."""
@@ -191,28 +198,28 @@ class Checkpoints:
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:
         source: Source | None = None
-        problem: CheckpointError | None = None
+        problem: Exception | None = None
         try:
             source = open_source(path, tag)
-        except CheckpointError as error:
+        except Exception as error:
             problem = error
         self._agree(problem)
         assert source is not None
         return source
 
     def _check_loader(self, engine: Engine, source: Source) -> None:
-        problem: CheckpointError | None = None
+        problem: Exception | None = None
         if engine.training_dataloader is not None and source.values.get("loader"):
             try:
                 engine.training_dataloader.check_state_dict(source.values["loader"])
-            except CheckpointError as error:
+            except Exception as error:
                 problem = error
         self._agree(problem)
 
     def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> dict[str, Any]:
         """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing."""
         _settle(engine)
-        problem: CheckpointError | None = None
+        problem: Exception | None = None
         try:
             optimizer = engine.optimizer if with_optimizer else None
             _check_kind(optimizer, source)
@@ -220,7 +227,7 @@ class Checkpoints:
             loading.fetch()
             wanted = {**dict.fromkeys(_ENCODED), f"rng/{engine.global_rank}": None}
             decoded = {key: decode(source.values[key], key, _get(source)) for key in wanted if key in source.values}
-        except CheckpointError as error:
+        except Exception as error:
             problem = error
         self._agree(problem)
         engine._flow.end_loans()
@@ -234,12 +241,17 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """All ranks must come here. A rank that comes alone learns so instead of waiting for ever."""
-        try:
-            self._world.barrier(what)
-        except DivergenceError as error:
-            raise DivergenceError(f"{error} All ranks must call {what.partition('(')[0]}, with the same tag.") from None
-        yield
+        """All ranks must come here. A rank that comes alone learns so instead of waiting for ever.
+
+        What is wrong with a checkpoint they tell each other, and the engine can go on.
+        """
+        name = what.partition("(")[0]
+        with self._context.failing_together(name, common=(CheckpointError,)):
+            try:
+                self._world.barrier(what)
+            except DivergenceError as error:
+                raise DivergenceError(f"{error} All ranks must call {name}, with the same tag.") from None
+            yield
 
     def _from_rank_0(self, ask: Callable[[], str]) -> str:
         text = self._from_rank_0_or_none(ask)
@@ -253,20 +265,30 @@ class Checkpoints:
             try:
                 text = ask()
                 words = _NONE if text is None else _TEXT + text
-            except CheckpointError as error:
-                words = _ERROR + str(error)
+            except Exception as error:
+                words = _ERROR + _words(error)
         words = _share(self._world, words)
         if words.startswith(_ERROR):
             raise CheckpointError(words.removeprefix(_ERROR))
         return None if words == _NONE else words.removeprefix(_TEXT)
 
-    def _agree(self, problem: CheckpointError | None) -> None:
+    def _agree(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them has a problem."""
         world = self._world
         first = int(world.least(world.mesh.size if problem is None else world.mesh.rank, "CHECK"))
         if first < world.mesh.size:
-            words = _share(world, str(problem) if problem is not None else "", first)
-            raise problem if problem is not None else CheckpointError(f"rank {first}: {words}")
+            words = _share(world, _words(problem) if problem is not None else "", first)
+            if isinstance(problem, CheckpointError):
+                raise problem
+            raise CheckpointError(_words(problem) if problem is not None else f"rank {first}: {words}") from problem
+
+
+def _nothing() -> None:
+    pass
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _share(world: Collectives, text: str, source: int = 0) -> str:

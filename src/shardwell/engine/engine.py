@@ -361,10 +361,11 @@ class Engine(nn.Module):
         found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         keeps = not rank0_only or self.global_rank == 0
         whole: dict[int, Tensor] = {}
-        for unit in self._flow.units:
-            with GatheredParameters(parameter for group in unit.groups for parameter in group.parameters):
-                for group in unit.groups if keeps else ():
-                    whole.update({id(p): p.detach().to("cpu", copy=True) for p in group.parameters})
+        with self._context.failing_together("state_dict"):
+            for unit in self._flow.units:
+                with GatheredParameters(parameter for group in unit.groups for parameter in group.parameters):
+                    for group in unit.groups if keeps else ():
+                        whole.update({id(p): p.detach().to("cpu", copy=True) for p in group.parameters})
         if not keeps:
             return {}
         return {key: whole[id(value)] if id(value) in whole else _on_host(value) for key, value in found.items()}
@@ -376,7 +377,7 @@ class Engine(nn.Module):
         unexpected = sorted(set(state_dict) - set(mine))
         if strict and (missing or unexpected):
             raise ShardwellError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")
-        with torch.no_grad():
+        with self._context.failing_together("load_state_dict", common=(ShardwellError,)), torch.no_grad():
             for key in mine:
                 if key in state_dict and isinstance(mine[key], nn.Parameter) and guard.is_kept(mine[key]):
                     Access(mine[key]).set_master(state_dict[key])

@@ -29,14 +29,16 @@ class Context:
         return self.comm[Axis.WORLD]
 
     @contextlib.contextmanager
-    def failing_together(self, where: str) -> Iterator[None]:
-        """An error on this rank would leave the others waiting: tell them before it goes up."""
+    def failing_together(self, where: str, *, common: tuple[type[ShardwellError], ...] = ()) -> Iterator[None]:
+        """An error on this rank would leave the others waiting: tell them before it goes up.
+
+        Of `common` errors they know: all ranks raise those.
+        """
         try:
             yield
-        except (PeerError, NonFiniteError):  # all ranks get these together
-            raise
         except Exception as error:
-            if self.world.agreement is not None:
+            is_common = isinstance(error, (PeerError, NonFiniteError, *common))
+            if self.world.agreement is not None and not is_common:
                 self.world.agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
             raise
 

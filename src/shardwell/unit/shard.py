@@ -81,7 +81,9 @@ class Shard:
         second = self.second if keeps else None
         if self._row.rest_codec is not None:
             return self._gather_codes(flat, self._row.rest_codec, second)
+        token = f"GATHER {self._name}"
         if self._row.gather_codec is not None and codec is None:
+            token += " exactly"  # other bytes travel than those of codes
             second = None  # the copy is one of codes, and somebody wants the numbers
         if second is not None and second.is_there:
             flat.grow()
@@ -96,7 +98,7 @@ class Shard:
                 else:
                     mine.copy_(source, non_blocking=True)
         mark = lane.mark()
-        move = world.gather(flat.tensor, f"GATHER {self._name}", codec=codec)
+        move = world.gather(flat.tensor, token, codec=codec)
         whole = Pending(mark.wait) if world.mesh.size == 1 else move
         if second is None or second.is_there:
             return whole

@@ -1,0 +1,124 @@
+"""Trouble on one rank while a checkpoint is saved or loaded reaches all of them, and what can go on goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwell
+from shardwell.checkpoint.save import Saver
+from shardwell.engine.checkpoints import Checkpoints
+from shardwell.optim import ShardedOptimizer
+from tests.models import Gpt, batches, share, zero
+from tests.ranks import Ranks
+
+SOON = 4.0  # seconds
+LINGER = 5.0  # that rank 0 waits for others to hear what became of a save
+
+
+class Moody(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule whose state cannot be had, or taken back, now and then."""
+
+    fails = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails == "save":
+            raise KeyError("no state today")
+        return super().state_dict()
+
+
+def started() -> shardwell.Engine:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = Moody(optimizer, lambda step: 1.0)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=zero(3)).engine
+    step(engine)
+    return engine
+
+
+def step(engine: shardwell.Engine) -> None:
+    engine.backward(engine(share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())))
+    engine.step()
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("not on this rank")
+
+
+def saved_once_it_is_well(folder: str) -> tuple[str, str, bool]:
+    """Rank 0 cannot tell what its schedule is: nothing is saved, and training and the next save go on."""
+    engine = started()
+    assert engine.lr_scheduler is not None
+    engine.lr_scheduler.fails = "save" if dist.get_rank() == 0 else ""
+    with pytest.raises(shardwell.CheckpointError) as caught:
+        engine.save_checkpoint(folder, tag="first")
+    engine.lr_scheduler.fails = ""
+    step(engine)
+    return str(caught.value), type(caught.value.__cause__).__name__, engine.save_checkpoint(folder, tag="second")
+
+
+def test_values_that_cannot_be_had_on_one_rank_are_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, saved_once_it_is_well, str(tmp_path), limit=40)
+    assert first == ("KeyError: 'no state today'", "KeyError", True)
+    assert second == ("rank 0: KeyError: 'no state today'", "NoneType", True)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["second"]
+
+
+WHERE = {"save": (ShardedOptimizer, "settle"), "write": (Saver, "write_now"), "load": (Checkpoints, "_check_loader")}
+
+
+def fail_inside(folder: str, what: str) -> dict[str, Any]:
+    """An error where nobody agrees on any: the others are told, and stop."""
+    engine = started()
+    engine.save_checkpoint(folder, tag="good")
+    if dist.get_rank() == 1:
+        setattr(*WHERE[what], refuse)
+    begin = time.monotonic()
+    try:
+        if what == "load":
+            engine.load_checkpoint(folder)
+        else:
+            engine.save_checkpoint(folder, tag="bad")
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begin}
+    return {}
+
+
+@pytest.mark.parametrize("what", WHERE)
+def test_an_error_on_one_rank_is_told_to_the_others(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    other, culprit = ranks.run(2, fail_inside, str(tmp_path), what, limit=40)
+    ranks.close()  # what was replaced there stays with those processes
+    assert (culprit["error"], culprit["text"]) == ("ValueError", "not on this rank")
+    assert other["error"] == ("CheckpointError" if what == "write" else "PeerError")  # rank 0 tells what became of it
+    call = "load_checkpoint" if what == "load" else "save_checkpoint"
+    assert f"ValueError in {call}: not on this rank" in other["text"]
+    assert other["seconds"] < SOON + LINGER
+
+
+def diverge() -> tuple[str, str]:
+    """Rank 1 looks at a parameter as it is, while rank 0 needs it for a forward, in codes."""
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(3, zero_optimization={"zero_quantized_weights": True}, shardwell={"divergence_timeout": 1.5})
+    engine = shardwell.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config).engine
+    step(engine)
+    try:
+        if dist.get_rank() == 1:
+            with shardwell.zero.GatheredParameters(list(model.parameters())):
+                pass
+        step(engine)
+    except shardwell.ShardwellError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_exact_gather_is_not_taken_for_one_of_codes(ranks: Ranks) -> None:
+    for error, text in ranks.run(2, diverge, limit=40):
+        assert error == "DivergenceError"
+        assert "exactly" in text
