@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.errors import NonFiniteError, ReleasedParameterError
 from shardwell.memory import State, Tier
-from shardwell.optim import ShardedOptimizer
 from shardwell.optim.host import HostUpdates
+from shardwell.optim.verdict import Verdict
 from shardwell.utils import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
@@ -257,14 +257,14 @@ def failed(block: dict[str, Any], how: str) -> bool:
     engine.module.blocks[0].register_forward_hook(lambda _, __, output: Trap.apply(output))
     train(engine)
     Trap.is_set = how == "backward"
-    before = ShardedOptimizer._hear_verdict
+    before = Verdict.hear
 
-    def hear(optimizer: ShardedOptimizer, **options: Any) -> bool:
-        ShardedOptimizer._hear_verdict = before  # type: ignore[method-assign]
+    def hear(verdict: Verdict, **options: Any) -> bool:
+        Verdict.hear = before  # type: ignore[method-assign]
         raise NonFiniteError("the gradients were not finite")
 
     if how == "step":
-        ShardedOptimizer._hear_verdict = hear  # type: ignore[method-assign]
+        Verdict.hear = hear  # type: ignore[method-assign]
     with pytest.raises(ValueError if how == "backward" else NonFiniteError):
         train(engine, 1)
     Trap.is_set = False

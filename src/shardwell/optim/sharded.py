@@ -7,7 +7,6 @@ was updated can be sent to the other ranks while the next units are stepped.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,16 @@ from torch.optim import Optimizer
 
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
-from shardwell.memory.device import Later
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead, Unpublished, commit_of
 from shardwell.optim.build import NO_LABEL, Recipe
 from shardwell.optim.host import Arrival
-from shardwell.optim.norms import Aftermath, GlobalNorm, Norm, norm_of, sum_of_squares
+from shardwell.optim.norms import GlobalNorm, Norm, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards, chunks
 from shardwell.optim.store import Store
+from shardwell.optim.verdict import Verdict
 from shardwell.optim.whole import OverShards, needs_whole
 from shardwell.unit import Context, Group, Unit, guard
 from shardwell.unit.table import Commit
@@ -78,8 +77,7 @@ class ShardedOptimizer(Optimizer):
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
         self._global_norm = GlobalNorm(context, self.shards)
-        self._aftermath = Aftermath(context, self.shards)
-        self._verdict: Later | None = None
+        self._verdict = Verdict(context, self.shards, self.scale, raises=terms.raise_on_nonfinite)
         self._num_states = -1
         self._store: Store | None = None
         if context.disk is not None:
@@ -90,8 +88,6 @@ class ShardedOptimizer(Optimizer):
         self._ahead = Ahead(self.inner, context.scratch, self._stepped_here, self._update_ahead)
         by_host = [] if self._offloaded is None else [self._offloaded.host.take_back]
         self._unpublished = Unpublished([self._ahead.take_back, *by_host])
-        self.overflow = False
-        self.skipped_steps = 0
 
     def _make(self) -> Optimizer:
         num_labels = 1 + max(self._recipe.labels.values(), default=0)
@@ -122,6 +118,19 @@ class ShardedOptimizer(Optimizer):
     @property
     def loss_scale(self) -> float:
         return self.scale.value
+
+    @property
+    def overflow(self) -> bool:
+        """The gradients of the last step, as far as the host has heard, were not finite."""
+        return self._verdict.overflow
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._verdict.num_skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._verdict.num_skipped = number
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give parameters of the model that no group has yet a group of their own."""
@@ -163,10 +172,10 @@ class ShardedOptimizer(Optimizer):
             for unit in self._units:
                 if all(group.gradients.result is None for group in unit.trainable):
                     unit.wait()  # it was not used: nobody has heard yet what became of its last update
-            self._hear_verdict()
+            self._verdict.hear()
             norm = self._global_norm(self._units, self._norms_of)
             self._norm = norm / self.scale.value
-            self._aftermath.note(self._units, self._norms_at_once)
+            self._verdict.ask(self._units, norm, self._norms_at_once)
             may_step = self._may_step(norm)
             clip = self._clip_factor(self._norm)
             done = self._ahead.commit(may_step, clip)
@@ -180,7 +189,7 @@ class ShardedOptimizer(Optimizer):
                         self._unpublished.remove(unit)
                         self._after_update(unit, self._arrival(unit))
             # Where the kernels were told on the device, so are others.
-            was_used = may_step if self._verdict is None else torch.isfinite(norm)
+            was_used = torch.isfinite(norm) if self._verdict.is_open else may_step
             together = True
         except NonFiniteError:
             together = True
@@ -195,7 +204,7 @@ class ShardedOptimizer(Optimizer):
         """Hear what became of the last step; raises if its gradients were not finite, or if an update failed."""
         for unit in self._units:
             unit.wait()
-        self._hear_verdict()
+        self._verdict.hear()
 
     def states_of(self, unit: Unit, *, changes: bool = False) -> contextlib.AbstractContextManager[None]:
         """Have a unit's state in memory, wherever it rests; what changes there counts. May be nested."""
@@ -354,37 +363,15 @@ class ShardedOptimizer(Optimizer):
         return None if factor.device.type == "cpu" and float(factor) == 1.0 else factor
 
     def _may_step(self, norm: Tensor) -> bool:
-        """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know.
-
-        It hears the verdict at the next step: a fixed place, so that all ranks act on it alike.
-        """
+        """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know."""
         device = self._context.device
         if device.is_virtual:
             return True
-        self._verdict = device.read_later(norm)
         is_all_on_host = all(not self._is_stepped_here(g) for unit in self._units for g in unit.trainable)
         if (self._can_veto or (device.is_cuda and is_all_on_host)) and not self.scale.is_on:
             self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True
-        return self._hear_verdict(is_late=False)
-
-    def _hear_verdict(self, *, is_late: bool = True) -> bool:
-        """Learn whether the norm that was last asked about is finite; raises or counts a skipped step if not."""
-        if self._verdict is None:
-            return True
-        norm, self._verdict = float(self._verdict.get()), None
-        self.overflow = not math.isfinite(norm)
-        if not self.overflow:
-            return True
-        self.skipped_steps += 1
-        if self._terms.raise_on_nonfinite and not self.scale.is_on:
-            raise NonFiniteError(
-                f"the gradients are not finite (their global norm is {norm})"
-                f"{', at the last step' if is_late else self._first_nonfinite()}; {self._aftermath(is_late=is_late)}. "
-                "Check the loss and the learning rate, or set "
-                '"shardwell": {"nonfinite": "skip"} to leave such steps out.'
-            )
-        return False
+        return self._verdict.hear(is_late=False)
 
     def _norms_at_once(self, unit: Unit, shard: Shard) -> list[Norm] | None:
         """Of the gradients that a shard was updated with at once, if they are finite; None if it waits."""
@@ -392,12 +379,6 @@ class ShardedOptimizer(Optimizer):
             return self._offloaded.norms_at_once(unit)
         norms = self._ahead.norms.get(unit.index)
         return None if norms is None else [norm for norm, _ in norms]
-
-    def _first_nonfinite(self) -> str:
-        for shard in (shard for unit in self._units for shard in self.shards.of(unit)):
-            if shard.gradient is not None and not bool(torch.isfinite(shard.gradient).all()):
-                return f", first in unit '{shard.group.unit}'"
-        return ""
 
     # ------------------------------------------------------------------------------------------------ the update
 
