@@ -44,6 +44,11 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.ExitStack() as stack:  # all of them, also if one fails
-            for keeper in reversed(self._keepers):
-                stack.callback(keeper.close, self._modifier_rank)
+        first: BaseException | None = None
+        for keeper in self._keepers:  # all of them, also if one fails
+            try:
+                keeper.close(self._modifier_rank)
+            except BaseException as problem:
+                first = first or problem  # the others fail because of it
+        if first is not None:
+            raise first

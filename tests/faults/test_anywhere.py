@@ -1,0 +1,98 @@
+"""A rank that fails at any collective takes the others with it, whatever they are doing, and soon."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwell
+from shardwell.comm import Agreement
+from tests.models import Gpt, batches, share, zero
+from tests.ranks import Ranks
+
+SOON = 6.0  # seconds
+WHERE = (1, 2, 5, 9, 14, 20, 27, 33)  # of the collectives behind the first step
+HOST, DISK = {"device": "cpu"}, {"device": "nvme"}
+CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, stage, the block
+    "1": (2, 1, {}),
+    "3": (4, 3, {}),
+    "2, host": (2, 2, {"offload_optimizer": HOST}),
+    "3, disk": (2, 3, {"offload_param": DISK, "offload_optimizer": DISK}),
+    "3, copies": (4, 3, {"zero_hpz_partition_size": 2}),
+    "3, codes and copies": (4, 3, {"zero_hpz_partition_size": 2, **CODED}),
+}
+
+
+class Fault(Exception):  # noqa: N818
+    """What nobody expects."""
+
+
+def use(engine: shardwell.Engine, folder: str, number: int) -> None:
+    """All that ranks do together."""
+    batch = share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())
+    for _ in range(2):
+        engine.backward(engine(batch))
+        engine.step()
+    with torch.no_grad():
+        engine(batch)
+    with shardwell.zero.GatheredParameters(list(engine.module.parameters())[:3], modifier_rank=0):
+        pass
+    engine.state_dict()
+    engine.save_checkpoint(folder, tag=str(number))
+    engine.load_checkpoint(folder, tag=str(number))
+    dist.barrier()  # who is done waits for those who are not
+
+
+def fail_at_each(stage: int, block: dict[str, Any], folder: str) -> list[tuple[str, str, float]]:
+    """For each place: the error, its words, and how long that took."""
+    blocks = {key: {**value, "nvme_path": folder} if value == DISK else value for key, value in block.items()}
+    announce, found = Agreement.announce, []
+    for number, place in enumerate(WHERE):
+        culprit, left = number % dist.get_world_size(), itertools.count(place, -1)
+
+        def fail(agreement: Agreement, token: str, culprit: int = culprit, left: Any = left) -> None:
+            if next(left) == 1 and dist.get_rank() == culprit:
+                raise Fault(token)
+            announce(agreement, token)
+
+        torch.manual_seed(0)
+        model = Gpt(blocks=2)
+        config = zero(stage, zero_optimization=blocks, shardwell={"divergence_timeout": SOON})
+        engine = shardwell.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+        ).engine
+        use(engine, folder, -1)
+        Agreement.announce = fail  # type: ignore[method-assign]
+        begin = time.monotonic()
+        try:
+            use(engine, folder, number)
+            found.append(("", "", 0.0))
+        except Exception as error:
+            found.append((type(error).__name__, str(error), time.monotonic() - begin))
+        finally:
+            Agreement.announce = announce  # type: ignore[method-assign]
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_fails_anywhere_takes_the_others_with_it(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    num_ranks, stage, block = CASES[case]
+    answers = ranks.run(num_ranks, fail_at_each, stage, block, str(tmp_path))
+    for number, found in enumerate(zip(*answers, strict=True)):
+        culprit = number % num_ranks
+        name, token, _ = found[culprit]
+        assert name == "Fault", (WHERE[number], found)
+        for rank, (error, words, seconds) in enumerate(found):
+            if rank != culprit:
+                assert error in ("PeerError", "CheckpointError"), (WHERE[number], found)
+                assert f"rank {culprit} failed first: Fault in" in words
+                assert words.endswith(token)
+                assert seconds < SOON
