@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -110,6 +111,25 @@ def test_who_gives_up_leaves_a_thread_behind_that_serves_others_no_more() -> Non
     wait_for([done, done], look)
     stuck.over.set()
     wait_for([done], look)
+
+
+def test_waiting_for_the_others_can_be_interrupted() -> None:
+    """Ctrl-C, say, where a wait of gloo's own would go on until a message comes."""
+
+    def alarm(*_: Any) -> None:
+        raise TimeoutError
+
+    stuck, done = Stuck(), Stuck()
+    done.over.set()
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            wait_for([stuck], lambda: None)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    wait_for([done], lambda: None)
+    stuck.over.set()
 
 
 def test_what_a_work_raises_goes_up_and_the_next_wait_knows_nothing_of_it() -> None:

@@ -2,7 +2,7 @@
 
 Gloo forgets a message that is on its way when its link breaks: whoever waits for it waits until the group's timeout,
 half an hour by default, and nothing wakes him. So a thread waits, and the caller looks now and then whether a peer has
-failed. If one has, the caller raises, and the thread stays behind.
+failed. If one has, or if a signal comes, the caller raises, and the thread stays behind.
 """
 
 from __future__ import annotations
