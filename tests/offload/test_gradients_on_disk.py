@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardwell.memory import State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.disk import DiskTier
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
+from tests.disk.test_trouble import replace as replace_drive
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
 from tests.offload.test_disk_state import AIO, disk_case, on_disk, quickly, run_all
@@ -250,6 +252,31 @@ def test_gradients_that_cannot_be_written_are_an_error(ranks: Ranks, tmp_path: P
     message, goes_on = ranks.run(1, with_a_drive_that_fails, on_disk(tmp_path), accumulation)[0]
     assert "the drive is gone" in message
     assert goes_on
+
+
+def with_a_drive_that_fails_on_rank_1(block: dict[str, Any], accumulation: int) -> tuple[str, str, float]:
+    engine = clipped(block, "disk", accumulation)
+    trained(engine, 1)
+    settled(engine)
+    if dist.get_rank() == 1:
+        replace_drive(engine._context.disk, os.devnull, os.O_RDONLY)
+    begin = time.monotonic()
+    try:
+        for _ in range(2):
+            trained_and_settled(engine)
+    except ShardwellError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_drive_that_fails_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path, accumulation: int) -> None:
+    others, own = ranks.run(2, with_a_drive_that_fails_on_rank_1, on_disk(tmp_path), accumulation, limit=40)
+    assert own[0] == "ShardwellError"
+    assert others[0] == "PeerError"
+    assert others[1].startswith("rank 1 failed first: ")
+    assert own[1] in others[1]
+    assert others[2] < 8
 
 
 def tiers_of(block: dict[str, Any], **own: Any) -> set[Tier]:
