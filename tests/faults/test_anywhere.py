@@ -17,6 +17,7 @@ from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 
 SOON = 6.0  # seconds
+LINGER = 5.0  # that rank 0 waits for others to hear what became of a save
 WHERE = (1, 2, 5, 9, 14, 20, 27, 33)  # of the collectives behind the first step
 HOST, DISK = {"device": "cpu"}, {"device": "nvme"}
 CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -95,4 +96,4 @@ def test_a_rank_that_fails_anywhere_takes_the_others_with_it(ranks: Ranks, tmp_p
                 assert error in ("PeerError", "CheckpointError"), (WHERE[number], found)
                 assert f"rank {culprit} failed first: Fault in" in words
                 assert words.endswith(token)
-                assert seconds < SOON
+                assert seconds < SOON + LINGER
