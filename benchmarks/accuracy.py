@@ -10,9 +10,7 @@ With encoded parameters it is tested with these, as it computes.
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.accuracy_worker import VARIANTS, Lesson
 from benchmarks.launch import RunFailedError, run_ranks, without_folders
-from benchmarks.measure import circumstances, keep, told
+from benchmarks.measure import circumstances, command_line, keep, told
 
 RANKS = 4
 REFERENCE = "stage3"  # always runs
@@ -81,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Learn, print, keep the raw figures; the exit status is 1 when a variant failed."""
     args = parse_arguments(argv)
     console = Console(width=max(Console().width, 100))
-    command = "python -m benchmarks.accuracy " + shlex.join(sys.argv[1:] if argv is None else argv)
+    command = command_line("accuracy", argv)
     lesson = Lesson(steps=args.steps)
     report: dict[str, Any] = {**circumstances(command, "cpu"), "ranks": RANKS, "lesson": asdict(lesson)}
     found = learn_all(list(dict.fromkeys([REFERENCE, *args.only])), lesson, args.limit, console)

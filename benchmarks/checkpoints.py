@@ -17,10 +17,8 @@ import contextlib
 import datetime
 import json
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from rich.table import Table
 from benchmarks.checkpoints_worker import KEPT, LATER
 from benchmarks.contenders import PEER_CONTENDERS, by_name
 from benchmarks.launch import RunFailedError, run_ranks
-from benchmarks.measure import machine, versions
+from benchmarks.measure import command_line, machine, versions
 from benchmarks.model import PRESETS
 from benchmarks.report import mib, targets_table
 
@@ -294,17 +292,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def command_line(argv: Sequence[str]) -> str:
-    """The command that repeats this run; where its files were and its results went is left out."""
-    words, skip = [], False
-    for word in argv:
-        is_path = word.partition("=")[0] in ("--folder", "--json")
-        if not skip and not is_path:
-            words.append(word)
-        skip = is_path and "=" not in word
-    return shlex.join(["python", "-m", "benchmarks.checkpoints", *words])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, keep the raw figures; the exit status is 1 when a target was measured and missed."""
     args = parse_arguments(argv)
@@ -313,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = summarise(raw["contenders"])
     verdicts = judged(summary)
     report: dict[str, Any] = {
-        "command": command_line(sys.argv[1:] if argv is None else argv),
+        "command": command_line("checkpoints", argv),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": {**machine(), "file_systems": raw["file_systems"]},
         "versions": versions(),

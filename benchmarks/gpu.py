@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.contenders import GPU_CONTENDERS, PROFILED, Contender, by_name
 from benchmarks.launch import RunFailedError, run_ranks
-from benchmarks.measure import circumstances, keep, told
+from benchmarks.measure import circumstances, command_line, keep, told
 from benchmarks.model import PRESETS
 
 GIB = 2**30
@@ -149,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     contenders = [by_name(GPU_CONTENDERS, name) for name in names] or list(GPU_CONTENDERS)
     raw = measure_all(contenders, args, console)
     summary = summarise(raw)
-    command = "python -m benchmarks.gpu " + shlex.join(sys.argv[1:] if argv is None else argv)
+    command = command_line("gpu", argv)
     report: dict[str, Any] = {
         **circumstances(command, args.device),
         "parameters": PRESETS[args.size].num_parameters,

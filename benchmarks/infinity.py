@@ -7,8 +7,9 @@ Part ``disk1b`` trains 1.345B parameters (8 x 2048 tokens) with states on disk a
 ``largest`` trains 25B, 40B with 8-bit moments and 21B with clipping (4 x 1024), born sharded and placed wherever there
 is room. ``growth`` does so from 1.3B up, two steps each; ``--plot`` draws what several runs left. bf16, AdamW,
 activation checkpointing per block, each run in a process of its own. The floor is measured too, see
-``benchmarks.infinity_floor``. Disk busy is bytes moved over the drive's speed when it reads and writes at once. With
-``--device cpu --size tiny`` the same code runs anywhere, for its own sake and not for its numbers.
+``benchmarks.infinity_floor``. Disk busy is bytes moved over the drive's speed when it reads and writes at once, and
+steady is what a step takes when all of its bytes are counted, though some move behind the last one. With ``--device cpu
+--size tiny`` the same code runs anywhere, for its own sake and not for its numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.infinity_floor import FORMULAS, drive_speed, floor_of
+from benchmarks.infinity_floor import FORMULAS, drive_speed, floor_of, steady_seconds
 from benchmarks.infinity_plot import draw_files
 from benchmarks.infinity_variants import SIZES, VARIANTS, Run, runs_of
 from benchmarks.launch import RunFailedError, Runs
@@ -105,8 +106,8 @@ def judged(figures: dict[str, Any], rates: dict[str, Any], size: str) -> dict[st
     used["disk_busy"] = bytes_moved / (moved * used["seconds"])
     if "demands" not in figures:
         return {}
-    floor = floor_of(figures, rates, size)
-    return {"floor": floor, "/floor": figures["seconds"] / floor["floor"]}
+    floor, steady = floor_of(figures, rates, size), steady_seconds(figures)
+    return {"floor": floor, "steady": steady, "/floor": steady / floor["floor"]}
 
 
 def measure_rates(sizes: set[str], start: Runs, args: argparse.Namespace) -> dict[str, Any]:
@@ -146,8 +147,8 @@ def run_table(runs: dict[str, Any], title: str) -> Table:
     """A line for each run that has figures."""
     table = Table(title=title, title_justify="left")
     table.add_column("run", no_wrap=True)
-    headings = ("10^9", "build s", "s/step", "floor", "/floor", "/DeepSpeed", "tokens/s", "GPU GiB", "host GiB")
-    for heading in (*headings, "disk GiB", "GPU busy", "update busy", "disk busy", "losses"):
+    headings = ("10^9", "build s", "s/step", "steady", "floor", "/floor", "/DeepSpeed", "tokens/s", "GPU GiB")
+    for heading in (*headings, "host GiB", "disk GiB", "GPU busy", "update busy", "disk busy", "losses"):
         table.add_column(heading, justify="right")
     for name, run in runs.items():
         if run["figures"] is None:
@@ -159,6 +160,7 @@ def run_table(runs: dict[str, Any], title: str) -> Table:
             number(run["parameters"] / 1e9, 3),
             number(figures["build_seconds"], 1),
             number(figures["seconds"], 3),
+            number(run.get("steady"), 3),
             number(run["floor"]["floor"] if run["floor"] else None, 3),
             number(run.get("/floor")),
             number(against_peer(name, runs)),

@@ -98,3 +98,13 @@ def floor_of(figures: dict[str, Any], rates: dict[str, Any], size: str) -> dict[
     waits = figures["commit"] == "after the norm"
     floor = compute["backward"] + max(compute["forward"], beside) if waits else max(compute["compute"], beside)
     return {**compute, **parts, "floor": floor}
+
+
+def steady_seconds(figures: dict[str, Any]) -> float:
+    """Seconds a step when no more and no less is on its way at the end than at the begin, at the pace of the drive.
+
+    The first steps of a large model leave more to do behind them than was left to them.
+    """
+    used, steps = figures["usage"], len(figures["returned_seconds"])
+    moved = used["disk_read"] + used["disk_written"]
+    return float(figures["seconds"] * max(1.0, steps * figures["demands"]["disk"] / moved if moved else 1.0))

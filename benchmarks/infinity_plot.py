@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.infinity_floor import steady_seconds
+
 TIERS = {"device": "#4c72b0", "host": "#55a868", "disk": "#dd8452"}
 GB = 1e9
 
@@ -32,7 +34,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 7), height_ratios=(3, 2))
     billions = [run["parameters"] / 1e9 for run in runs]
-    above.plot(billions, [run["figures"]["seconds"] for run in runs], "o-", color="#4c72b0", label="step")
+    above.plot(billions, [steady_seconds(run["figures"]) for run in runs], "o-", color="#4c72b0", label="step")
     with_floor = [run for run in runs if run["floor"]]
     for name, style in (("floor", "k--"), ("compute", ":"), ("disk", ":"), ("update", ":"), ("bus", ":")):
         above.plot(

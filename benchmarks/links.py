@@ -13,9 +13,7 @@ that looks at the link when it is built ("auto") is built anew at each rate, and
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ from benchmarks.links_report import (
     seconds_table,
 )
 from benchmarks.links_worker import CHOOSING, VARIANTS
-from benchmarks.measure import circumstances, keep, told
+from benchmarks.measure import circumstances, command_line, keep, told
 from benchmarks.model import PRESETS
 
 WARM_UP_STEPS = 3
@@ -170,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, draw, keep the raw figures; the exit status is 1 when it was stopped or nothing was measured."""
     args = parse_arguments(argv)
     console = Console(width=max(Console().width, 120))
-    command = "python -m benchmarks.links " + shlex.join(sys.argv[1:] if argv is None else argv)
+    command = command_line("links", argv)
     settings = {key: getattr(args, key) for key in ("rates", "steps", "patience", "size", "seq", "fp32")}
     parameters = PRESETS[args.size].num_parameters
     report: dict[str, Any] = {**circumstances(command, "cpu"), "parameters": parameters, "settings": settings}

@@ -23,8 +23,10 @@ import json
 import os
 import platform
 import resource
+import shlex
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from torch.utils._pytree import tree_iter
 
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
+PLACES = ("--folder", "--json", "--logs", "--plot", "--profile", "--timeline")  # options that say where files are
 
 
 def cpu_seconds() -> float:
@@ -225,6 +228,17 @@ def versions() -> dict[str, str]:
         except ImportError:
             pass
     return found
+
+
+def command_line(name: str, argv: Sequence[str] | None) -> str:
+    """The command that repeats a run of a benchmark; where its files were and its results went is left out."""
+    words, skip = [], False
+    for word in sys.argv[1:] if argv is None else argv:
+        is_place = word.partition("=")[0] in PLACES
+        if not skip and not is_place:
+            words.append(word)
+        skip = is_place and "=" not in word
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *words])
 
 
 def circumstances(command: str, device: str) -> dict[str, Any]:

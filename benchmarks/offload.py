@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.gpu import interleave, summarise
 from benchmarks.launch import RunFailedError, Runs
-from benchmarks.measure import circumstances, keep, told
+from benchmarks.measure import circumstances, command_line, keep, told
 from benchmarks.offload_floor import FORMULAS, floor_of
 from benchmarks.offload_timeline import draw
 from benchmarks.offload_variants import SIZES, VARIANTS
@@ -203,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("no CUDA device found; try: python -m benchmarks.offload --device cpu --size tiny")
     console = Console(width=max(Console().width, 200))
     passes = Passes(Runs("benchmarks.offload_worker", args.device, args.budget, args.logs), args)
-    command = "python -m benchmarks.offload " + shlex.join(sys.argv[1:] if argv is None else argv)
+    command = command_line("offload", argv)
     report: dict[str, Any] = {
         **circumstances(command, args.device),
         "formulas": FORMULAS,

@@ -14,9 +14,7 @@ import argparse
 import datetime
 import json
 import math
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.contenders import PEER_CONTENDERS, Contender, by_name
 from benchmarks.launch import RunFailedError, run_ranks
-from benchmarks.measure import machine, versions
+from benchmarks.measure import command_line, machine, versions
 from benchmarks.model import PRESETS
 from benchmarks.report import judged, peers_table, targets_table
 
@@ -114,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if REFERENCE not in [contender.name for contender in contenders]:
         contenders.insert(0, by_name(PEER_CONTENDERS, REFERENCE))
     console = Console(width=max(Console().width, 150))
-    command = "python -m benchmarks.peers " + shlex.join(sys.argv[1:] if argv is None else argv)
+    command = command_line("peers", argv)
     raw = measure_all(contenders, args, console)
     summary = summarise(raw)
     verdicts = judged(summary)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import checkpoints
-from benchmarks.checkpoints import command_line, judged, main, summarise
+from benchmarks.checkpoints import judged, main, summarise
+from benchmarks.measure import command_line
 from benchmarks.model import TINY
 from tests.cli.command import ROOT
 
@@ -56,7 +57,7 @@ def test_an_engine_that_is_missing_costs_one_line(
 
 def test_paths_are_left_out_of_the_command() -> None:
     words = ["--folder", "/here", "--ranks", "2,4", "--json=/there", "--rounds", "1"]
-    assert command_line(words) == "python -m benchmarks.checkpoints --ranks 2,4 --rounds 1"
+    assert command_line("checkpoints", words) == "python -m benchmarks.checkpoints --ranks 2,4 --rounds 1"
 
 
 def figures(save: float, load: float, right: bool = True) -> dict[str, Any]:

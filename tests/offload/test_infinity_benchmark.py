@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.disk import REQUEST, rewritten_rate
 from benchmarks.infinity import against_peer, command_line, main, parse_arguments
-from benchmarks.infinity_floor import Place, block_by_block, demands, floor_of
+from benchmarks.infinity_floor import Place, block_by_block, demands, floor_of, steady_seconds
 from benchmarks.infinity_plot import merged
 from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, disk_bytes_of, runs_of
 from benchmarks.infinity_worker import measure, variant_of
@@ -186,6 +186,13 @@ def test_a_command_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     assert command_line(asked) == "python -m benchmarks.infinity --part largest --nvme DIRECTORY --clip"
 
 
+@pytest.mark.parametrize(("moved", "steady"), [(0, 5.0), (100, 10.0), (200, 5.0), (220, 5.0)])
+def test_what_moves_behind_the_last_step_counts(moved: int, steady: float) -> None:
+    used = {"disk_read": moved * 3 // 4, "disk_written": moved // 4}
+    figures = {"seconds": 5.0, "returned_seconds": [5.0, 10.0], "usage": used, "demands": {"disk": 100}}
+    assert steady_seconds(figures) == steady
+
+
 def test_ratios_are_to_the_fastest_run_of_the_peer() -> None:
     speeds = {"shardwell3:disk": 2.0, "deepspeed3:disk": 6.0, "deepspeed3:disk:pipelined": 5.0}
     runs: dict[str, Any] = {name: {"variant": name, "figures": {"seconds": one}} for name, one in speeds.items()}
@@ -204,7 +211,13 @@ def report(part: str, **sizes: float) -> dict[str, Any]:
             "size": name,
             "parameters": 1e9 * seconds,
             "error": None,
-            "figures": {"seconds": seconds, "bytes": {"device": {"parameters": 10}, "disk": {"optimizer": 5}}},
+            "figures": {
+                "seconds": seconds,
+                "returned_seconds": [seconds],
+                "bytes": {"device": {"parameters": 10}, "disk": {"optimizer": 5}},
+                "usage": {"disk_read": 5, "disk_written": 5},
+                "demands": {"disk": 10},
+            },
             "floor": dict.fromkeys(("floor", "compute", "disk", "update", "bus"), seconds / 2),
         }
         for name, seconds in sizes.items()
@@ -233,7 +246,8 @@ def test_a_run_leaves_figures_and_nothing_on_the_drive(tmp_path: Path, monkeypat
     assert [run["error"] for run in found["runs"].values()] == [None, None]
     for run in found["runs"].values():
         assert run["figures"]["moments"] == "8bit"
-        assert run["/floor"] == pytest.approx(run["figures"]["seconds"] / run["floor"]["floor"])
+        assert run["steady"] >= run["figures"]["seconds"]
+        assert run["/floor"] == pytest.approx(run["steady"] / run["floor"]["floor"])
         asked = run["figures"]["demands"]["disk"]
         assert run["floor"]["disk"] == pytest.approx(asked / mean(run["figures"]["kept_up"]))
         assert len(run["figures"]["kept_up"]) == 2
