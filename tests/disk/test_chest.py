@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from shardwell import native
 from shardwell.errors import ShardwellError
 from shardwell.memory import Account, Device, Tier
 from shardwell.memory.chest import Chest
-from shardwell.memory.disk import DiskTier, aligned
+from shardwell.memory.disk import DiskTier, Extent, Transfer, aligned
 from tests.disk.engines import settings
 from tests.disk.test_trouble import replace
 
@@ -99,6 +100,56 @@ def test_a_write_that_failed_does_not_matter_to_who_writes_all_anew(tmp_path: Pa
         rewrite(2.0)
         with chest.opened(changes=False):
             assert (tensor == 2.0).all()
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_tensors_that_cannot_be_kept_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        chest, write, calls = Chest(tier, Account(), "unit"), tier.write, list[Extent]()
+        old, new = torch.randn(3000), [torch.randn(size) for size in (5000, 100, 7000)]
+        before = [tensor.clone() for tensor in (old, *new)]
+        chest.keep([old])
+
+        def failing(extent: Extent, *args: Any, **kwargs: Any) -> Any:
+            calls.append(extent)
+            if len(calls) == fails_at + 1:
+                raise ShardwellError("no room")
+            return write(extent, *args, **kwargs)
+
+        monkeypatch.setattr(tier, "write", failing)
+        with pytest.raises(ShardwellError, match="no room"):
+            chest.keep([old, *new])
+        assert all(one.equal(other) for one, other in zip(new, before[1:], strict=True))
+        for _ in range(2):
+            with chest.opened(changes=False):
+                assert old.equal(before[0])
+                assert all(one.equal(other) for one, other in zip(new, before[1:], strict=True))
+            chest.keep([old, *new])
+        assert all(tensor.stride() == (0,) for tensor in new)
+
+
+def test_what_is_being_written_is_waited_for_if_the_rest_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskTier([tmp_path], settings()) as tier:
+        chest, write, begun = Chest(tier, Account(), "unit"), tier.write, list[Transfer]()
+        tensors = [torch.zeros(1).expand(5000) for _ in range(3)]
+        chest.keep(tensors)
+        chest.fetch(aligned(chest.num_bytes))
+
+        def failing(*args: Any, **kwargs: Any) -> Transfer:
+            if len(begun) == 2:
+                raise ShardwellError("no memory")
+            begun.append(write(*args, **kwargs))
+            return begun[-1]
+
+        monkeypatch.setattr(tier, "write", failing)
+        with pytest.raises(ShardwellError, match="no memory"):
+            chest.put_back(changed=True)
+        assert all(transfer._request is None for transfer in begun)
+        assert [tensor[0].isnan().item() for tensor in tensors] == [True, True, False]  # the last is what it was
 
 
 def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:

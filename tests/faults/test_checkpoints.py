@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,73 @@ def test_an_error_on_one_rank_is_told_to_the_others(ranks: Ranks, tmp_path: Path
     call = "load_checkpoint" if what == "load" else "save_checkpoint"
     assert f"ValueError in {call}: not on this rank" in other["text"]
     assert other["seconds"] < SOON + LINGER
+
+
+def told_late(folder: str) -> tuple[int, str, str]:
+    """A save in the background fails on rank 1, and rank 0 hears of that some steps later."""
+    engine, heard = started(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "_write_part", refuse)
+        if dist.get_rank() == 0:
+            patch.setattr(Saver, "_let_others_hear", lambda *_: time.sleep(0.5))
+        engine.save_checkpoint(folder, tag="first", asynchronous=True)
+        for _ in range(100):
+            try:
+                step(engine)
+            except shardwell.CheckpointError:
+                heard += 1
+            time.sleep(0.01)
+        engine.save_checkpoint(folder, tag="second", asynchronous=True)
+        if dist.get_rank() == 1:
+            engine._checkpoints._saver._thread.join()
+            with pytest.raises(shardwell.CheckpointError):
+                step(engine)  # it knows already
+        else:
+            step(engine)
+        with pytest.raises(shardwell.CheckpointError) as caught:
+            engine.save_checkpoint(folder, tag="third")
+    step(engine)
+    engine.save_checkpoint(folder, tag="fourth")
+    return heard, str(caught.value), type(caught.value).__name__
+
+
+def test_ranks_may_hear_of_a_failed_save_at_different_steps(ranks: Ranks, tmp_path: Path) -> None:
+    one, other = ranks.run(2, told_late, str(tmp_path), limit=60)
+    words = "a checkpoint was not saved in the background: rank 0: not on this rank; rank 1: not on this rank"
+    assert one == (1, words, "CheckpointError")
+    assert other == (1, f"rank 0: {words}", "CheckpointError")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["fourth"]
+
+
+def lost(folder: str, *, asynchronous: bool) -> tuple[str, float]:
+    """Rank 1 is gone before it has written its part; nobody knows why."""
+    engine, store = started(), dist.distributed_c10d._get_default_store()
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwell.engine.checkpoints.LITTLE_PATIENCE", 2.0)
+        if dist.get_rank() == 1:
+            patch.setattr(Saver, "_write", lambda *_: None)
+            engine.save_checkpoint(folder, tag="one", asynchronous=asynchronous)
+            engine._context.world.cut_links()
+            store.wait(["rank 0 is done"], timedelta(seconds=30))
+            return "", 0.0
+        try:
+            engine.save_checkpoint(folder, tag="one", asynchronous=asynchronous)
+            with pytest.raises(shardwell.PeerError):
+                step(engine)
+            engine.finish_saving()
+        except shardwell.CheckpointError as error:
+            return str(error), time.monotonic() - begin
+        finally:
+            store.set("rank 0 is done", "")
+    return "", 0.0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    words, seconds = ranks.run(2, lost, str(tmp_path), asynchronous=asynchronous, limit=60)[0]
+    assert ("no word from rank 1 for 2 s" if asynchronous else "a peer stopped answering") in words
+    assert seconds < SOON + 2.0 + LINGER + SOON
 
 
 def diverge() -> tuple[str, str]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.comm import Agreement, Collectives
+from shardwell.comm import Agreement, Collectives, patience
 from shardwell.comm.ledger import Ledger
 from shardwell.comm.mesh import world_mesh
 from shardwell.comm.patience import wait_for
@@ -107,29 +114,159 @@ def test_who_gives_up_leaves_a_thread_behind_that_serves_others_no_more() -> Non
         raise PeerError("rank 1 failed first")
 
     with pytest.raises(PeerError, match="rank 1"):
-        wait_for([done, stuck], look)
-    wait_for([done, done], look)
+        wait_for([done, stuck], look, pytest.fail)
+    wait_for([done, done], look, pytest.fail)
     stuck.over.set()
-    wait_for([done], look)
+    wait_for([done], look, pytest.fail)
 
 
-def test_waiting_for_the_others_can_be_interrupted() -> None:
-    """Ctrl-C, say, where a wait of gloo's own would go on until a message comes."""
+@contextlib.contextmanager
+def alarm_after(seconds: float) -> Iterator[None]:
+    """A signal whose handler raises a TimeoutError, as that of Ctrl-C raises a KeyboardInterrupt."""
 
     def alarm(*_: Any) -> None:
         raise TimeoutError
 
-    stuck, done = Stuck(), Stuck()
-    done.over.set()
     before = signal.signal(signal.SIGALRM, alarm)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(TimeoutError):
-            wait_for([stuck], lambda: None)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    wait_for([done], lambda: None)
+
+
+@pytest.mark.parametrize("ends_after", [0.3, None])
+def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, ends_after: float | None) -> None:
+    """Where a wait of gloo's own would go on until a message comes. What comes soon is waited for, though."""
+    stuck, done, abandoned = Stuck(), Stuck(), list[BaseException]()
+    done.over.set()
+    monkeypatch.setattr(patience, "_GRACE", 0.5 if ends_after is None else 30.0)
+    if ends_after is not None:
+        threading.Timer(ends_after, stuck.over.set).start()
+    with alarm_after(0.1), pytest.raises(TimeoutError) as caught:
+        wait_for([stuck], lambda: None, abandoned.append)
+    assert abandoned == ([caught.value] if ends_after is None else [])
+    wait_for([done], lambda: None, pytest.fail)
     stuck.over.set()
+
+
+def interrupted(late: float, grace: float) -> dict[str, Any]:
+    """A signal on rank 0, that waits for rank 1; what its memory was is used for something else then."""
+    comm = routes()
+    waited(comm, torch.zeros(2))
+    if comm.mesh.rank == 1:
+        time.sleep(late)
+        return waited(comm, torch.full((1 << 20,), 5.0)) | waited(comm, torch.full((1 << 20,), 5.0))
+    flat = torch.zeros(1 << 20)
+    with pytest.MonkeyPatch.context() as patch, alarm_after(0.2):
+        patch.setattr(patience, "_GRACE", grace)
+        gathering = comm.gather(flat, "GATHER all")
+        with pytest.raises(TimeoutError):
+            gathering.wait()
+    had_come = bool((flat[1 << 19 :] == 5.0).all())
+    flat.fill_(7.0)
+    time.sleep(late + 0.5)
+    assert (flat == 7.0).all()
+    return {"had come": had_come, **waited(comm, torch.zeros(1 << 20))}
+
+
+def test_an_interrupted_wait_leaves_nobody_behind_who_writes_to_its_memory(ranks: Ranks) -> None:
+    one, other = ranks.run(2, interrupted, 1.0, 10.0, limit=40)
+    assert (one["had come"], one["error"], other["error"]) == (True, "", "")
+    one, other = ranks.run(2, interrupted, 1.5, 0.3, limit=40)
+    assert (one["had come"], one["error"], other["error"]) == (False, "ShardwellError", "PeerError")
+    assert other["text"] == "rank 0 failed first: TimeoutError while rank 0 waited for others"
+
+
+def patient(seconds: float) -> list[str]:
+    """Rank 1 is late, but there: it is asked whether it is, and nothing comes of that."""
+    comm = routes()
+    waited(comm, torch.zeros(3))
+    if comm.mesh.rank == 1:
+        time.sleep(seconds)
+    return [waited(comm, torch.zeros(300))["error"] for _ in range(50)]
+
+
+def test_a_rank_that_is_late_is_waited_for(ranks: Ranks) -> None:
+    assert ranks.run(3, patient, 5.0, limit=40) == [[""] * 50] * 3
+
+
+KILLED = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from tests.faults.test_links import routes, waited
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+comm, flat = routes(), torch.zeros(1 << 28, dtype=torch.uint8)
+waited(comm, torch.zeros(2))
+if comm.mesh.rank == 1:
+    comm.gather(flat, "GATHER all")
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+found = waited(comm, flat)
+print(found["error"], found["seconds"] < 12.0, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_killed_with_a_message_under_way_is_not_waited_for(tmp_path: Path) -> None:
+    """It leaves no word, and gloo tells nobody that the message is lost."""
+    command = [sys.executable, "-c", KILLED, f"file://{tmp_path}/meeting"]
+    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    found = [process.communicate(timeout=60)[0] for process in processes]
+    assert found == ["PeerError True\n", ""]
+
+
+def without_a_word() -> dict[str, Any]:
+    """Two nodes of two ranks. Rank 3 is gone; rank 0 never hears from it anyway, but from those that do."""
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = zero(3, zero_optimization={"stage3_param_persistence_threshold": 0})
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
+    rows = share(batches(1, 4)[0], rank, 4)
+    engine.backward(engine(rows))
+    engine.step()
+    if rank == 3:
+        engine._context.world.cut_links()
+        time.sleep(SOON)
+        return {}
+    begin = time.monotonic()
+    try:
+        engine(rows)
+        engine(rows)
+    except ShardwellError as error:
+        found = {"error": type(error).__name__, "seconds": time.monotonic() - begin}
+        time.sleep(SOON)  # who would hear of it only when this rank is gone has to wait
+        return found
+    return {}
+
+
+def test_whoever_has_no_link_to_a_lost_rank_is_told_by_those_who_have(ranks: Ranks) -> None:
+    for found in ranks.run(4, without_a_word, limit=60)[:3]:
+        assert found["error"] == "PeerError"
+        assert found["seconds"] < SOON
+
+
+def timeouts() -> list[float]:
+    """Of the default group, and of the engine's own."""
+    default = dist.distributed_c10d._get_default_group()
+    groups = [default, world_mesh(torch.device("cpu")).group]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def with_a_timeout(meeting: str) -> list[float]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=size, timeout=timedelta(seconds=77))
+    return timeouts()
+
+
+def test_the_time_limit_of_the_users_group_holds_for_ours(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, with_a_timeout, f"file://{tmp_path}/meeting") == [[77.0, 77.0]] * 2
 
 
 def test_what_a_work_raises_goes_up_and_the_next_wait_knows_nothing_of_it() -> None:
@@ -140,8 +277,8 @@ def test_what_a_work_raises_goes_up_and_the_next_wait_knows_nothing_of_it() -> N
     done = Stuck()
     done.over.set()
     with pytest.raises(RuntimeError, match="connection closed"):
-        wait_for([done, Broken(), Stuck()], lambda: None)
-    wait_for([done], lambda: None)
+        wait_for([done, Broken(), Stuck()], lambda: None, pytest.fail)
+    wait_for([done], lambda: None, pytest.fail)
 
 
 def fail_and_forget() -> tuple[str, bool]:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 import shardwell
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import State, Tier
+from shardwell.memory import Mark, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.disk import DiskTier
+from shardwell.optim.waiting import Waiting
+from shardwell.unit import Group, Unit
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from tests.disk.test_trouble import replace as replace_drive
 from tests.models import Gpt, batches, share, whole_parameters, zero
@@ -252,6 +254,46 @@ def test_gradients_that_cannot_be_written_are_an_error(ranks: Ranks, tmp_path: P
     message, goes_on = ranks.run(1, with_a_drive_that_fails, on_disk(tmp_path), accumulation)[0]
     assert "the drive is gone" in message
     assert goes_on
+
+
+class Lost(Mark):
+    """A read that has failed."""
+
+    def wait(self) -> None:
+        raise ShardwellError("the sums are lost")
+
+
+def with_sums_that_cannot_be_read(block: dict[str, Any], micro: int) -> tuple[bool, bool]:
+    """Of three micro-steps one cannot read the sums so far: whether parameters stay, and change in a step behind it."""
+    engine, calls = clipped(block, "disk", 3), list[Unit]()
+    trained_and_settled(engine)
+    before, add = whole_parameters(engine.module), Waiting.add
+
+    def failing(waiting: Waiting, unit: Unit, *args: Any, **kwargs: Any) -> tuple[dict[Group, Tensor], list[Any]]:
+        sums, reads = add(waiting, unit, *args, **kwargs)
+        calls.extend([unit] if unit is engine._flow.units[2] else [])
+        if unit is not engine._flow.units[2] or len(calls) != micro + 1:
+            return sums, reads
+        for tensor in sums.values():
+            tensor.fill_(float("nan") if micro == 2 else 1e3)
+        return sums, [*reads, Lost()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Waiting, "add", failing)
+        with pytest.raises(ShardwellError, match="the sums are lost"):
+            trained_and_settled(engine)
+    engine.optimizer.zero_grad()
+    after = whole_parameters(engine.module)
+    trained(engine, 2)
+    settled(engine)
+    last = whole_parameters(engine.module)
+    changed = [bool(torch.isfinite(last[name]).all()) and not last[name].equal(after[name]) for name in last]
+    return all(after[name].equal(before[name]) for name in after), all(changed)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_sums_that_cannot_be_read_are_an_error_and_not_learned_from(ranks: Ranks, tmp_path: Path, micro: int) -> None:
+    assert ranks.run(1, with_sums_that_cannot_be_read, on_disk(tmp_path), micro)[0] == (True, True)
 
 
 def with_a_drive_that_fails_on_rank_1(block: dict[str, Any], accumulation: int) -> tuple[str, str, float]:

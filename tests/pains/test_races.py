@@ -1,7 +1,8 @@
-"""Pain: overlapping communication races with compute, and gradients become NaN or wrong now and then."""
+"""Pain: ranks and lanes race, and gradients become NaN, weights mix, or all hangs, now and then."""
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwell
 from tests.models import Gpt, batches, share, whole_parameters, zero
@@ -63,3 +64,42 @@ def test_ranks_that_stumble_at_random_get_the_same_bits(ranks: Ranks, stage: int
         assert before["norms"] == after["norms"]
         for name, values in before["parameters"].items():
             assert (values == after["parameters"][name]).all(), name
+
+
+class Tangled(nn.Module):
+    """A view of its first weight is in a cycle: it is gone when garbage is collected."""
+
+    def __init__(self, collects: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(64, 64, bias=False)
+        note: list[Any] = [self.a.weight.data[0]]
+        note.append(note)
+        del note
+        if collects:
+            gc.collect()
+        self.b = nn.Linear(64, 64, bias=False)
+        nn.init.constant_(self.b.weight, 5.0)
+        self.c = nn.Linear(64, 64, bias=False)
+
+
+def born_beside_garbage() -> dict[str, Tensor]:
+    """Rank 0 collects garbage at a moment when rank 1 does not; then somebody comes back to all weights."""
+    gc.disable()
+    try:
+        with shardwell.zero.Init(config_dict_or_path=zero(3)):
+            model = Tangled(collects=dist.get_rank() == 0)
+            for parameter in model.parameters():
+                parameter.detach().mul_(2.0)
+    finally:
+        gc.enable()
+    return whole_parameters(model)
+
+
+def test_when_garbage_is_collected_is_no_matter_of_all_ranks(ranks: Ranks) -> None:
+    with torch.random.fork_rng():
+        plain = {name: 2 * value for name, value in Tangled(collects=True).state_dict().items()}
+    for found in ranks.run(2, born_beside_garbage):
+        assert found.keys() == plain.keys()
+        for name, value in plain.items():
+            assert (found[name] == value.numpy()).all(), name

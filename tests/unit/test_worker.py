@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -45,6 +46,50 @@ def test_the_most_urgent_first_and_of_equals_the_first() -> None:
     for ticket in tickets:
         ticket.wait()
     assert done == ["0a", "1a", "1b", "2a", "2b"]
+
+
+class InVain:
+    """What a drive that has stopped answering is waited for with."""
+
+    has_passed = False
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_work_that_waited_in_vain_says_so_itself() -> None:
+    worker, done = Worker("test"), list[str]()
+
+    def fails() -> None:
+        raise OSError("the drive is gone")
+
+    lost = worker.submit(fails, after=InVain())
+    worker.submit(lambda: done.append("another")).wait()
+    with pytest.raises(OSError, match="the drive is gone"):
+        lost.wait()
+    assert done == ["another"]
+
+
+@pytest.mark.timeout(60)
+def test_work_is_let_in_by_work_that_was_let_in_but_not_for_ever() -> None:
+    worker, done, deepest = Worker("test"), list[int](), 0
+    gate, mark = marked()
+    worker.submit(mark.synchronize)
+
+    def work(number: int) -> None:
+        nonlocal deepest
+        deepest = max(deepest, len(inspect.stack(0)))
+        if number:
+            worker.submit(lambda: work(number - 1), urgency=number - 1)
+            worker.let_in(number)
+        done.append(number)
+
+    worker.submit(lambda: work(400), urgency=400)
+    gate.set()
+    while len(done) <= 400:
+        time.sleep(0.01)
+    assert sorted(done) == list(range(401))
+    assert deepest < 60
 
 
 def test_what_cannot_be_done_yet_does_not_hold_up_the_rest() -> None:

@@ -29,8 +29,8 @@ from shardwell.checkpoint.manifest import Manifest
 from shardwell.errors import CheckpointError
 from shardwell.memory import Account, Device, State, Tier
 
-_OK = "ok"
-_PATIENCE = 600.0  # seconds without a sign of life from a rank that writes
+_OK, _VERDICT = "ok", "verdict"
+PATIENCE, LITTLE_PATIENCE = 600.0, 30.0  # seconds without a sign of life from ranks that write; if one has failed
 _PAUSE = 0.02  # between two looks at the store, of the time waited so far
 _SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
 _LINGER = 5.0  # seconds that rank 0 waits for the others to hear its verdict
@@ -46,7 +46,7 @@ class Job:
     number: int  # of the save, the same on all ranks
     is_latest: bool
     keep_last: int | None
-    look: Callable[[], None]  # called now and then while others are waited for: raises if there is no use in that
+    look: Callable[[], float]  # called now and then while others are waited for: how long to bear their silence
 
 
 class Saver:
@@ -69,7 +69,7 @@ class Saver:
         *,
         is_latest: bool,
         keep_last: int | None,
-        look: Callable[[], None],
+        look: Callable[[], float],
     ) -> Job:
         self._number += 1
         return Job(folder, tag, temporary, self._number, is_latest, keep_last, look)
@@ -158,7 +158,7 @@ class Saver:
         except Exception as error:
             verdict = str(error) or type(error).__name__
             self._discard(job)
-        self._store.set(self._key(job, "verdict"), verdict)
+        self._store.set(self._key(job, _VERDICT), verdict)
         self._let_others_hear(job)
         return verdict
 
@@ -187,14 +187,15 @@ class Saver:
         key = self._key(job, who)
         beats = [self._key(job, f"{rank}/beat") for rank in range(self._num_ranks)]
         begin = last = asked = now = time.monotonic()
-        seen = ""
+        seen, patience = "", PATIENCE
         while not self._store.check([key]):
             time.sleep(min(max(_PAUSE * (now - begin), _SHORTEST), _LONGEST))
             now = time.monotonic()
-            if now - last > _PATIENCE:
-                raise CheckpointError(f"{job.tag}: no word from rank {who} for {_PATIENCE:g} s while it was saving")
+            if now - last > patience:
+                whom = "rank 0" if who == _VERDICT else f"rank {who}"
+                raise CheckpointError(f"{job.tag}: no word from {whom} for {patience:g} s while it was saving")
             if now - asked > 1.0:
-                job.look()
+                patience = job.look()
                 asked, signs = now, self._signs(beats)
                 if signs != seen:
                     last, seen = now, signs
@@ -205,7 +206,7 @@ class Saver:
 
     def _hear(self, job: Job) -> str:
         try:
-            verdict = self._wait_for(job, "verdict")
+            verdict = self._wait_for(job, _VERDICT)
             self._store.set(self._key(job, f"{self._rank}/heard"), "")
             return verdict
         except DistError as error:  # rank 0 may have ended after its commit, and the store with it

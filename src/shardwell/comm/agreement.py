@@ -13,6 +13,7 @@ A rank that raises leaves its reason in the store and cuts its links, which wake
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import deque
@@ -144,31 +145,51 @@ class Agreement:
         """Tell the peers why this rank stops, wake those that wait for it, and refuse to go on here."""
         if self._active and self._failure is None:
             self._failure = type(error), str(error)
-            kind = "divergence" if isinstance(error, DivergenceError) else "peer"
-            self._store.compare_set(_FAILURE, "", f"{kind} {self._mesh.rank} {error}")
-            self._cut_links()
+            self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
         return error
 
+    def _tell(self, kind: str, words: str) -> None:
+        with contextlib.suppress(Exception):  # the store may have gone down with its host
+            self._store.compare_set(_FAILURE, "", f"{kind} {self._mesh.rank} {words}")
+        self._cut_links()
+
     def explain(self, error: Exception) -> ShardwellError:
-        """What a broken collective really means: the first failing rank's own words if it left any."""
-        deadline = time.monotonic() + 2.0
+        """What a broken collective really means: the first failing rank's own words if it left any.
+
+        If it left none, others may have no link to it, and wait for this rank: they are told.
+        """
+        deadline, words = time.monotonic() + 2.0, f"rank {self._mesh.rank}: a peer stopped answering: {error}"
         while time.monotonic() < deadline:
             try:
                 self.look_for_failures()
             except ShardwellError as known:
                 return known
             except Exception:  # the store went down with its host
+                self._cut_links()
                 break
             time.sleep(0.05)
-        self._failure = PeerError, f"rank {self._mesh.rank}: a peer stopped answering: {error}"
-        return PeerError(self._failure[1])
+        else:
+            self._tell("lost", words)
+        self._failure = PeerError, words
+        return PeerError(words)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed, as far as known. For any thread; others are not told, and no links are cut."""
+        if not self._active:
+            return False
+        try:
+            return self._failure is not None or bool(self._store.check([_FAILURE]))
+        except RuntimeError:  # the store went down with its host
+            return True
 
     def look_for_failures(self) -> None:
         """Raise what the first rank that failed has said, if one has."""
         if not self._active or not self._store.check([_FAILURE]):
             return
         kind, rank, words = self._store.get(_FAILURE).decode().split(" ", 2)
-        found = DivergenceError(words) if kind == "divergence" else PeerError(f"rank {rank} failed first: {words}")
+        known = {"divergence": DivergenceError(words), "lost": PeerError(words)}
+        found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}")
         self._failure = type(found), str(found)
         self._cut_links()
         raise found

@@ -32,6 +32,8 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Device, Mark, Scratch, State
 
 _STAGING = "(staging)"
+_CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that nobody sends
+_FIRST_PROBE = 4  # looks
 
 
 class Collectives:
@@ -316,10 +318,35 @@ class Collectives:
 
     def _wait_all(self, works: list[Any]) -> None:
         if self._by_links and self.agreement is not None:
-            self._guarded(wait_for, works, self.agreement.look_for_failures)
+            self._guarded(wait_for, works, self.looking(), self._abandon)
             return
         for work in works:  # in this thread: on cuda it is the lane that waits
             self._guarded(work.wait)
+
+    def looking(self) -> Callable[[], None]:
+        """What is to be called again and again by who waits for others: raises if there is no use in that."""
+        times = 0
+
+        def look() -> None:
+            nonlocal times
+            times += 1
+            if self.agreement is not None:
+                self.agreement.look_for_failures()
+            if times >= _FIRST_PROBE and times & (times - 1) == 0:  # ever less often: what is posted stays there
+                self._guarded(self._probe)
+
+        return look
+
+    def _probe(self) -> None:
+        """Raise if a peer is gone and has left no word: nothing can be received over a link that is broken."""
+        if self.mesh.backend == "gloo":
+            for peer in (peer for peer in range(self.mesh.size) if peer != self.mesh.rank):
+                dist.irecv(torch.empty(1), self.mesh.global_rank(peer), group=self.mesh.group, tag=_PROBE)
+
+    def _abandon(self, signal: BaseException) -> None:
+        """Others will write to memory that the caller is about to free: tell them, and cut the links."""
+        assert self.agreement is not None
+        self.agreement.fail(ShardwellError(f"{type(signal).__name__} while rank {self.mesh.rank} waited for others"))
 
     def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -339,13 +366,10 @@ class Collectives:
             route.cut_links()
         if self.mesh.backend != "gloo":
             return
-        nobody_sends_this = (1 << 30) + 1
         for peer in range(self.mesh.size):
             if peer != self.mesh.rank:
                 with contextlib.suppress(RuntimeError):
-                    work = dist.irecv(
-                        torch.empty(1), self.mesh.global_rank(peer), group=self.mesh.group, tag=nobody_sends_this
-                    )
+                    work = dist.irecv(torch.empty(1), self.mesh.global_rank(peer), group=self.mesh.group, tag=_CUT)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
 

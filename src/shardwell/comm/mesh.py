@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def world_mesh(device: torch.device) -> Mesh:
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = _backend_for(device)
     # gloo gets links of its own: an engine that fails cuts them to wake its peers, and must not cut the user's.
-    group = dist.new_group(backend="gloo") if backend == "gloo" and size > 1 else None
+    group = dist.new_group(backend="gloo", timeout=_timeout()) if backend == "gloo" and size > 1 else None
     return Mesh(rank, size, size, backend if size > 1 else "none", group, ranks_here=ranks_here(size))
 
 
@@ -74,7 +75,7 @@ def node_mesh(world: Mesh) -> Mesh:
     for start in range(0, world.size, world.node_size):
         ranks = tuple(range(start, min(start + world.node_size, world.size)))
         is_real = len(ranks) > 1 and world.backend != "fake"
-        group = dist.new_group(list(ranks), backend=world.backend) if is_real else None
+        group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if is_real else None
         if world.rank in ranks:
             backend = world.backend if len(ranks) > 1 else "none"
             mine = Mesh(world.rank - start, len(ranks), len(ranks), backend, group, ranks, world.ranks_here)
@@ -87,11 +88,23 @@ def across_mesh(world: Mesh) -> Mesh:
     mine: Mesh | None = None
     for stand in range(world.node_size):
         ranks = tuple(range(stand, world.size, world.node_size))
-        group = dist.new_group(list(ranks), backend=world.backend) if world.backend != "fake" else None
+        group = (
+            dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if world.backend != "fake" else None
+        )
         if world.rank in ranks:
             mine = Mesh(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
     assert mine is not None
     return mine
+
+
+def _timeout() -> timedelta | None:
+    """The default group's; torch would give new ones a timeout of its own."""
+    for kind in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # no backend for such tensors
+            backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(kind))
+            if (options := getattr(backend, "options", None)) is not None:
+                return cast(timedelta, options._timeout)
+    return None
 
 
 def ranks_here(world_size: int) -> int:

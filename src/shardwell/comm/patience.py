@@ -2,7 +2,8 @@
 
 Gloo forgets a message that is on its way when its link breaks: whoever waits for it waits until the group's timeout,
 half an hour by default, and nothing wakes him. So a thread waits, and the caller looks now and then whether a peer has
-failed. If one has, or if a signal comes, the caller raises, and the thread stays behind.
+failed. If one has, the caller raises, and the thread stays behind. So it is if a signal raises something, but what is
+on its way gets a while to end first: then nothing is lost, and whoever catches that can go on.
 """
 
 from __future__ import annotations
@@ -13,22 +14,37 @@ from queue import SimpleQueue
 from typing import Any
 
 _LOOK_EVERY = 0.5  # seconds
+_GRACE = 5.0  # seconds for what is on its way when a signal comes
 
 _idle: list[_Waiter] = []
 
 
-def wait_for(works: list[Any], look: Callable[[], None]) -> None:
-    """Return when all works are done; raises what one of them raises, or `look`, which is called while they are not."""
+def wait_for(works: list[Any], look: Callable[[], None], abandon: Callable[[BaseException], None]) -> None:
+    """Return when all works are done; raises what one of them raises, or `look`, which is called while they are not.
+
+    `abandon` is called with what a signal has raised, if works are left behind that still use their memory.
+    """
     try:
         waiter = _idle.pop()
     except IndexError:
         waiter = _Waiter()
     waiter.begin(works)
-    while not waiter.done.acquire(timeout=_LOOK_EVERY):
-        look()
-    error, waiter.error = waiter.error, None
-    _idle.append(waiter)
-    if error is not None:
+    is_over = False
+    try:
+        while not (is_over := waiter.done.acquire(timeout=_LOOK_EVERY)):
+            look()
+    except RuntimeError:  # of `look`, which knows that there is nothing to wait for
+        raise
+    except BaseException as signal:
+        try:
+            is_over = is_over or waiter.done.acquire(timeout=_GRACE)
+        finally:
+            if is_over:
+                waiter.free()
+            else:
+                abandon(signal)
+        raise
+    if (error := waiter.free()) is not None:
         raise error
 
 
@@ -44,6 +60,12 @@ class _Waiter:
 
     def begin(self, works: list[Any]) -> None:
         self._tasks.put(works)
+
+    def free(self) -> Exception | None:
+        """It is done, and ready for others; returns what was raised."""
+        error, self.error = self.error, None
+        _idle.append(self)
+        return error
 
     def _serve(self) -> None:
         while True:

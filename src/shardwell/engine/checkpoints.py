@@ -23,7 +23,7 @@ from shardwell.checkpoint.contents import Contents, aliases_of, extra_state_of
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.load import Loading
 from shardwell.checkpoint.manifest import Manifest
-from shardwell.checkpoint.save import Saver
+from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
 from shardwell.checkpoint.sources import OwnSource, Source, is_foreign, locate_own, open_source
 from shardwell.checkpoint.values import decode, encode
 from shardwell.comm import Collectives, Kind
@@ -63,7 +63,7 @@ class Checkpoints:
         is_latest: bool,
     ) -> None:
         with self._together(f"save_checkpoint({tag!r})"):
-            self._saver.wait()
+            self._end_background()
             _settle(engine)
             _check_whole_steps(engine)
             contents = Contents(
@@ -88,11 +88,33 @@ class Checkpoints:
 
             temporary = Path(self._from_rank_0(begin))
             keep_last = engine.config.shardwell.keep_last
-            look = (
-                _nothing if asynchronous else engine._agreement.look_for_failures
-            )  # what is being written may end well
+            look = self._patience_in_background if asynchronous else self._patience_of_all()
             job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last, look=look)
             (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
+
+    def _patience_in_background(self) -> float:
+        """A rank that has failed may still be writing, and end well."""
+        has_failed = self._world.agreement is not None and self._world.agreement.has_failed
+        return LITTLE_PATIENCE if has_failed else PATIENCE
+
+    def _patience_of_all(self) -> Callable[[], float]:
+        """Where all ranks wait, none has to for one that has failed."""
+        look_at_peers = self._world.looking()
+
+        def look() -> float:
+            look_at_peers()
+            return PATIENCE
+
+        return look
+
+    def _end_background(self) -> None:
+        """Until nothing is being written; raises on all ranks what went wrong, though some may know already."""
+        problem: CheckpointError | None = None
+        try:
+            self._saver.wait()
+        except CheckpointError as error:
+            problem = error
+        self._agree(problem)
 
     def wait(self) -> None:
         """Until a save in the background has ended; raises what went wrong with it."""
@@ -147,7 +169,7 @@ class Checkpoints:
         module_only: bool,
     ) -> tuple[str | None, Any]:
         with self._together(f"load_checkpoint({tag!r})"):
-            self._saver.wait()
+            self._end_background()
             source = self._open(root, tag)
             if source is None:
                 return None, None
@@ -164,7 +186,7 @@ class Checkpoints:
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Only the model's own tensors, from any source."""
         with self._together(f"load_model({path!r})"):
-            self._saver.wait()
+            self._end_background()
             source = self._open_foreign(path, None)
             try:
                 self._take(engine, source, strict=strict, with_optimizer=False)
@@ -281,10 +303,6 @@ class Checkpoints:
             if isinstance(problem, CheckpointError):
                 raise problem
             raise CheckpointError(_words(problem) if problem is not None else f"rank {first}: {words}") from problem
-
-
-def _nothing() -> None:
-    pass
 
 
 def _words(error: Exception) -> str:

@@ -168,13 +168,17 @@ class Engine(nn.Module):
             raise ShardwellError(
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
-        self._checkpoints.check()
         at_boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._boundary_override = None
-        if not at_boundary:
+        if at_boundary:
+            self._apply_gradients()
+        else:
             self._flow.end_loans()
-            return
+        self._checkpoints.check()  # last: ranks may hear of it at different steps
+
+    def _apply_gradients(self) -> None:
+        assert self.optimizer is not None
         try:
             with self._context.failing_together("step"):
                 self.optimizer.step()

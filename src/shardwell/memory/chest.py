@@ -79,22 +79,36 @@ class Chest:
         self._acquire()
         try:
             self._finish_writes()
-            for item in self._exchange(wanted):
-                if not is_one_number(item.tensor):
-                    self._write(item).wait()
-                _send_away(item)
+            self._move_in(self._exchange(wanted))
         finally:
             self._is_free.release()
         self._on_move()
 
     def _exchange(self, wanted: dict[int, Tensor]) -> list[_Item]:
-        """Forget what is not wanted; returns what is new."""
-        self._free([item for item in self._items if id(item.tensor) not in wanted])
-        self._items = [item for item in self._items if id(item.tensor) in wanted]
+        """Forget what is not wanted; returns what is new, all of it or none."""
+        self._forget([item for item in self._items if id(item.tensor) not in wanted])
         known = {id(item.tensor) for item in self._items}
-        new = [self._item(tensor) for name, tensor in wanted.items() if name not in known]
-        self._items += new
+        new: list[_Item] = []
+        try:
+            for tensor in (tensor for name, tensor in wanted.items() if name not in known):
+                new.append(self._item(tensor))
+                self._items.append(new[-1])
+        except BaseException:
+            self._forget(new)
+            raise
         return new
+
+    def _move_in(self, new: Sequence[_Item]) -> None:
+        """Write tensors that still have their memory, and take it; if some cannot be written, all keep theirs."""
+        try:
+            for item in new:
+                if not is_one_number(item.tensor):
+                    self._write(item).wait()
+        except BaseException:
+            self._forget(new)
+            raise
+        for item in new:
+            _send_away(item)
 
     def fetch(self, memory: Tensor, *, blank: bool = False, urgent: bool = False, waits: bool = True) -> list[Transfer]:
         """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
@@ -129,8 +143,14 @@ class Chest:
 
     def put_back(self, *, changed: bool) -> list[Transfer]:
         """Send the tensors away; what changed is being written: their memory is free when all of that has ended."""
+        self._writes = []
         try:
-            self._writes = [self._write(item) for item in self._items] if changed else []
+            for item in self._items if changed else ():
+                self._writes.append(self._write(item))
+        except BaseException:
+            for transfer in self._writes:
+                transfer.end()  # nobody else knows of them
+            raise
         finally:
             self._leave()
         return self._writes
@@ -189,8 +209,7 @@ class Chest:
         """Forget the tensors, as they are."""
         if self.reclaim is not None:
             self.reclaim()
-        self._free(self._items)
-        self._items = []
+        self._forget(self._items)
 
     def _acquire(self) -> None:
         while not self._is_free.acquire(timeout=_PATIENCE):
@@ -207,8 +226,9 @@ class Chest:
         source = values.view(torch.uint8)
         if source.data_ptr() % SECTOR:
             source = aligned(item.num_bytes).copy_(source)
+        transfer = self._tier.write(item.extent, 0, source)
         item.stand_in, item.is_written = _alarm(item.tensor.dtype), True
-        return self._tier.write(item.extent, 0, source)
+        return transfer
 
     def _finish_writes(self, *, in_vain: bool = False) -> None:
         """`in_vain`: nobody wants what was written, and it is no matter if that failed."""
@@ -223,7 +243,8 @@ class Chest:
         self._on_move()
         self._is_free.release()
 
-    def _free(self, items: Sequence[_Item]) -> None:
+    def _forget(self, items: Sequence[_Item]) -> None:
+        self._items = [item for item in self._items if item not in items]
         for item in items:
             self._tier.free(item.extent)
 

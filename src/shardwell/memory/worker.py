@@ -1,7 +1,8 @@
 """A lane on the host: a thread that does one thing after the other, while those who gave it work go on.
 
 It does what is most urgent of what can be done already. Work that needs something of a device or a drive has a mark
-for it; if nothing can be done yet, the thread waits for what was given first, because devices do things in order. Long
+for it; if nothing can be done yet, the thread waits for what was given first, because devices do things in order. If
+that wait was in vain, because a drive has stopped answering, the work begins all the same: it knows what to say. Long
 work can let in what is more urgent.
 """
 
@@ -17,6 +18,8 @@ from shardwell.errors import ShardwellError
 from shardwell.memory.cores import stay_on
 from shardwell.memory.device import Mark, Passing
 
+_MOST_LET_IN = 8  # pieces of work that are begun and not done, because each let in the next
+
 
 class Ticket:
     """Work that a worker was given."""
@@ -28,6 +31,10 @@ class Ticket:
     @property
     def has_passed(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def has_succeeded(self) -> bool:
+        return self.has_passed and self._error is None
 
     def wait(self) -> None:
         """Block until it is done; raises what it raised."""
@@ -49,7 +56,7 @@ class Ticket:
         self._done.set()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     number: int
     urgency: int  # the lower, the sooner
@@ -94,8 +101,10 @@ class _Agenda:
                 if task is not None:
                     self._tasks.remove(task)
                     return task
-                first = self._tasks[0].after
-            first.synchronize()
+                first = self._tasks[0]
+            first.after.synchronize()
+            if not first.after.has_passed and self._remove(first):
+                return first
 
     def take_before(self, urgency: int) -> _Task | None:
         """What is more urgent than that and can be done, if there is anything."""
@@ -105,6 +114,13 @@ class _Agenda:
                 return None
             self._tasks.remove(task)
             return task
+
+    def _remove(self, task: _Task) -> bool:
+        with self._changed:
+            if task not in self._tasks:
+                return False
+            self._tasks.remove(task)
+            return True
 
     def _best(self) -> _Task | None:
         """Newer ones are asked first: if one can be done, so can an older one whose mark comes before its own."""
@@ -123,6 +139,7 @@ class Worker:
         self._agenda = _Agenda()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
+        self._num_let_in = 0
 
     def submit(
         self,
@@ -143,9 +160,15 @@ class Worker:
         return task.ticket
 
     def let_in(self, urgency: int) -> None:
-        """Called by work: do now what is more urgent than that."""
-        while (task := self._agenda.take_before(urgency)) is not None:
-            task.ticket.run(task.work)
+        """Called by work: do now what is more urgent than that, unless too much was let in by others in turn."""
+        if self._num_let_in == _MOST_LET_IN:
+            return
+        self._num_let_in += 1
+        try:
+            while (task := self._agenda.take_before(urgency)) is not None:
+                task.ticket.run(task.work)
+        finally:
+            self._num_let_in -= 1
 
 
 def _serve(agenda: _Agenda, cores: Sequence[int] | None, gate: threading.Semaphore | None) -> None:

@@ -58,7 +58,7 @@ class Descent:
         self._above = Backlog(max(2 * self.largest, int(_SHARE_ABOVE * context.device.most_bytes())))
         self._slots = Slots(self.pinned, num_slots, self.largest)  # for the porter
         self._inbox = Slots(self.pinned, num_slots, self.largest)  # for the training loop: what is to be added
-        self._kept: dict[int, Tensor] = {}  # by unit: pinned memory for gradients that wait
+        self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait
         self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
         self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
         self._last_sum: Passing = Mark()  # passed when all that is to be added, and what it is added to, is there
@@ -76,7 +76,9 @@ class Descent:
         group.gradients.hands_over = False
         if self._waiting is not None:
             self._waiting.leave(group.unit)
-        total = self._totals.pop(group, None)
+        kept, total = self._kept.pop(group.unit, None), self._totals.pop(group, None)
+        if kept is not None:
+            self.pinned.drop(kept, group.unit)
         if total is not None:
             self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
 
@@ -149,11 +151,11 @@ class Descent:
         parcel.down = self._context.device.copies.mark()
 
     def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
-        if unit.index in self._kept and self._kept[unit.index].numel() < num_bytes:
-            self.pinned.drop(self._kept.pop(unit.index), unit.name)
-        if unit.index not in self._kept:
-            self._kept[unit.index] = self.pinned.make(num_bytes, unit.name)
-        return self._kept[unit.index]
+        if unit.name in self._kept and self._kept[unit.name].numel() < num_bytes:
+            self.pinned.drop(self._kept.pop(unit.name), unit.name)
+        if unit.name not in self._kept:
+            self._kept[unit.name] = self.pinned.make(num_bytes, unit.name)
+        return self._kept[unit.name]
 
     def _let_go(self, but: int) -> None:
         """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""
@@ -206,6 +208,7 @@ class Descent:
                 then()
             else:
                 self._ahead.release()
+                self.end(parcel, parcel.down)
                 fail(trouble)
 
         self._porter.submit(load, urgency=urgency, after=after)
@@ -256,7 +259,11 @@ class Descent:
             (totals[group], parcel.gradients[group], f, group not in self._adding) for group, (_, f) in new.items()
         ]
         self._last_sum = All([parcel.down, *reads])
-        ticket = self._worker.submit(lambda: self._add(parcel, parts, reads), urgency=_NOW, after=self._last_sum)
+        before = [self._adding[group] for group in new if group in self._adding]
+        needs = [*(ticket.wait for ticket in before), *(read.wait for read in reads)]
+        ticket = self._worker.submit(lambda: self._add(parcel, parts, needs), urgency=_NOW, after=self._last_sum)
+        if on_disk is not None:
+            on_disk.completed_by(ticket)
         for group, tensor in above.items():
             self._adding[group] = ticket
             group.gradients.lodge(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
@@ -269,10 +276,13 @@ class Descent:
             self._context.account.add(State.GRADIENTS, group.unit, Tier.HOST, size)
         return self._totals[group]
 
-    def _add(self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]], reads: Sequence[Transfer]) -> None:
+    def _add(
+        self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]], needs: Sequence[Callable[[], None]]
+    ) -> None:
+        """`needs` are called first, and raise if there is no sound sum to add to."""
         try:
-            for read in reads:
-                read.wait()
+            for wait in needs:
+                wait()
             for total, gradient, factor, fresh in parts:
                 native.add(total, gradient, factor, self._threads, fresh=fresh)
         finally:
@@ -283,9 +293,10 @@ class Descent:
         """Whether its gradients of this boundary are added up here."""
         return group in self._adding
 
-    def norm_later(self, gradient: Tensor) -> Callable[[], float]:
+    def norm_later(self, group: Group, gradient: Tensor) -> Callable[[], float]:
         """Have the norm of gradients computed once they are added up; returns what waits for it."""
         found: list[float] = []
+        added = self._adding[group]
         ticket = self._worker.submit(
             lambda: found.append(native.sum_of_squares(gradient, self._threads) ** 0.5),
             urgency=_NOW,
@@ -293,6 +304,7 @@ class Descent:
         )
 
         def norm() -> float:
+            added.wait()
             ticket.wait()
             return found[0]
 

@@ -296,16 +296,18 @@ class HostUpdates:
     @torch.no_grad()
     def _step(self, job: Job, factor: float) -> None:
         outs, slot = self._outs(job)
-        for shard, options, out in zip(job.shards, job.options, outs, strict=True):
-            new = job.shadow.spares[shard] if job.shadow is not None else None
-            target, gradient = Target(options, factor, out, new), job.gradient(shard)
-            for span in _chunks(shard.tensor.numel()):
-                self.kernel.step(_master(shard), gradient, self._states[shard.tensor], target, span)
-                job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
-                if slot is None:  # who is let in may need one
-                    self._worker.let_in(job.unit.index)
-        if slot is not None:
-            self._outbox.give(slot, job.up)
+        try:
+            for shard, options, out in zip(job.shards, job.options, outs, strict=True):
+                new = job.shadow.spares[shard] if job.shadow is not None else None
+                target, gradient = Target(options, factor, out, new), job.gradient(shard)
+                for span in _chunks(shard.tensor.numel()):
+                    self.kernel.step(_master(shard), gradient, self._states[shard.tensor], target, span)
+                    job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
+                    if slot is None:  # who is let in may need one
+                        self._worker.let_in(job.unit.index)
+        finally:
+            if slot is not None:
+                self._outbox.give(slot, job.up)
 
     def _outs(self, job: Job) -> tuple[list[Tensor], Tensor | None]:
         """Where each shard's updated parameters are written, 1D in the compute dtype; and the slot that they are in.

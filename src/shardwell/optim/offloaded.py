@@ -99,7 +99,7 @@ class Offloaded:
         assert shard.gradient is not None
         if not self.host.descent.adds_up(shard.group):
             return norm_of(shard)
-        return self.host.descent.norm_later(shard.gradient), shard.group.row.gradients.over is None
+        return self.host.descent.norm_later(shard.group, shard.gradient), shard.group.row.gradients.over is None
 
     def _start_ahead(self, unit: Unit, commit: Commit) -> None:
         """Queue a unit's update before the norm is known."""

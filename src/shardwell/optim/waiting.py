@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class _Seated:
     away: Away
     slot: Tensor
     after: Passing  # when they are complete
+    added: Ticket | None = None  # of what completes them, if that may fail
 
 
 class Waiting:
@@ -88,19 +89,26 @@ class Waiting:
         self._seated = _Seated(away, slot, All([after, *reads]))
         return away.tensors, reads
 
+    def completed_by(self, added: Ticket) -> None:
+        """What is in memory is worth writing only if this piece of work of the worker's has succeeded."""
+        assert self._seated is not None
+        self._seated = replace(self._seated, added=added)
+
     def send_away(self) -> None:
         """Write what is in memory, behind what the worker was given to do with it."""
         seated, self._seated = self._seated, None
         if seated is None:
             return
-        chest, slot = seated.away.chest, seated.slot
+        chest, slot, added = seated.away.chest, seated.slot, seated.added
 
         def put_back() -> None:
             writes: list[Transfer] = []
             try:
-                writes = chest.put_back(changed=True)
+                writes = chest.put_back(changed=added is None or added.has_succeeded)
+                if added is not None:
+                    added.wait()
             finally:
-                self._slots.give(slot, All(writes))
+                self._slots.give(slot, All([seated.after, *writes]))
 
         seated.away.written = self._worker.submit(put_back, urgency=self._urgency, after=seated.after)
 

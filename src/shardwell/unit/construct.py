@@ -10,6 +10,7 @@ rest on the device where they were made, or, with `remote_device`, in host memor
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -107,10 +108,12 @@ class Nursery:
         self.context = Context(device, account, scratch, {Axis.WORLD: comm}, disk)
         self.tier = tier  # where shards rest
         self._whole: list[Newborn] = []
+        self._numbers = itertools.count()
 
     def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         self.focus(id(module))
-        self._whole.append(Newborn(self, id(module), f"{type(module).__name__}.{name}", parameter))
+        name = f"{type(module).__name__}.{name} ({next(self._numbers)})"  # the same on all ranks, and no other's
+        self._whole.append(Newborn(self, id(module), name, parameter))
 
     def focus(self, module: int | None) -> None:
         """Split every whole parameter of other modules, except those that somebody holds or has a view of."""
@@ -148,6 +151,7 @@ class Newborn:
         self._chest: Chest | None = None  # that the shard is in, if it rests on disk
         self._held = 0
         self._is_whole = True
+        self._is_folded = False  # for all ranks, though it may still be whole here
         guard.keep(parameter, self)
         self._views = self._flat.num_views
 
@@ -163,13 +167,20 @@ class Newborn:
         return self._nursery.tier, self._shard.nbytes
 
     def fold(self) -> bool:
-        """Keep this rank's shard and free the rest; false if somebody still looks at the whole."""
-        if self._held or self._flat.num_views > self._views:
+        """Keep this rank's shard and free the rest; false if somebody still looks at the whole.
+
+        A view may live longer on one rank than on another, until garbage is collected there. So it decides when memory
+        is freed, and nothing that ranks do together.
+        """
+        if self._held:
+            return False
+        self._is_folded = True
+        guard.send_away([self._parameter])
+        if self._flat.num_views > self._views:
             return False
         self._keep_shard()
         self._flat.drop()
         self._is_whole = False
-        guard.send_away([self._parameter])
         return True
 
     def _keep_shard(self) -> None:
@@ -187,15 +198,16 @@ class Newborn:
         return contextlib.nullcontext() if self._chest is None else self._chest.opened(changes=changes)
 
     def unfold(self) -> None:
-        if self._is_whole:
+        if not self._is_folded:
             return
-        assert self._shard is not None
-        self._flat.grow()
-        start, end = self._range
-        with self._fetched(changes=False):
-            self._flat.tensor[start:end].copy_(self._shard.tensor)
+        if not self._is_whole:
+            assert self._shard is not None
+            self._flat.grow()
+            start, end = self._range
+            with self._fetched(changes=False):
+                self._flat.tensor[start:end].copy_(self._shard.tensor)
         self._nursery.context.world.gather(self._flat.tensor, f"GATHER {self._name}").wait()
-        self._is_whole = True
+        self._is_folded, self._is_whole = False, True
         guard.bring_back([self._parameter])
 
     # ------------------------------------------------------------------------------------------ as a keeper
