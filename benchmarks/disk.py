@@ -38,13 +38,14 @@ from torch import Tensor
 from benchmarks.measure import cpu_seconds, machine, versions
 from shardwell import native
 from shardwell.memory.disk import DiskSettings, DiskTier, Extent, Transfer, aligned
-from shardwell.memory.disk_file import file_system
+from shardwell.memory.disk_file import file_system, rounded
 from shardwell.memory.disk_queue import ENGINES, choose, unusable
 
 RESULTS = Path(__file__).parent / "results"
 JOBS = ("write", "read", "mixed")
 REFERENCE, FIO, DEEPSPEED = "preadv and pwritev in threads", "fio", "DeepSpeed DeepNVMe"
 REQUEST = 16 << 20
+PIECE, NUM_THREADS = 4 << 20, 16  # of plain threads
 NUM_SLICES = 8
 TARGET = 0.90
 
@@ -261,6 +262,36 @@ def rewritten_rate(tier: DiskTier, extents: Sequence[Extent], seconds: float) ->
     for transfer in written:
         transfer.wait()
     return total / (time.perf_counter() - begin)
+
+
+def rewritten_by_threads(tier: DiskTier, extents: Sequence[Extent], seconds: float) -> float:
+    """The same by threads that do nothing but read a piece of the tier's files and write it back."""
+    pieces = [
+        (tier._files[lane].descriptor, at, rounded(size))
+        for extent in extents
+        for start in range(0, extent.num_bytes, PIECE)
+        for lane, at, _, size in extent.places(start, min(PIECE, extent.num_bytes - start))
+    ]
+    lock, moved, begin = threading.Lock(), list[int](), time.perf_counter()
+    rest = itertools.cycle(pieces)
+    num_threads = min(NUM_THREADS, len(pieces))  # no piece is in two hands at a time
+
+    def work() -> None:
+        memory = memoryview(aligned(PIECE).zero_().numpy())
+        while time.perf_counter() < begin + seconds:
+            with lock:
+                file, at, size = next(rest)
+            for call in (os.preadv, os.pwritev):
+                moved.append(call(file, [memory[:size]], at))
+                if moved[-1] != size:
+                    raise OSError(f"{moved[-1]} of {size} bytes were moved")
+
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(moved) / (time.perf_counter() - begin)
 
 
 def is_right(contender: Any, memory: Tensor, crc: int) -> bool:

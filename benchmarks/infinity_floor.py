@@ -7,7 +7,8 @@ Each alone: compute is that of the bare model, from decoders of one block and of
 is stepped on the host; the bus brings gradients down and parameters up; disk is what a step must read and write there,
 over what the drive keeps up when it does both at once. Drives slow down under load and recover, and are slower if much
 of them is in use: so that is measured in the process of the steps, right before them, and right behind them over the
-same bytes in the same places. The mean counts, and only the latter where the former finds no room on the drive.
+same bytes in the same places, by the disk tier and by threads that share no code with it: the faster counts. Of both
+moments it is the mean, and only the latter where the former finds no room on the drive.
 """
 
 from __future__ import annotations

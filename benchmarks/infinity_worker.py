@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.disk import rewritten_rate
+from benchmarks.disk import rewritten_by_threads, rewritten_rate
 from benchmarks.infinity_floor import PLAIN, Place, demands, measure_floors
 from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, disk_bytes_of, located
 from benchmarks.infinity_watch import Watch
 from benchmarks.offload_variants import SOME, EngineSteps, Size, TorchSteps, Variant, build, clip_rate, workload_of
 from benchmarks.offload_worker import HostMemory, start, steady_pass
-from shardwell.memory.disk import DiskTier, aligned
+from shardwell.memory.disk import DiskTier, Extent, aligned
 
 DRIVE = {"cuda": (2 << 30, 6.0), "cpu": (1 << 22, 0.1)}  # bytes, and seconds in which they are read and written
 
@@ -94,23 +95,29 @@ def tier_of(engine: Any) -> DiskTier | None:
     return None if store is None else store._tier
 
 
-def drive_before(tier: DiskTier, drive: Path, device: str) -> list[float]:
-    """Bytes a second that the drive keeps up over bytes of its own, if there is room for them."""
-    size, seconds = DRIVE[device]
+def kept_up(tier: DiskTier, extents: Sequence[Extent], device: str) -> dict[str, float]:
+    """Bytes a second that the drive keeps up over bytes that stay as they are: by the tier, and without it."""
+    ways = {"tier": rewritten_rate, "threads": rewritten_by_threads}
+    return {name: way(tier, extents, DRIVE[device][1]) for name, way in ways.items()}
+
+
+def drive_before(tier: DiskTier, drive: Path, device: str) -> list[dict[str, float]]:
+    """That over bytes of its own, if there is room for them."""
+    size = DRIVE[device][0]
     if shutil.disk_usage(drive).free < 4 * size:
         return []
     extent, memory = tier.allocate(size), aligned(size)
     memory.view(torch.int64).random_()  # some drives know zeros, and have no work with them
     tier.write(extent, 0, memory).wait()
-    found = rewritten_rate(tier, [extent], seconds)
+    found = kept_up(tier, [extent], device)
     tier.free(extent)
     return [found]
 
 
-def drive_after(tier: DiskTier, device: str) -> list[float]:
-    """The same over what the engine has there: all of it, as it is."""
+def drive_after(tier: DiskTier, device: str) -> list[dict[str, float]]:
+    """That over all that the engine has there."""
     extents = sorted(tier._extents, key=lambda extent: extent.regions[0].offset)
-    return [rewritten_rate(tier, extents, DRIVE[device][1])] if extents else []
+    return [kept_up(tier, extents, device)] if extents else []
 
 
 def against_formula(variant: Variant, parameters: int, steps: int, moved: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +156,8 @@ def measure(variant: Variant, size: Size, spec: dict[str, Any]) -> dict[str, Any
         **figures,
         **host.figures(parameters),
         **rest,
-        "kept_up": rates,
+        "kept_up": [max(ways.values()) for ways in rates],
+        "kept_up_by": rates,
         "usage": {**usage, "seconds": end.at - begin.at},
         "disk_bytes": against_formula(variant, parameters, len(steps.seconds), in_all),
         "disk_used": shutil.disk_usage(spec["drive"]).used - used,

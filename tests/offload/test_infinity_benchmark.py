@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.disk import REQUEST, rewritten_rate
+from benchmarks.disk import REQUEST, rewritten_by_threads, rewritten_rate
 from benchmarks.infinity import against_peer, command_line, main, parse_arguments
 from benchmarks.infinity_floor import Place, block_by_block, demands, floor_of, steady_seconds
 from benchmarks.infinity_plot import merged
@@ -149,6 +149,7 @@ def test_what_the_drive_is_measured_with_stays_as_it_was(tmp_path: Path, sizes: 
             memory.copy_(values)
             tier.write(extent, 0, memory).wait()
         assert rewritten_rate(tier, extents, 0.2) > 0
+        assert rewritten_by_threads(tier, extents, 0.2) > 0
         for extent, values in zip(extents, before, strict=True):
             memory = aligned(extent.num_bytes)
             tier.read(extent, 0, memory).wait()
@@ -250,7 +251,8 @@ def test_a_run_leaves_figures_and_nothing_on_the_drive(tmp_path: Path, monkeypat
         assert run["/floor"] == pytest.approx(run["steady"] / run["floor"]["floor"])
         asked = run["figures"]["demands"]["disk"]
         assert run["floor"]["disk"] == pytest.approx(asked / mean(run["figures"]["kept_up"]))
-        assert len(run["figures"]["kept_up"]) == 2
+        assert run["figures"]["kept_up"] == [max(ways.values()) for ways in run["figures"]["kept_up_by"]]
+        assert [ways.keys() for ways in run["figures"]["kept_up_by"]] == [{"tier", "threads"}] * 2
     assert str(tmp_path) not in path.read_text()
     assert list(drive.iterdir()) == []
 
