@@ -22,7 +22,11 @@ folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ
 start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 with open(folder / "starts", "a") as file:
     file.write(f"{start} {rank} {ranks}\\n")
+def all_started():
+    return sum(line.startswith(f"{start} ") for line in (folder / "starts").read_text().splitlines()) == ranks
 def killed():
+    while not all_started():
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 def waits():
     time.sleep(600)
