@@ -341,7 +341,7 @@ class Collectives:
         """Raise if a peer is gone and has left no word: nothing can be received over a link that is broken."""
         if self.mesh.backend == "gloo":
             for peer in (peer for peer in range(self.mesh.size) if peer != self.mesh.rank):
-                dist.irecv(torch.empty(1), self.mesh.global_rank(peer), group=self.mesh.group, tag=_PROBE)
+                dist.irecv(_nothing(), self.mesh.global_rank(peer), group=self.mesh.group, tag=_PROBE)
 
     def _abandon(self, signal: BaseException) -> None:
         """Others will write to memory that the caller is about to free: tell them, and cut the links."""
@@ -369,7 +369,7 @@ class Collectives:
         for peer in range(self.mesh.size):
             if peer != self.mesh.rank:
                 with contextlib.suppress(RuntimeError):
-                    work = dist.irecv(torch.empty(1), self.mesh.global_rank(peer), group=self.mesh.group, tag=_CUT)
+                    work = dist.irecv(_nothing(), self.mesh.global_rank(peer), group=self.mesh.group, tag=_CUT)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
 
@@ -378,6 +378,11 @@ class Collectives:
         for route in (self.hops.inside, self.hops.across) if self.hops is not None else ():
             route.close()
         self.mesh.close()
+
+
+def _nothing() -> Tensor:
+    """For what never comes; whatever the user's default device is."""
+    return torch.empty(1, device="cpu")
 
 
 def _after(mark: Mark) -> Pending:
