@@ -8,7 +8,7 @@
 
 namespace shardwell::io {
 
-constexpr int32_t IO_VERSION = 2;
+constexpr int32_t IO_VERSION = 3;
 constexpr int64_t SECTOR = 4096;     // addresses, offsets and sizes of what is read or written are multiples of it
 constexpr int32_t ENDED_EARLY = -1;  // an error beside errno's: fewer bytes moved than were asked for
 
@@ -39,6 +39,7 @@ struct Outcome {
     int64_t completed;  // blocks of any request that the queue has ended so far: while it grows, the queue is alive
     int32_t error;      // 0, errno or ENDED_EARLY
     int32_t part;       // that failed
+    double seconds;     // from when it was submitted until it was done
 };
 
 }  // namespace shardwell::io

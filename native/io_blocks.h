@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -24,6 +25,7 @@ struct Request {
     std::mutex mutex;
     std::condition_variable changed;
     int64_t left = 0;  // blocks
+    const std::chrono::steady_clock::time_point begun = std::chrono::steady_clock::now();
     bool is_forgotten = false;
     Outcome outcome{};
 
@@ -38,7 +40,10 @@ struct Request {
                 outcome.offset = offset;
             }
             left -= 1;
-            if (left == 0) changed.notify_all();
+            if (left == 0) {
+                outcome.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+                changed.notify_all();
+            }
             is_mine = left == 0 && is_forgotten;
         }
         if (is_mine) delete this;

@@ -189,6 +189,27 @@ def test_without_room_for_it_nothing_is_prefetched(limit: dict[str, int]) -> Non
     assert str(trace).startswith("G0 F0 G1 F1 L1 G2 F2 L2 G3 F3 L3 L0 B0 G0 B3 G3 R3 L3 B2 G2 R2 L2")
 
 
+def test_a_unit_is_prefetched_whatever_its_size() -> None:
+    """A number that is meant for single weights would else leave large units without."""
+    config = zero(3, optimizer=ADAMW, shardwell={"shard_at_world_one": True})
+    config["zero_optimization"]["stage3_prefetch_bucket_size"] = 1
+    engine, *_ = shardwell.initialize(model=Gpt(blocks=2), config=config, device="cpu")
+    with engine.record() as trace:
+        engine(batches(1, 4)[0])
+    assert str(trace).startswith("G0 G1 F0 G2 F1")
+
+
+@pytest.mark.parametrize(("live", "is_told"), [(10**9, False), (100, True), (0, False)])
+def test_who_lets_too_little_be_whole_for_a_prefetch_is_told(
+    caplog: pytest.LogCaptureFixture, live: int, is_told: bool
+) -> None:
+    config = zero(3, optimizer=ADAMW, shardwell={"shard_at_world_one": True})
+    config["zero_optimization"]["stage3_max_live_parameters"] = live
+    engine, *_ = shardwell.initialize(model=Gpt(blocks=2), config=config, device="cpu")
+    two = sum(sorted(unit.numel for unit in engine._flow.units)[-2:])
+    assert (f"the two largest have {two} parameters" in caplog.text) is is_told
+
+
 def test_a_destroyed_engine_leaves_the_model_unhooked(ranks: Ranks) -> None:
     assert ranks.run(2, destroy_and_build_again) == [True, True]
 

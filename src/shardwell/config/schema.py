@@ -209,7 +209,8 @@ class ZeroConfig(Block):
         description="Keep a unit whole until backward if fewer parameters run in between; 0 = release always.",
     )
     stage3_prefetch_bucket_size: Count = Field(
-        default=50_000_000, description="Parameters gathered ahead of the running unit; 0 = no prefetch."
+        default=50_000_000,
+        description="0 = no prefetch; else the next unit is gathered while one runs, whatever its size.",
     )
     stage3_param_persistence_threshold: Count = Field(
         default=100_000, description="Parameters smaller than this stay whole on every rank."

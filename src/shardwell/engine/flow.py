@@ -28,9 +28,9 @@ from shardwell.unit.unit import Arrival
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may be whole at once, in elements."""
+    """What may be whole at once; sizes are in elements."""
 
-    prefetch: int
+    prefetches: bool
     live: int
     reuse_distance: int
 
@@ -78,6 +78,7 @@ class Flow:
         self._forward = Order(released)
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
+        self._lifts = any(unit.is_liftable for unit in units)
         for unit in units:
             unit.fetch, unit.average = self.lend, self.average
 
@@ -108,8 +109,10 @@ class Flow:
                 self.release(unit)
 
     def _let_go(self) -> None:
-        """What was expected and did not come is not expected any more."""
-        for unit in self.units if self.pages is not None else ():
+        """A pass begins or ends: what was expected and did not come is not expected any more."""
+        if self.pages is not None:
+            self.pages.pace.pause()
+        for unit in self.units if self.pages is not None or self._lifts else ():
             unit.let_go()
 
     def enter_forward(self, unit: Unit) -> None:
@@ -145,21 +148,36 @@ class Flow:
 
     def _make_whole(self, unit: Unit, order: Order) -> None:
         expected = order.visit(unit) if unit.releasable else None
+        if self.pages is not None:
+            self.pages.pace.enter()
         self._gather(unit)
         unit.wait()
-        if expected is not None and self._worth_prefetching(expected, order):
-            self._gather(expected)
-        if expected is not None and self.pages is not None:
-            for later in order.following(unit, 1 + self.pages.depth):
-                later.expect()
+        if expected is not None:
+            if self._worth_prefetching(expected, order):
+                self._gather(expected)
+            self._look_further(unit, order)
+
+    def _look_further(self, unit: Unit, order: Order) -> None:
+        """Beyond the gather of the next unit, the one after it goes to the device, and those behind come from disk."""
+        depth = self.pages.pace.depth if self.pages is not None else 0
+        ahead = order.following(unit, 1 + self._lifts + depth)
+        if self._lifts and len(ahead) > 1 and self._has_room(ahead[1], order, self.num_ranks) and ahead[1].lift():
+            self.note(Action.LIFT, ahead[1])
+        for later in ahead:
+            if later.expect():
+                self.note(Action.READ, later)
 
     def _worth_prefetching(self, unit: Unit, order: Order) -> bool:
         may_wait = not unit.is_up_to_date if self.num_ranks == 1 else unit.awaits_update
         if unit.residency is not Residency.RELEASED or may_wait:
             return False  # waiting for an update here would hold up what can run already
+        return self._has_room(unit, order)
+
+    def _has_room(self, unit: Unit, order: Order, parts: int = 1) -> bool:
+        """Whether a unit, or one of so many parts of it, may be on the device early."""
         if order is self._backward and isinstance(unit.module, nn.Embedding):
             return False  # nothing in its backward waits for its values: early is only more memory
-        return unit.numel <= self.limits.prefetch and self._live() + unit.numel <= self.limits.live
+        return self.limits.prefetches and self._live() + unit.numel // parts <= self.limits.live
 
     def _live(self) -> int:
         return sum(unit.numel for unit in self.units if unit.residency is not Residency.RELEASED)

@@ -125,7 +125,16 @@ def _place_buffers(model: nn.Module, settings: Config, context: Context) -> None
 
 def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
     zero = settings.zero_optimization
-    limits = Limits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    prefetches = zero.stage3_prefetch_bucket_size > 0
+    limits = Limits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    needed = sum(sorted(unit.numel for unit in units)[-2:])
+    if context.world.mesh.rank == 0 and prefetches and 0 < limits.live < needed:
+        logging.getLogger("shardwell").warning(
+            "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
+            "since the two largest have %d parameters. Raise it to that, or make it 0 if memory is short and speed is not.",
+            limits.live,
+            needed,
+        )
     return Flow(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
 
 

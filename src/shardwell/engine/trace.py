@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 class Action(enum.Enum):
     """What can happen to a unit. The value is its letter in a token."""
 
+    READ = "D"  # from the drive, ahead
+    LIFT = "U"  # up to the device, ahead
     GATHER = "G"
     FORWARD = "F"
     BACKWARD = "B"

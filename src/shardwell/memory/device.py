@@ -109,6 +109,7 @@ class Device:
 
     torch_device: torch.device
     gathers: Lane
+    lifts: Lane  # of shards, ahead of their gathers
     reduces: Lane
     copies: Lane  # to the host and back
     uploads: Lane  # of updated parameters
@@ -119,17 +120,23 @@ class Device:
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if is_bare_cuda else where
         if self.is_cuda:
             self.gathers = Lane(torch.cuda.Stream(self.torch_device))
+            self.lifts = Lane(torch.cuda.Stream(self.torch_device))
             self.reduces = Lane(torch.cuda.Stream(self.torch_device))
             self.copies = Lane(torch.cuda.Stream(self.torch_device))
             self.uploads = Lane(torch.cuda.Stream(self.torch_device))
         else:
-            self.gathers = self.reduces = self.copies = self.uploads = Lane()
+            self.gathers = self.lifts = self.reduces = self.copies = self.uploads = Lane()
             if keep_pages and self.torch_device.type == "cpu":
                 keep_freed_pages()
 
     @property
     def is_cuda(self) -> bool:
         return self.torch_device.type == "cuda"
+
+    @property
+    def has_own_memory(self) -> bool:
+        """What rests on the host has a way to go."""
+        return self.is_cuda
 
     @property
     def is_virtual(self) -> bool:

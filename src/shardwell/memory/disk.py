@@ -90,6 +90,11 @@ class Transfer:
     def has_passed(self) -> bool:
         return self.is_done
 
+    @property
+    def seconds(self) -> float:
+        """From when it was asked for until it was done; 0 if it is not."""
+        return self._outcome.seconds if self.is_done and self._outcome is not None else 0.0
+
     def synchronize(self) -> None:
         """Block until it is done, well or not."""
         self.end()

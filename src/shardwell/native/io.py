@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from shardwell import native
 from shardwell.native.library import NAME, UnusableLibraryError, find
 
-IO_VERSION = 2
+IO_VERSION = 3
 SECTOR = 4096  # addresses, offsets and sizes of what is read or written are multiples of it
 ENDED_EARLY = -1  # an error beside errno's: fewer bytes moved than were asked for
 THREADS, IO_URING = 0, 1  # engines of the library
@@ -58,6 +58,7 @@ class Outcome(NamedTuple):
     error: int = 0  # errno or ENDED_EARLY
     part: int = 0  # that failed
     offset: int = 0  # where, in its file
+    seconds: float = 0.0  # from when it was submitted until it was done
 
 
 class Request(Protocol):
@@ -95,7 +96,13 @@ class _Part(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    _fields_: ClassVar = [("offset", _SIZE), ("completed", _SIZE), ("error", _INT), ("part", _INT)]
+    _fields_: ClassVar = [
+        ("offset", _SIZE),
+        ("completed", _SIZE),
+        ("error", _INT),
+        ("part", _INT),
+        ("seconds", ctypes.c_double),
+    ]
 
 
 class IoLibrary:
@@ -165,7 +172,7 @@ class LibraryRequest:
     def wait(self, milliseconds: int) -> Outcome:
         found = _Outcome()
         is_done = self._library.shardwell_io_wait(self._address, milliseconds, ctypes.byref(found))
-        return Outcome(bool(is_done), found.completed, found.error, found.part, found.offset)
+        return Outcome(bool(is_done), found.completed, found.error, found.part, found.offset, found.seconds)
 
     def __del__(self) -> None:
         if self._process == os.getpid():  # in a fork, nobody would unlock what the threads had locked

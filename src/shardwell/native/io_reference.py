@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ class ThreadRequest:
         self._changed = threading.Condition()
         self._left = num_blocks
         self._error = (0, 0, 0)
+        self._begun, self._seconds = time.monotonic(), 0.0
 
     def wait(self, milliseconds: int) -> Outcome:
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._left == 0, milliseconds / 1000)
-            return Outcome(is_done, self._owner.completed, *self._error)
+            return Outcome(is_done, self._owner.completed, *self._error, self._seconds)
 
     def end(self, error: int, part: int, offset: int) -> None:
         self._owner.completed += 1
@@ -39,6 +41,7 @@ class ThreadRequest:
             if error and not self._error[0]:
                 self._error = error, part, offset
             self._left -= 1
+            self._seconds = time.monotonic() - self._begun
             self._changed.notify_all()
 
 

@@ -199,6 +199,7 @@ class HostUpdates:
 
         With `assumed` it is done with that factor in other memory, until it is known whether `factor` is another.
         """
+        unit.let_go()  # what was fetched ahead will be old, and the reader would wait for what is being read
         ready = [s for s in shards if s.group.is_stepped_on_host and s.label >= 0 and s.gradient is not None]
         born = [shard for shard in ready if shard.tensor not in self._states]
         for shard in born:
@@ -213,7 +214,6 @@ class HostUpdates:
         job.tickets.append(Ticket())
         if ready and self.store is not None and self._reader is not None and self.store.seats(unit):
             self._order.append(unit)
-            unit.let_go()  # or the reader would wait for what was expected
             self._reader.submit(lambda: self._fetch(job, factor, after), urgency=unit.index)
         else:
             self._pass_on(job, factor, after)

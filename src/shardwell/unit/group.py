@@ -291,10 +291,13 @@ class Group:
         self.is_exact = codec is None
         return self.shard.gather(self.flat, codec, keeps=not self.stays_whole)
 
-    def expect(self) -> None:
+    def expect(self) -> bool:
         """It will be gathered soon: begin to read what rests on disk."""
-        if self.shard is not None:
-            self.shard.expect()
+        return self.shard is not None and self.shard.expect()
+
+    def lift(self) -> bool:
+        """It will be gathered next but one: begin to copy what rests below the device."""
+        return self.shard is not None and self.shard.lift()
 
     def let_go(self) -> None:
         """It will not be gathered soon after all."""

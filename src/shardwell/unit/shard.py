@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwell.codec import Codec
 from shardwell.comm import Pending, coded
-from shardwell.memory import Buffer, State, Tier
+from shardwell.memory import Buffer, Lane, Mark, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.pages import Page
 from shardwell.rounding import narrow
@@ -35,6 +35,8 @@ class Shard:
         entry = (State.PARAMETERS, unit, tier)
         self._buffer = Buffer(context.device, context.account, entry, *size, pinned=tier is Tier.HOST)
         self.page: Page | None = None  # that it is in, if it rests on disk
+        self.is_liftable = tier is not Tier.DEVICE and context.device.has_own_memory and context.world.mesh.size > 1
+        self._lifted: tuple[Tensor, Mark] | None = None  # a copy on the device, and when it is there
         self.second: SecondCopy | None = None
         if row.second_copy is not None and row.second_copy.over is not None:
             self.second = SecondCopy(name, unit, context.comm[row.second_copy.over], context.scratch)
@@ -122,6 +124,23 @@ class Shard:
     @contextlib.contextmanager
     def _source(self) -> Iterator[Tensor]:
         """What rests, where it can be copied from: whoever does is on the lane of gathers when this ends."""
+        device = self._context.device
+        if self._lifted is None:
+            with self._below(device.gathers) as source:
+                yield source
+            return
+        (copy, there), self._lifted = self._lifted, None
+        with device.gathers.after(there):
+            pass
+        try:
+            yield copy
+        finally:
+            with device.lifts.after(device.gathers.mark()):  # who takes its memory next
+                self._context.scratch.give(copy)
+
+    @contextlib.contextmanager
+    def _below(self, lane: Lane) -> Iterator[Tensor]:
+        """What rests, where it rests, or in a slot if that is on disk; it is copied on the lane."""
         if self.page is None:
             yield self.tensor
             return
@@ -129,14 +148,35 @@ class Shard:
         try:
             yield slot[: self._buffer.nbytes].view(self.tensor.dtype)
         finally:
-            self.page.give(slot, self._context.device.gathers.mark())
+            self.page.give(slot, lane.mark())
 
-    def expect(self) -> None:
+    @property
+    def _leaves_its_tier(self) -> bool:
+        """The next gather needs it from where it rests."""
+        return self._lifted is None and (self.second is None or not self.second.is_there)
+
+    def expect(self) -> bool:
         """It will be gathered soon: begin to read what rests on disk."""
-        if self.page is not None and (self.second is None or not self.second.is_there):
-            self.page.expect()
+        return self.page is not None and self._leaves_its_tier and self.page.expect()
+
+    def lift(self) -> bool:
+        """It will be gathered next but one: begin to copy it to the device, unless its page has not come yet.
+
+        A rank that is alone has no gather beside that copy, and does nothing here.
+        """
+        if not self.is_liftable or not self._leaves_its_tier or (self.page is not None and not self.page.has_come):
+            return False
+        device = self._context.device
+        with self._below(device.lifts) as source, device.lifts.after(Mark()):
+            copy = self._context.scratch.take(source.numel(), source.dtype, State.STAGING, self._unit)
+            copy.copy_(source, non_blocking=True)
+        self._lifted = copy, device.lifts.mark()
+        return True
 
     def let_go(self) -> None:
-        """It will not be gathered soon after all."""
+        """It will not be gathered soon after all, or what rests will change."""
+        if self._lifted is not None:
+            self._context.scratch.give(self._lifted[0])  # the lane that copies it is the one that takes its memory next
+            self._lifted = None
         if self.page is not None:
             self.page.forget()

@@ -123,11 +123,21 @@ class Unit:
                 self._drop()
             raise
 
-    def expect(self) -> None:
+    def expect(self) -> bool:
         """It will be gathered soon: begin to read what rests on disk, unless it has to be updated first."""
-        if self.residency is Residency.RELEASED and self.is_up_to_date:
-            for group in self.releasable:
-                group.expect()
+        return self._rests and sum(group.expect() for group in self.releasable) > 0
+
+    def lift(self) -> bool:
+        """It will be gathered next but one: begin to copy what rests below the device, unless it has to be updated."""
+        return self._rests and sum(group.lift() for group in self.releasable) > 0
+
+    @property
+    def _rests(self) -> bool:
+        return self.residency is Residency.RELEASED and self.is_up_to_date
+
+    @property
+    def is_liftable(self) -> bool:
+        return any(group.shard is not None and group.shard.is_liftable for group in self.releasable)
 
     def let_go(self) -> None:
         """It will not be gathered soon after all."""

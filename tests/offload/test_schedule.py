@@ -1,0 +1,214 @@
+"""What goes on beside a unit: the next is gathered, the one after it goes to the device, those behind come from disk.
+
+A device with memory of its own is played by the host here: what would be copied to it is copied all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwell
+from shardwell.memory.device import Device
+from shardwell.memory.pages import Page
+from shardwell.unit.shard import Shard
+from tests.models import whole_parameters, zero
+from tests.offload.test_disk_parameters import blocks
+from tests.offload.test_disk_state import AIO, quickly, story
+from tests.offload.test_offload import check_equal
+from tests.ranks import Ranks
+
+PLACES = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
+
+
+@contextlib.contextmanager
+def lifting(lifts: bool = True) -> Iterator[list[str]]:
+    """Shards are copied ahead of their gathers, or not; yields the names of those that were."""
+    lifted: list[str] = []
+    lift, expect = Shard.lift, Page.expect
+
+    def noted(shard: Shard) -> bool:
+        is_lifted = lift(shard)
+        lifted.extend([shard._name] * is_lifted)
+        return is_lifted
+
+    def at_once(page: Page) -> bool:
+        is_asked = expect(page)
+        for transfer in page._coming[1] if page._coming is not None else ():
+            transfer.wait()  # or it would be a matter of luck which pages have come in time
+        return is_asked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "has_own_memory", lifts)
+        patch.setattr(Shard, "lift", noted)
+        patch.setattr(Page, "expect", at_once)
+        yield lifted
+
+
+class Ring(nn.Module):
+    """Blocks that run in any order, also more than once."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x) + x
+        return x
+
+
+IN_ORDER = list(range(6))
+ORDERS = [IN_ORDER] * 3 + [[4, 2, 0, 1, 5, 3], [0, 1, 2], [2, 1, 2, 3, 2, 4], [3, 4, 0, 0, 1], IN_ORDER]
+
+
+def ring(
+    block: dict[str, Any], orders: list[list[int]], width: int = 16, **others: Any
+) -> tuple[shardwell.Engine, list[Any]]:
+    """Train; returns the engine and the trace of the last step."""
+    quickly()
+    torch.manual_seed(0)
+    model = Ring(width)
+    config = zero(
+        3,
+        zero_optimization={**block, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
+        aio=AIO,
+        bf16={"enabled": True},
+        **others,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    for step, order in enumerate(orders):
+        generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
+        x = torch.randn(2, width, generator=generator).bfloat16().to(engine.device).requires_grad_()
+        with engine.record() as trace:
+            engine.backward(engine(x, order).float().square().mean())
+            engine.step()
+            for unit in engine._flow.units:
+                unit.wait()
+    return engine, list(trace)
+
+
+def in_any_order(block: dict[str, Any], commit: str, *, lifts: bool, width: int = 16) -> tuple[dict[str, Tensor], int]:
+    """The parameters that were learned, and how many shards were lifted."""
+    others = {"shardwell": {"commit": commit}, "gradient_clipping": 0.0 if commit == "at_once" else 0.5}
+    with lifting(lifts) as lifted:
+        engine, _ = ring(block, ORDERS, width, **others)
+        return whole_parameters(engine.module), len(lifted)
+
+
+@pytest.mark.parametrize("commit", ["at_once", "after_norm"])
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_what_was_lifted_is_what_rests_also_after_wrong_guesses(
+    ranks: Ranks, tmp_path: Path, place: tuple[str, str], commit: str
+) -> None:
+    block = blocks(*place, tmp_path)
+    commit = "after_norm" if place[1] == "none" else commit
+    expected, none = ranks.run(2, in_any_order, block, commit, lifts=False)[0]
+    found, some = ranks.run(2, in_any_order, block, commit, lifts=True)[0]
+    check_equal(found, expected)
+    assert none == 0
+    assert some > len(ORDERS)
+
+
+def lifted_story(block: dict[str, Any]) -> Any:
+    with lifting() as lifted:
+        found = story(block, 3, "fp32")
+        assert lifted
+        return found
+
+
+@pytest.mark.parametrize("place", PLACES[1:], ids="-".join)
+def test_whoever_looks_or_changes_sees_the_same(ranks: Ranks, tmp_path: Path, place: tuple[str, str]) -> None:
+    expected = ranks.run(2, story, blocks(*place, tmp_path), 3, "fp32")
+    for one, other in zip(ranks.run(2, lifted_story, blocks(*place, tmp_path)), expected, strict=True):
+        check_equal(one, other)
+
+
+def coded(path: str, *, lifts: bool) -> tuple[dict[str, Tensor], int]:
+    """Frozen codes that rest on disk, and codes on the way, with a second copy in each node."""
+    block = {
+        **blocks("nvme", "nvme", path),
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 2,
+        "zero_quantized_nontrainable_weights": True,
+    }
+    with lifting(lifts) as lifted:
+        engine, _ = ring(block, ORDERS)
+        return whole_parameters(engine.module), len(lifted)
+
+
+def test_codes_and_second_copies_are_lifted_too(ranks: Ranks, tmp_path: Path) -> None:
+    expected, none = ranks.run(2, coded, str(tmp_path), lifts=False)[0]
+    found, some = ranks.run(2, coded, str(tmp_path), lifts=True)[0]
+    check_equal(found, expected)
+    assert (none, some > 0) == (0, True)
+
+
+# -------------------------------------------------------------------------------------------------------- schedule
+
+
+def recorded(block: dict[str, Any], **others: Any) -> str:
+    """The tokens of the third step."""
+    with lifting():
+        return " ".join(map(str, ring(block, [IN_ORDER] * 3, **others)[1]))
+
+
+def test_four_stages_run_beside_each_other(ranks: Ranks, tmp_path: Path) -> None:
+    """While unit 1 computes, 2 is gathered, 3 goes to the device and 4 comes from disk. Backward mirrors it."""
+    tokens = ranks.run(2, recorded, blocks("nvme", "nvme", tmp_path))[0]
+    for beside in ("G2 U3 D4 F1", "G3 U4 D5 F2", "B4 G3 U2 D1", "B3 G2 U1 D0"):
+        assert beside in tokens, tokens
+
+
+def test_three_do_from_the_host(ranks: Ranks, tmp_path: Path) -> None:
+    tokens = ranks.run(2, recorded, blocks("cpu", "cpu", tmp_path))[0]
+    for beside in ("G2 U3 F1", "G3 U4 F2", "B4 G3 U2", "B3 G2 U1"):
+        assert beside in tokens, tokens
+    assert "D" not in tokens
+
+
+def test_a_rank_that_is_alone_has_no_stage_between_disk_and_gather(ranks: Ranks, tmp_path: Path) -> None:
+    tokens = ranks.run(1, recorded, blocks("nvme", "nvme", tmp_path), shardwell={"shard_at_world_one": True})[0]
+    for beside in ("G2 D3 F1", "B4 G3 D2"):
+        assert beside in tokens, tokens
+    assert "U" not in tokens
+
+
+def most_staged(block: dict[str, Any]) -> tuple[int, int, int]:
+    """The most bytes of lifted copies at once, those of one shard of a block, and what is left of them after a step."""
+    most = 0
+    take_lifted = Shard.lift
+
+    def watched(shard: Shard) -> bool:
+        nonlocal most
+        is_lifted = take_lifted(shard)
+        most = max(most, sum(one.nbytes for one in copies()))
+        return is_lifted
+
+    def copies() -> list[Tensor]:
+        shards = [group.shard for unit in engine._flow.units for group in unit.groups]
+        return [shard._lifted[0] for shard in shards if shard is not None and shard._lifted is not None]
+
+    with lifting():
+        engine, _ = ring(block, ORDERS[:2])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Shard, "lift", watched)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 16).bfloat16(), ORDERS[0]).float().mean())
+                engine.step()
+        return most, engine._flow.units[-1].releasable[0].layout.shard_numel * 2, sum(one.nbytes for one in copies())
+
+
+def test_copies_of_two_shards_at_a_time_at_most(ranks: Ranks) -> None:
+    """One, and one more where the next unit waits for its update and is not gathered ahead."""
+    most, shard, left = ranks.run(2, most_staged, blocks("cpu", "cpu", ""))[0]
+    assert 0 < most <= 2 * shard
+    assert left == 0
