@@ -131,7 +131,7 @@ def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
     if context.world.mesh.rank == 0 and prefetches and 0 < limits.live < needed:
         logging.getLogger("shardwell").warning(
             "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
-            "since the two largest have %d parameters. Raise it to that, or make it 0 if memory is short and speed is not.",
+            "since the two largest have %d parameters. Raise it to that, or set 0 if this is meant.",
             limits.live,
             needed,
         )
