@@ -16,7 +16,12 @@ from benchmarks.offload_variants import SIZES as OFFLOAD_SIZES
 DISK: dict[str, Any] = {"device": "nvme", "pin_memory": True}
 TILES: dict[str, Any] = {**DISK, "buffer_count": 12}  # DeepSpeed's, four of them for each tile on its way
 PIPELINED: dict[str, Any] = {**TILES, "pipeline_read": True, "pipeline_write": True}
-PAGED: dict[str, Any] = {**DISK, "buffer_count": 16, "buffer_size": 100_000_000, "max_in_cpu": 0}
+PAGED: dict[str, Any] = {
+    **DISK,
+    "buffer_count": 64,
+    "buffer_size": 100_000_000,
+    "max_in_cpu": 0,
+}  # 16 were too few for it
 ALL: dict[str, Any] = {**DISK, "max_in_cpu": 0}
 FEW: dict[str, Any] = {**DISK, "buffer_count": 3}  # what they take cannot hold states
 AUTO: dict[str, Any] = {"placement": "auto", "device_room": 0.1, "host_room": 0.05}  # as high as there is room

@@ -158,6 +158,7 @@ def measure(variant: Variant, size: Size, spec: dict[str, Any]) -> dict[str, Any
         **rest,
         "kept_up": [max(ways.values()) for ways in rates],
         "kept_up_by": rates,
+        "disk_engine": None if tier is None else asdict(tier.choice),
         "usage": {**usage, "seconds": end.at - begin.at},
         "disk_bytes": against_formula(variant, parameters, len(steps.seconds), in_all),
         "disk_used": shutil.disk_usage(spec["drive"]).used - used,

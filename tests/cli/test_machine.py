@@ -52,7 +52,7 @@ def test_doctor_measures_a_disk_only_when_asked(
     found = doctor_command.disk(tmp_path)
     assert (found["engine"], found["path"], os.listdir(tmp_path)) == ("python", str(tmp_path), [])
     assert list(found["speeds"]) == ["python"]
-    assert found["speeds"]["python"]["read"] > 0 < found["speeds"]["python"]["write"]
+    assert min(found["speeds"]["python"][job] for job in ("read", "write", "mixed")) > 0
     assert ["GB/s" in text for _, text in doctor_command._disk_rows(found)] == [False, True]
 
 

@@ -47,7 +47,8 @@ def test_the_faster_engine_is_chosen_and_the_figures_are_told(tmp_path: Path, mo
     monkeypatch.setattr(disk_queue, "_time", timed)
     with DiskTier([tmp_path], chosen) as tier:
         assert tier.choice.engine == "threads"
-        assert tier.choice.why.count("GB/s") == 4
+        assert tier.choice.why.count("GB/s") == 2
+        assert tier.choice.why.count("mixed") == 2
     once = len(calls)
     DiskTier([tmp_path], chosen).close()
     assert len(calls) == once  # a choice is made once
@@ -56,8 +57,9 @@ def test_the_faster_engine_is_chosen_and_the_figures_are_told(tmp_path: Path, mo
 
 
 def test_io_uring_wins_unless_threads_are_clearly_faster() -> None:
-    assert fastest({"io_uring": Speed(100, 100), "threads": Speed(103, 104)}) == "io_uring"
-    assert fastest({"io_uring": Speed(100, 100), "threads": Speed(200, 99)}) == "threads"
+    """In what training asks of a drive: reads and writes at once."""
+    assert fastest({"io_uring": Speed(100, 100, 100), "threads": Speed(200, 200, 104)}) == "io_uring"
+    assert fastest({"io_uring": Speed(100, 100, 100), "threads": Speed(99, 99, 106)}) == "threads"
 
 
 @BUILT
@@ -99,7 +101,7 @@ def test_speeds_are_measured_on_all_paths_at_once(engine: str, tmp_path: Path) -
     (tmp_path / "other").mkdir()
     found = measure([tmp_path, tmp_path / "other"], settings(engine), 50 * BLOCK, [engine])
     assert list(found) == [engine]
-    assert found[engine].read > 0 < found[engine].write
+    assert min(vars(found[engine]).values()) > 0
     assert os.listdir(tmp_path) == ["other"]
 
 

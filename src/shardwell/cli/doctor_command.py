@@ -232,7 +232,7 @@ def _disk_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     yield "disk I/O", f"{found['engine']}, in {found['path']}"
     for name, speed in found["speeds"].items():
-        yield f"  {name}", f"reads {speed['read'] / 1e9:.2f} GB/s, writes {speed['write'] / 1e9:.2f} GB/s"
+        yield f"  {name}", ", ".join(f"{job} {rate / 1e9:.2f}" for job, rate in speed.items()) + " GB/s"
 
 
 def _show(sections: dict[str, Any], findings: list[Finding]) -> None:
