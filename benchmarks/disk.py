@@ -359,9 +359,16 @@ def table_of(summary: dict[str, Any], title: str) -> Table:
     return table
 
 
+def directory(text: str) -> Path:
+    """An argument that names one."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"found '{text}', expected a directory")
+    return Path(text)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--path", required=True, help="a directory on the drive; written to")
+    parser.add_argument("--path", required=True, type=directory, help="a directory on the drive; written to")
     parser.add_argument("--bytes", type=int, default=1 << 30, help="of the file, and of memory (default 1 GiB)")
     parser.add_argument("--block-size", type=int, default=DiskSettings.block_size)
     parser.add_argument("--queue-depth", type=int, default=DiskSettings.queue_depth)
@@ -375,7 +382,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, keep the raw figures. 1 if a target is missed."""
     args, console = parse_arguments(argv), Console(width=max(Console().width, 130))
-    path, settings = Path(args.path), DiskSettings(block_size=args.block_size, queue_depth=args.queue_depth)
+    path: Path = args.path
+    settings = DiskSettings(block_size=args.block_size, queue_depth=args.queue_depth)
     memory = aligned(args.bytes).random_(generator=torch.Generator().manual_seed(0))
     crc = native.crc32(memoryview(memory.numpy()))
     choice, load = choose([path], settings), os.getloadavg()[0]

@@ -53,6 +53,12 @@ def test_fio_is_the_reference_where_it_is_installed(tmp_path: Path, monkeypatch:
     assert found["summary"][disk.FIO]["read"]["gigabytes_per_second"] == pytest.approx(8)  # type: ignore[index]
 
 
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        disk.main(["--path", str(tmp_path / "none")])
+    assert "expected a directory" in capsys.readouterr().err
+
+
 def test_a_mixed_job_reads_one_half_and_writes_the_other() -> None:
     moved = disk.pieces("mixed", 100, 200, 30)
     assert moved == [
