@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import shardwell
+from shardwell.memory import Scratch, State
 from shardwell.memory.device import Device
-from shardwell.memory.pages import Page
+from shardwell.memory.disk import Transfer
+from shardwell.memory.pages import Pace, Page
 from shardwell.unit.shard import Shard
 from tests.models import whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
@@ -98,7 +101,7 @@ def ring(
 
 def in_any_order(block: dict[str, Any], commit: str, *, lifts: bool, width: int = 16) -> tuple[dict[str, Tensor], int]:
     """The parameters that were learned, and how many shards were lifted."""
-    others = {"shardwell": {"commit": commit}, "gradient_clipping": 0.0 if commit == "at_once" else 0.5}
+    others = {"shardwell": {"commit": commit}, "gradient_clipping": 0.5 if commit == "after_norm" else 0.0}
     with lifting(lifts) as lifted:
         engine, _ = ring(block, ORDERS, width, **others)
         return whole_parameters(engine.module), len(lifted)
@@ -182,14 +185,13 @@ def test_a_rank_that_is_alone_has_no_stage_between_disk_and_gather(ranks: Ranks,
     assert "U" not in tokens
 
 
-def most_staged(block: dict[str, Any]) -> tuple[int, int, int]:
+def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, int]:
     """The most bytes of lifted copies at once, those of one shard of a block, and what is left of them after a step."""
-    most = 0
-    take_lifted = Shard.lift
+    most, lift = 0, Shard.lift
 
     def watched(shard: Shard) -> bool:
         nonlocal most
-        is_lifted = take_lifted(shard)
+        is_lifted = lift(shard)
         most = max(most, sum(one.nbytes for one in copies()))
         return is_lifted
 
@@ -201,14 +203,72 @@ def most_staged(block: dict[str, Any]) -> tuple[int, int, int]:
         engine, _ = ring(block, ORDERS[:2])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Shard, "lift", watched)
-            for _ in range(2):
-                engine.backward(engine(torch.ones(2, 16).bfloat16(), ORDERS[0]).float().mean())
+            for order in orders:
+                engine.backward(engine(torch.ones(2, 16).bfloat16(), order).float().mean())
                 engine.step()
-        return most, engine._flow.units[-1].releasable[0].layout.shard_numel * 2, sum(one.nbytes for one in copies())
+            with torch.no_grad():
+                engine.eval()
+                engine(torch.ones(2, 16).bfloat16(), orders[-1])
+        left = [entry for entry in engine._context.scratch._out.values() if entry[1] is State.STAGING]
+        assert len(left) == len(copies())
+        return most, engine._flow.units[-1].releasable[0].layout.shard_numel * 2, len(left)
 
 
-def test_copies_of_two_shards_at_a_time_at_most(ranks: Ranks) -> None:
+@pytest.mark.parametrize("orders", [[IN_ORDER] * 2, ORDERS], ids=["in order", "wrong guesses"])
+def test_copies_of_two_shards_at_a_time_at_most(ranks: Ranks, orders: list[list[int]]) -> None:
     """One, and one more where the next unit waits for its update and is not gathered ahead."""
-    most, shard, left = ranks.run(2, most_staged, blocks("cpu", "cpu", ""))[0]
+    most, shard, left = ranks.run(2, staged, blocks("cpu", "cpu", ""), orders)[0]
     assert 0 < most <= 2 * shard
     assert left == 0
+
+
+def hindered(block: dict[str, Any], by: str) -> tuple[dict[str, Tensor], int]:
+    """Reads that fail are the matter of who needs them; memory that is short is nobody's."""
+    take = Scratch.take
+
+    def short(scratch: Scratch, numel: int, dtype: torch.dtype, state: State, unit: str) -> Tensor:
+        if state is State.STAGING and unit.startswith("blocks"):
+            raise torch.OutOfMemoryError
+        return take(scratch, numel, dtype, state, unit)
+
+    with lifting() as lifted, pytest.MonkeyPatch.context() as patch:
+        if by == "memory":
+            patch.setattr(Scratch, "take", short)
+        else:
+            patch.setattr(Transfer, "has_succeeded", False)
+        engine, _ = ring(block, ORDERS)
+        return whole_parameters(engine.module), len(lifted)
+
+
+@pytest.mark.parametrize("by", ["memory", "reads"])
+def test_what_cannot_be_lifted_is_gathered_all_the_same(ranks: Ranks, tmp_path: Path, by: str) -> None:
+    block = blocks("nvme", "nvme", tmp_path)
+    expected, _ = ranks.run(2, in_any_order, block, "auto", lifts=False)[0]
+    found, num_lifted = ranks.run(2, hindered, block, by)[0]
+    check_equal(found, expected)
+    assert num_lifted == 0
+
+
+class Recomputed(Ring):
+    """Runs in order; each block is recomputed in backward, which enters it twice."""
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = torch.utils.checkpoint.checkpoint(self.blocks[index], x, use_reentrant=False) + x
+        return x
+
+
+def entered(path: str) -> int:
+    """How often a unit is said to come, in a step."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Ring", Recomputed)
+        engine, _ = ring(blocks("nvme", "nvme", path), [IN_ORDER] * 2, shardwell={"shard_at_world_one": True})
+        patch.setattr(Pace, "enter", lambda pace: calls.append(pace))
+        engine.backward(engine(torch.ones(2, 16).bfloat16().requires_grad_(), IN_ORDER).float().mean())
+        engine.step()
+    return len(calls)
+
+
+def test_a_unit_that_is_entered_twice_comes_once(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(1, entered, str(tmp_path))[0] == 2 * len(IN_ORDER)

@@ -156,7 +156,7 @@ def disk(path: Path | None) -> dict[str, Any]:
     if "SHARDWELL_IO" in os.environ:
         engines = [choose([path], DiskSettings()).engine]
     speeds = measure([path], DiskSettings(), _DISK_BYTES, engines)
-    return {**found, "engine": fastest(speeds), "speeds": {name: asdict(speed) for name, speed in speeds.items()}}
+    return {**found, "engine": fastest(speeds), "speeds": speeds}
 
 
 def check(sections: dict[str, Any]) -> list[Finding]:
@@ -231,8 +231,10 @@ def _disk_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "disk I/O", " or ".join(usable) + why + "; --disk PATH measures"
         return
     yield "disk I/O", f"{found['engine']}, in {found['path']}"
-    for name, speed in found["speeds"].items():
-        yield f"  {name}", ", ".join(f"{job} {rate / 1e9:.2f}" for job, rate in speed.items()) + " GB/s"
+    from shardwell.memory.disk_queue import told
+
+    for engine, speeds in found["speeds"].items():
+        yield f"  {engine}", told(speeds)
 
 
 def _show(sections: dict[str, Any], findings: list[Finding]) -> None:

@@ -33,9 +33,13 @@ def gather(
     kind: Kind,
     scratch: Scratch,
     rest: Tensor | None = None,
+    copied: Callable[[], object] | None = None,
     keep: Keep | None = None,
 ) -> Pending:
-    """Fill all shards of `flat` with what was encoded of them: this rank's own is there already, or rests in codes."""
+    """Fill all shards of `flat` with what was encoded of them: this rank's own is there already, or rests in codes.
+
+    `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
+    """
     place = world.place
 
     def bring(memory: Tensor) -> Pending:
@@ -45,6 +49,8 @@ def gather(
                 codec.encode(flat.view(len(codes), -1)[place], codes[place])
             else:
                 codes[place].copy_(rest, non_blocking=True)
+        if copied is not None:
+            copied()
         return world.path_gather(memory, kind)
 
     return decode(world, flat, codec, bring, scratch, keep)

@@ -76,11 +76,20 @@ class Collectives:
         return self.path_gather(flat, kind)
 
     def gather_codes(
-        self, rest: Tensor, flat: Tensor, codec: Codec, token: str, keep: coded.Keep | None = None
+        self,
+        rest: Tensor,
+        flat: Tensor,
+        codec: Codec,
+        token: str,
+        copied: Callable[[], object],
+        keep: coded.Keep | None = None,
     ) -> Pending:
-        """Fill `flat` with what the codes of all ranks stand for; `rest` are this rank's own. `keep` is shown all."""
+        """Fill `flat` with what the codes of all ranks stand for; `rest` are this rank's own. `keep` is shown all.
+
+        `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
+        """
         self._announce(token)
-        return coded.gather(self, flat, codec, Kind.GATHER, self._scratch, rest, keep)
+        return coded.gather(self, flat, codec, Kind.GATHER, self._scratch, rest, copied, keep)
 
     def path_gather(self, flat: Tensor, kind: Kind) -> Pending:
         """A gather that was announced."""

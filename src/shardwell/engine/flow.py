@@ -3,7 +3,8 @@
 Two facts shape this file. Hooks lie: recomputation may stop before a forward ends, a queued backward callback fires
 once per reentrant checkpoint, and a module called twice fires twice; so every move is idempotent, nothing is released
 while its own backward may still need it, and `finish` at the step is what counts. And all ranks must issue the same
-collectives in the same order; so every decision here depends only on what all ranks see alike.
+collectives in the same order; so every decision on those depends only on what all ranks see alike. What a rank reads
+and copies ahead for itself may depend on more.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Flow:
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
         self._lifts = any(unit.is_liftable for unit in units)
+        self._lifted: list[Unit] = []  # and not gathered yet, or just now
         for unit in units:
             unit.fetch, unit.average = self.lend, self.average
 
@@ -99,6 +101,8 @@ class Flow:
             yield
         finally:
             self._in_model = False
+            if self.pages is not None:
+                self.pages.pace.pause()
 
     def _drop_leftovers(self) -> None:
         self._forward.start()
@@ -114,6 +118,7 @@ class Flow:
             self.pages.pace.pause()
         for unit in self.units if self.pages is not None or self._lifts else ():
             unit.let_go()
+        self._lifted.clear()
 
     def enter_forward(self, unit: Unit) -> None:
         if current_task() != -1:  # recomputation: this is part of the unit's backward
@@ -147,9 +152,9 @@ class Flow:
         return after is not None and 2 * after < self.limits.reuse_distance
 
     def _make_whole(self, unit: Unit, order: Order) -> None:
-        expected = order.visit(unit) if unit.releasable else None
-        if self.pages is not None:
+        if self.pages is not None and unit.releasable and order.last is not unit:
             self.pages.pace.enter()
+        expected = order.visit(unit) if unit.releasable else None
         self._gather(unit)
         unit.wait()
         if expected is not None:
@@ -161,7 +166,12 @@ class Flow:
         """Beyond the gather of the next unit, the one after it goes to the device, and those behind come from disk."""
         depth = self.pages.pace.depth if self.pages is not None else 0
         ahead = order.following(unit, 1 + self._lifts + depth)
+        for other in self._lifted[:]:
+            if other not in ahead[:2]:
+                other.let_go()  # a wrong guess
+                self._lifted.remove(other)
         if self._lifts and len(ahead) > 1 and self._has_room(ahead[1], order, self.num_ranks) and ahead[1].lift():
+            self._lifted.append(ahead[1])
             self.note(Action.LIFT, ahead[1])
         for later in ahead:
             if later.expect():
@@ -234,7 +244,9 @@ class Flow:
             self.end_loans()
 
     def drop_unused(self) -> None:
-        """The engine's forward is over; if no graph was recorded, what was gathered in vain goes."""
+        """The engine's forward is over; if no graph was recorded, what was gathered or expected in vain goes."""
+        if not self._graph_is_open:
+            self._let_go()
         for unit in self.units if not self._graph_is_open else ():
             if unit.residency is Residency.GATHERING:
                 self.release(unit)

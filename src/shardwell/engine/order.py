@@ -14,7 +14,7 @@ class Order:
     def __init__(self, units: Sequence[Unit]) -> None:
         """`units`: the order to expect before anything was seen."""
         self._next: dict[int, Unit] = {a.index: b for a, b in pairwise(units)}
-        self._last: Unit | None = None
+        self.last: Unit | None = None
         self._seen: list[Unit] = []
         self._before: list[Unit] = []  # the whole of the last pass
 
@@ -22,15 +22,15 @@ class Order:
         if self._seen:
             self._before = self._seen
             self._next.pop(self._seen[-1].index, None)  # nothing came after it
-        self._seen, self._last = [], None
+        self._seen, self.last = [], None
 
     def visit(self, unit: Unit) -> Unit | None:
         """Note that `unit` is used now; returns the unit expected after it."""
-        if self._last is not None and self._last is not unit:
-            self._next[self._last.index] = unit
-        if self._last is not unit:
+        if self.last is not None and self.last is not unit:
+            self._next[self.last.index] = unit
+        if self.last is not unit:
             self._seen.append(unit)
-        self._last = unit
+        self.last = unit
         return self._next.get(unit.index)
 
     def following(self, unit: Unit, num: int) -> list[Unit]:

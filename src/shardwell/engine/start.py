@@ -127,11 +127,12 @@ def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
     zero = settings.zero_optimization
     prefetches = zero.stage3_prefetch_bucket_size > 0
     limits = Limits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
-    needed = sum(sorted(unit.numel for unit in units)[-2:])
-    if context.world.mesh.rank == 0 and prefetches and 0 < limits.live < needed:
+    below = [unit.numel for unit in units if unit.releasable and unit.name]
+    needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root is there all along
+    if context.world.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
         logging.getLogger("shardwell").warning(
             "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
-            "since the two largest have %d parameters. Raise it to that, or set 0 if this is meant.",
+            "since that takes up to %d whole parameters. Raise it to that, or set 0 if this is meant.",
             limits.live,
             needed,
         )

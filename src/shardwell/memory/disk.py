@@ -91,6 +91,10 @@ class Transfer:
         return self.is_done
 
     @property
+    def has_succeeded(self) -> bool:
+        return self.is_done and self._outcome is not None and not self._outcome.error
+
+    @property
     def seconds(self) -> float:
         """From when it was asked for until it was done; 0 if it is not."""
         return self._outcome.seconds if self.is_done and self._outcome is not None else 0.0

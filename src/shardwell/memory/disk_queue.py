@@ -28,10 +28,11 @@ from shardwell.native.io_reference import ThreadQueue
 from shardwell.native.library import UnusableLibraryError
 
 ENGINES = ("io_uring", "threads", "python")
+JOBS = ("read", "write", "mixed")  # the last: as many reads as writes, at once
 _MAX_THREADS = 64  # for each path
 _LARGEST_BLOCK = 1 << 30
 _HUGE_PAGE = 2 << 20
-_TRIAL_BYTES = 128 << 20
+_TRIAL_BYTES = 64 << 20
 _MARGIN = 1.05
 _TICK = 200  # ms after which Python looks at signals and at the clock
 
@@ -60,19 +61,6 @@ class DiskSettings:
             raise ShardwellError(f"engine: found '{self.engine}', expected auto, {', '.join(ENGINES)}")
         if self.patience <= 0:
             raise ShardwellError(f"patience: found {self.patience}, expected seconds, more than 0")
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Bytes a second."""
-
-    read: float
-    write: float
-    mixed: float  # as many reads as writes, at once
-
-    def __str__(self) -> str:
-        each = (f"{name} {speed / 1e9:.2f}" for name, speed in vars(self).items())
-        return f"{', '.join(each)} GB/s"
 
 
 @dataclass(frozen=True)
@@ -144,6 +132,7 @@ def settle(request: Request, patience: float) -> Outcome:
 
 
 Job = dict[bool, Sequence[Part]]  # what is written, and what is not but read, at once
+Speeds = Mapping[str, float]  # bytes a second, by the name of a job
 _choices: dict[tuple[object, ...], Choice] = {}
 
 
@@ -172,19 +161,28 @@ def choose(paths: Sequence[Path], settings: DiskSettings) -> Choice:
 def _faster(paths: Sequence[Path], settings: DiskSettings) -> Choice:
     if any((free_bytes(path) or 0) < 4 * _TRIAL_BYTES for path in paths):
         return Choice("io_uring", f"not measured: less than {human(4 * _TRIAL_BYTES)} are free")
-    found = measure(paths, settings, _TRIAL_BYTES, ("io_uring", "threads"))
-    return Choice(fastest(found), "; ".join(f"{name} {speed}" for name, speed in found.items()))
+    found = measure(paths, settings, _TRIAL_BYTES, ("io_uring", "threads"), ["mixed"])
+    return Choice(fastest(found), "; ".join(f"{engine} {told(speeds)}" for engine, speeds in found.items()))
 
 
-def fastest(speeds: Mapping[str, Speed]) -> str:
+def fastest(speeds: Mapping[str, Speeds]) -> str:
     """For reads and writes at once, as in training. io_uring costs the processor less: others must be well ahead."""
-    return max(speeds, key=lambda engine: speeds[engine].mixed * (_MARGIN if engine == "io_uring" else 1.0))
+    return max(speeds, key=lambda engine: speeds[engine]["mixed"] * (_MARGIN if engine == "io_uring" else 1.0))
+
+
+def told(speeds: Speeds) -> str:
+    return ", ".join(f"{job} {speed / 1e9:.2f}" for job, speed in speeds.items()) + " GB/s"
 
 
 def measure(
-    paths: Sequence[Path], settings: DiskSettings, num_bytes: int, engines: Sequence[str], rounds: int = 3
-) -> dict[str, Speed]:
-    """The best of some rounds in turn: so many bytes at once to and from each path."""
+    paths: Sequence[Path],
+    settings: DiskSettings,
+    num_bytes: int,
+    engines: Sequence[str],
+    jobs: Sequence[str] = JOBS,
+    rounds: int = 3,
+) -> dict[str, dict[str, float]]:
+    """Bytes a second of each engine and job, the best of some rounds in turn: so many bytes to and from each path."""
     size = max(rounded(num_bytes), settings.block_size)
     memory = aligned(size * len(paths))
     memory.view(torch.int64).random_(generator=torch.Generator())  # some drives know zeros, and have no work with them
@@ -196,19 +194,17 @@ def measure(
         parts = [
             Part(0, memory.data_ptr() + lane * size, size, file.descriptor, lane) for lane, file in enumerate(files)
         ]
-        jobs: dict[str, Job] = {"read": {False: parts}, "write": {True: parts}, "mixed": _halves(parts)}
-        _time(engines[0], jobs["write"], files, settings)  # the first write to new space costs more than the others
-        best = {engine: dict.fromkeys(jobs, float("inf")) for engine in engines}
+        all_jobs: dict[str, Job] = {"read": {False: parts}, "write": {True: parts}, "mixed": _halves(parts)}
+        _time(engines[0], all_jobs["write"], files, settings)  # the first write to new space costs more than the others
+        best = {engine: dict.fromkeys(jobs, 0.0) for engine in engines}
         for _ in range(rounds):
-            for engine, (name, job) in itertools.product(engines, jobs.items()):
-                best[engine][name] = min(best[engine][name], _time(engine, job, files, settings))
+            for engine, job in itertools.product(engines, jobs):
+                seconds = _time(engine, all_jobs[job], files, settings)
+                best[engine][job] = max(best[engine][job], memory.numel() / seconds)
     finally:
         for file in files:
             file.close()
-    return {
-        engine: Speed(**{name: memory.numel() / seconds for name, seconds in found.items()})
-        for engine, found in best.items()
-    }
+    return best
 
 
 def _halves(parts: Sequence[Part]) -> Job:

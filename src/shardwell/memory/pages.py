@@ -94,8 +94,8 @@ class Page:
 
     @property
     def has_come(self) -> bool:
-        """It was asked for ahead, and to read it takes no time."""
-        return self._coming is not None and all(transfer.has_passed for transfer in self._coming[1])
+        """It was asked for ahead, and to read it takes no time and raises nothing."""
+        return self._coming is not None and all(transfer.has_succeeded for transfer in self._coming[1])
 
     def _begin(self) -> tuple[Tensor, list[Transfer]]:
         slot = self._pages.slots.take(self.chest.num_bytes)

@@ -300,7 +300,7 @@ class Group:
         return self.shard is not None and self.shard.lift()
 
     def let_go(self) -> None:
-        """It will not be gathered soon after all."""
+        """It will not be gathered soon after all, or what rests will change."""
         if self.shard is not None:
             self.shard.let_go()
 

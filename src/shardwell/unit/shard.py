@@ -112,11 +112,12 @@ class Shard:
         if second is not None and second.is_there:
             flat.grow()
             return coded.decode(world, flat.tensor, codec, second.gather, self._context.scratch)
-        with self._source() as source:
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(self._source())
             flat.grow()
             if world.mesh.size > 1 and source.numel():
                 keep = second.keep if second is not None else None
-                return world.gather_codes(source, flat.tensor, codec, f"GATHER {self._name}", keep)
+                return world.gather_codes(source, flat.tensor, codec, f"GATHER {self._name}", stack.close, keep)
             with lane.after_current():
                 codec.decode(source.to(flat.tensor.device, non_blocking=True), flat.tensor)
         return Pending(lane.mark().wait)
@@ -166,11 +167,19 @@ class Shard:
         """
         if not self.is_liftable or not self._leaves_its_tier or (self.page is not None and not self.page.has_come):
             return False
-        device = self._context.device
-        with self._below(device.lifts) as source, device.lifts.after(Mark()):
-            copy = self._context.scratch.take(source.numel(), source.dtype, State.STAGING, self._unit)
-            copy.copy_(source, non_blocking=True)
-        self._lifted = copy, device.lifts.mark()
+        scratch, lane = self._context.scratch, self._context.device.lifts
+        try:
+            with lane.after(Mark()):
+                copy = scratch.take(self.tensor.numel(), self.tensor.dtype, State.STAGING, self._unit)
+        except torch.OutOfMemoryError:
+            return False  # the gather may do without it
+        try:
+            with self._below(lane) as source, lane.after(Mark()):
+                copy.copy_(source, non_blocking=True)
+        except BaseException:
+            scratch.give(copy)
+            raise
+        self._lifted = copy, lane.mark()
         return True
 
     def let_go(self) -> None:

@@ -140,7 +140,7 @@ class Unit:
         return any(group.shard is not None and group.shard.is_liftable for group in self.releasable)
 
     def let_go(self) -> None:
-        """It will not be gathered soon after all."""
+        """It will not be gathered soon after all, or what rests will change."""
         for group in self.releasable:
             group.let_go()
 
