@@ -22,6 +22,7 @@ from shardwell.memory.device import Device
 from shardwell.memory.disk import Transfer
 from shardwell.memory.pages import Pace, Page
 from shardwell.unit.shard import Shard
+from shardwell.utils import safe_set_full_fp32_param
 from tests.models import whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
 from tests.offload.test_disk_state import AIO, quickly, story
@@ -135,6 +136,27 @@ def test_whoever_looks_or_changes_sees_the_same(ranks: Ranks, tmp_path: Path, pl
         check_equal(one, other)
 
 
+def changed_between(block: dict[str, Any]) -> tuple[Tensor, int]:
+    """The model is called without the engine, which begins no pass; what was lifted for later is changed."""
+    with lifting() as lifted:
+        engine, _ = ring(block, ORDERS[:2])
+        x = torch.ones(2, 16).bfloat16()
+        with torch.no_grad():
+            engine.module(x, IN_ORDER[:3])
+            assert engine._flow.units[4].groups[0].shard._lifted is not None
+            safe_set_full_fp32_param(engine.module.blocks[4][0].weight, torch.zeros(16, 16))
+            with shardwell.zero.GatheredParameters([engine.module.blocks[4][0].bias], modifier_rank=0):
+                engine.module.blocks[4][0].bias.fill_(0.25)
+            return engine.module(x, [4]), len(lifted)
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_who_changes_what_was_lifted_sees_the_change(ranks: Ranks, tmp_path: Path, place: tuple[str, str]) -> None:
+    for found, num_lifted in ranks.run(2, changed_between, blocks(*place, tmp_path)):
+        assert torch.equal(torch.as_tensor(found), 1 + torch.tensor(0.25).bfloat16().tanh().expand(2, 16))
+        assert num_lifted > 0
+
+
 def coded(path: str, *, lifts: bool) -> tuple[dict[str, Tensor], int]:
     """Frozen codes that rest on disk, and codes on the way, with a second copy in each node."""
     block = {
@@ -159,8 +181,9 @@ def test_codes_and_second_copies_are_lifted_too(ranks: Ranks, tmp_path: Path) ->
 
 
 def recorded(block: dict[str, Any], **others: Any) -> str:
-    """The tokens of the third step."""
-    with lifting():
+    """The tokens of the third step, with a drive that is asked one unit ahead of the copy."""
+    with lifting(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "depth", 1)
         return " ".join(map(str, ring(block, [IN_ORDER] * 3, **others)[1]))
 
 
@@ -208,7 +231,7 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
                 engine.step()
             with torch.no_grad():
                 engine.eval()
-                engine(torch.ones(2, 16).bfloat16(), orders[-1])
+                engine(torch.ones(2, 16).bfloat16(), IN_ORDER[:3])
         left = [entry for entry in engine._context.scratch._out.values() if entry[1] is State.STAGING]
         assert len(left) == len(copies())
         return most, engine._flow.units[-1].releasable[0].layout.shard_numel * 2, len(left)
