@@ -148,6 +148,9 @@ def _serve(pipe: Any, port: int, stacks: Path) -> None:
                 return
         if dist.is_initialized():
             dist.destroy_process_group()
+        if (checkpointing := sys.modules.get("shardwell.checkpointing")) is not None:
+            checkpointing._configured = None  # what a job asked for is no matter of the next
+            checkpointing.reset()
         gc.collect()
         if len(sys.modules) > num_modules:  # hundreds of thousands of objects that would be looked at again each time
             num_modules = len(sys.modules)
