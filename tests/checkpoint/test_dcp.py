@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import random
@@ -295,6 +296,34 @@ def test_a_class_that_is_not_listed_is_named_and_not_called(single: Path) -> Non
     assert not done.exists()
     pickle.loads((single / ".metadata").read_bytes())
     assert done.exists()  # the file was a weapon
+
+
+class Reaching:
+    """Pickled as an attribute of something."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_members_of_enumerations_as_some_versions_of_python_pickle_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.11.0 to 3.11.3, and with them Debian 12, name them as attributes of their class."""
+    by_name = lambda self, protocol: (getattr, (self.__class__, self._name_))  # noqa: E731
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", by_name)
+    path = save(tmp_path / "dcp", {"w": torch.arange(6.0)})
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    assert torch.equal(DcpSource(path).read("model/w", 0, 6), torch.arange(6.0))
+
+
+@pytest.mark.parametrize("of", [Metadata, torch.Size, "text", {}], ids=str)
+def test_attributes_of_anything_else_are_refused(single: Path, of: Any) -> None:
+    change(single, lambda metadata: setattr(metadata, "planner_data", Reaching(of, "__class__")))
+    with pytest.raises(CheckpointError, match=r"\.metadata: damaged, .*an attribute of what is no enumeration"):
+        DcpSource(single)
 
 
 def test_a_pickle_inside_a_data_file_is_not_executed_either(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ The checkpoints, and what is true of them, come from `deepspeed/make.py`.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from shardwell.checkpoint.sources.base import Source
 from shardwell.checkpoint.sources.deepspeed import STUBS, DeepSpeedSource, is_deepspeed
 from shardwell.checkpoint.sources.flat import ALIGNMENT, Span, cut_each, cut_together
+from shardwell.checkpoint.sources.torch_files import _names_in as names_in
 from shardwell.checkpoint.sources.torch_files import load
 from shardwell.errors import CheckpointError
 from tests.checkpoint.deepspeed_cases import CASES, FOLDER, MAIN, TAG, rewrite, truth, whole
@@ -70,6 +73,34 @@ def test_every_stretch_over_several_ranks_is_a_slice(case: str) -> None:
         flat = truth(case)[0][name].flatten()
         for start, stop in combinations_with_replacement(range(flat.numel() + 1), 2):
             assert same_bits(source.read(name, start, stop), flat[start:stop])
+
+
+class ByName:
+    """A stage as Python 3.11.0 to 3.11.3, and with them Debian 12, pickle it: as an attribute of its class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (sys.modules["deepspeed.runtime.zero.config"].ZeroStageEnum, self.name)
+
+
+@pytest.mark.parametrize(("case", "name"), [("stage2-bf16", "gradients"), ("stage3-bf16", "weights")])
+def test_a_stage_may_be_pickled_by_its_name(
+    case: str, name: str, copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModuleType("deepspeed.runtime.zero.config")
+    config.ZeroStageEnum = type("ZeroStageEnum", (), {name: 0, "__module__": config.__name__})  # type: ignore[attr-defined]
+    path = copy(case)
+    with monkeypatch.context() as patch:
+        for name_of in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", config.__name__):
+            patch.setitem(sys.modules, name_of, config)
+        for file in path.glob("*_optim_states.pt"):
+            rewrite(file, lambda content: content["optimizer_state_dict"].update(zero_stage=ByName(name)))
+            assert "__builtin__.getattr" in names_in(file)
+    source, (expected, _) = DeepSpeedSource(path), truth(case)
+    for tensor in source.tensors:
+        assert same_bits(whole(source, tensor), expected[tensor]), tensor
 
 
 def test_what_is_read_is_a_copy() -> None:

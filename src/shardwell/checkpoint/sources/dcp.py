@@ -30,7 +30,7 @@ from shardwell.checkpoint.parsing import failing, is_size, open_plain, parse_sha
 from shardwell.checkpoint.sources import pickles
 from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, File, Saved, load_value, locate
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
-from shardwell.checkpoint.sources.pickles import Record, nothing
+from shardwell.checkpoint.sources.pickles import Record, member, nothing
 from shardwell.errors import CheckpointError
 from shardwell.layout import contiguous_stride, product
 
@@ -282,6 +282,7 @@ _KNOWN: dict[str, Any] = {
     "torch.distributed.checkpoint.metadata.BytesStorageMetadata": _ObjectRecord,
     "torch.Size": _size,
     "collections.OrderedDict": dict,
+    "builtins.getattr": member,
     **dict.fromkeys(_CLASSES, Record),
     **dict.fromkeys(_UNUSED, nothing),
     **KNOWN_DTYPES,

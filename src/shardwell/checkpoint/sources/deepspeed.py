@@ -36,7 +36,10 @@ STUBS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickle the stage; as a stub it looks nothing up
+    "__builtin__.getattr",  # what protocol 2 calls it
 )
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 OWN = {  # entries of the model states that are DeepSpeed's; all others are the user's
     *COUNTERS,
@@ -300,7 +303,8 @@ def _paddings(file: _File, groups: list[Shapes]) -> list[list[int]]:
 def _stage(content: Mapping[str, Any]) -> int:
     """The stage of a rank's optimizer states. The one kind of optimizer that does not say is for stage 1."""
     stage = content.get("zero_stage", 1)
-    return int(stage.arguments[0] if isinstance(stage, Stub) else stage)
+    said = stage.arguments[-1] if isinstance(stage, Stub) and stage.arguments else stage
+    return STAGES[said] if isinstance(said, str) and said in STAGES else int(said)
 
 
 def _shapes(group: Mapping[str, Any], file: Path) -> Shapes:

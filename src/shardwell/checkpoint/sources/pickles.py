@@ -24,6 +24,12 @@ def nothing(*_: Any) -> None:
     """Stands for what is not needed."""
 
 
+def member(of: Any, name: Any) -> None:
+    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickle what an enumeration has; of what is not needed."""
+    if of is not nothing or not isinstance(name, str):
+        raise TypeError("an attribute of what is no enumeration")
+
+
 def load(
     data: bytes,
     known: Mapping[str, Callable[..., Any] | object],
