@@ -10,7 +10,7 @@ import pytest
 from shardwell.memory import pages
 from shardwell.memory.disk import DiskTier
 from shardwell.memory.pages import Pace
-from tests.disk.engines import BLOCK, EACH, noise, settings
+from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
 
 class Clock:
@@ -83,8 +83,6 @@ def test_a_transfer_knows_how_long_it_took(engine: str, tmp_path: Path) -> None:
 
 
 def test_one_that_is_not_done_has_taken_no_time_yet(tmp_path: Path) -> None:
-    from tests.disk.engines import Stuck
-
     with DiskTier([tmp_path], settings()) as tier:
         extent, queue, stuck = tier.allocate(BLOCK), tier._queue, Stuck()
         tier._queue = stuck  # type: ignore[assignment]

@@ -224,6 +224,8 @@ def _cpu_model() -> str:
 
 
 def _disk_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from shardwell.memory.disk_queue import told
+
     if found["path"] is None:
         reasons = found["unusable"]
         usable = [name for name in ("io_uring", "threads") if name not in reasons] or ["threads of Python"]
@@ -231,8 +233,6 @@ def _disk_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "disk I/O", " or ".join(usable) + why + "; --disk PATH measures"
         return
     yield "disk I/O", f"{found['engine']}, in {found['path']}"
-    from shardwell.memory.disk_queue import told
-
     for engine, speeds in found["speeds"].items():
         yield f"  {engine}", told(speeds)
 

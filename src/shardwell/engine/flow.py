@@ -80,7 +80,6 @@ class Flow:
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
         self._lifts = any(unit.is_liftable for unit in units)
-        self._lifted: list[Unit] = []  # and not gathered yet, or just now
         for unit in units:
             unit.fetch, unit.average = self.lend, self.average
 
@@ -118,7 +117,6 @@ class Flow:
             self.pages.pace.pause()
         for unit in self.units if self.pages is not None or self._lifts else ():
             unit.let_go()
-        self._lifted.clear()
 
     def enter_forward(self, unit: Unit) -> None:
         if current_task() != -1:  # recomputation: this is part of the unit's backward
@@ -166,12 +164,10 @@ class Flow:
         """Beyond the gather of the next unit, the one after it goes to the device, and those behind come from disk."""
         depth = self.pages.pace.depth if self.pages is not None else 0
         ahead = order.following(unit, 1 + self._lifts + depth)
-        for other in self._lifted[:]:
-            if other not in ahead[:2]:
+        for other in self.units if self._lifts else ():
+            if other.is_lifted and other not in ahead[:2]:
                 other.let_go()  # a wrong guess
-                self._lifted.remove(other)
         if self._lifts and len(ahead) > 1 and self._has_room(ahead[1], order, self.num_ranks) and ahead[1].lift():
-            self._lifted.append(ahead[1])
             self.note(Action.LIFT, ahead[1])
         for later in ahead:
             if later.expect():

@@ -152,9 +152,13 @@ class Shard:
             self.page.give(slot, lane.mark())
 
     @property
+    def is_lifted(self) -> bool:
+        return self._lifted is not None
+
+    @property
     def _leaves_its_tier(self) -> bool:
         """The next gather needs it from where it rests."""
-        return self._lifted is None and (self.second is None or not self.second.is_there)
+        return not self.is_lifted and (self.second is None or not self.second.is_there)
 
     def expect(self) -> bool:
         """It will be gathered soon: begin to read what rests on disk."""

@@ -125,7 +125,7 @@ class Unit:
 
     def expect(self) -> bool:
         """It will be gathered soon: begin to read what rests on disk, unless it has to be updated first."""
-        return self._rests and sum(group.expect() for group in self.releasable) > 0
+        return self._rests and sum(group.expect() for group in self.releasable) > 0  # all of them, not up to the first
 
     def lift(self) -> bool:
         """It will be gathered next but one: begin to copy what rests below the device, unless it has to be updated."""
@@ -138,6 +138,10 @@ class Unit:
     @property
     def is_liftable(self) -> bool:
         return any(group.shard is not None and group.shard.is_liftable for group in self.releasable)
+
+    @property
+    def is_lifted(self) -> bool:
+        return any(group.shard is not None and group.shard.is_lifted for group in self.releasable)
 
     def let_go(self) -> None:
         """It will not be gathered soon after all, or what rests will change."""
