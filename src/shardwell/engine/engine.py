@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Ledger, TrafficReport
@@ -27,14 +26,13 @@ from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
 from shardwell.engine.precision import dtype_of, mixed_dtype
 from shardwell.engine.refit import Builder, refit
 from shardwell.engine.room import room_for_frozen
+from shardwell.engine.states import load_whole_state, whole_state
 from shardwell.engine.trace import Trace
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
-from shardwell.optim.access import Access
 from shardwell.optim.scale import LossScale, NoScale
-from shardwell.unit import Context, guard
-from shardwell.unit.opened import GatheredParameters
+from shardwell.unit import Context
 
 _carried = SimpleNamespace(scale=1.0)  # the loss scale of the running backward's gradients outside of models
 
@@ -362,37 +360,14 @@ class Engine(nn.Module):
         One unit is whole at a time. With `rank0_only` the other ranks get an empty dictionary.
         """
         kwargs["keep_vars"] = True  # no values are read
-        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        keeps = not rank0_only or self.global_rank == 0
-        whole: dict[int, Tensor] = {}
         with self._context.failing_together("state_dict"):
-            for unit in self._flow.units:
-                with GatheredParameters(parameter for group in unit.groups for parameter in group.parameters):
-                    for group in unit.groups if keeps else ():
-                        whole.update({id(p): p.detach().to("cpu", copy=True) for p in group.parameters})
-        if not keeps:
-            return {}
-        return {key: whole[id(value)] if id(value) in whole else _on_host(value) for key, value in found.items()}
+            found = self.module.state_dict(*args, **kwargs)
+            return whole_state(found, self._flow.units, keeps=not rank0_only or self.global_rank == 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Set the model's state from whole tensors, such as `state_dict` gives. All ranks pass the same ones."""
-        mine: dict[str, Any] = self.module.state_dict(keep_vars=True)
-        missing = sorted(set(mine) - set(state_dict))
-        unexpected = sorted(set(state_dict) - set(mine))
-        if strict and (missing or unexpected):
-            raise ShardwellError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")
-        with self._context.failing_together("load_state_dict", common=(ShardwellError,)), torch.no_grad():
-            for key in mine:
-                if key in state_dict and isinstance(mine[key], nn.Parameter) and guard.is_kept(mine[key]):
-                    Access(mine[key]).set_master(state_dict[key])
-                elif key in state_dict and isinstance(mine[key], Tensor):
-                    if mine[key].shape != state_dict[key].shape:
-                        raise ShardwellError(
-                            f"'{key}' has shape {tuple(mine[key].shape)}; a value of shape "
-                            f"{tuple(state_dict[key].shape)} does not fit"
-                        )
-                    mine[key].copy_(state_dict[key])
-        return _IncompatibleKeys(missing, unexpected)
+        with self._context.failing_together("load_state_dict", common=(ShardwellError,)):
+            return load_whole_state(self.module.state_dict(keep_vars=True), state_dict, strict=strict)
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 
@@ -485,10 +460,6 @@ class Engine(nn.Module):
             if module is None or name.startswith("__"):
                 raise
             return getattr(module, name)
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
