@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Ledger, TrafficReport
@@ -152,7 +153,11 @@ class Engine(nn.Module):
         try:
             with self._context.failing_together("backward"):
                 scaled = loss.float() * self._scale.value if self._scale.is_on else loss
+                self._flow.begin_backward()
                 scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
+        except BaseException:
+            self._flow.hang_gradients()  # those that had come can be dropped like any others
+            raise
         finally:
             self._flow.divide_by_steps = True
             _carried.scale = before
@@ -175,12 +180,24 @@ class Engine(nn.Module):
             self._flow.end_loans()
         self._checkpoints.check()  # last: ranks may hear of it at different steps
 
+    def step_now(self) -> None:
+        """Apply the gradients, whatever the count of micro-steps says: a loop that calls its optimizer's own `step`."""
+        self.set_gradient_accumulation_boundary(True)
+        self.step()
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take over an optimizer that the user made over the model's parameters, and step."""
+        self.optimizer = self._builder.adopt(optimizer, self, self._flow.units)
+        self.step_now()
+
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
         try:
             with self._context.failing_together("step"):
-                self.optimizer.step()
+                self._flow.take_edits(at_step=True)
+                self.optimizer.apply_gradients()
         finally:
+            self._flow.clear_gradients()
             self._flow.end_loans()
             self._ledger.close_step()
             self._agreement.turn_page()
@@ -230,10 +247,10 @@ class Engine(nn.Module):
         """Forget the gradients of this boundary; units that were updated at once during backward stay updated."""
         self._flow.finish_for_nobody()
         if self.optimizer is not None:
-            self.optimizer.zero_grad()
-            return
+            self.optimizer.forget_gradients()
         for group in (group for unit in self._flow.units for group in unit.trainable):
             group.gradients.clear()
+        self._flow.clear_gradients()
 
     # ------------------------------------------------------------------------------------------------- readings
 
@@ -343,6 +360,7 @@ class Engine(nn.Module):
         self._flow.end_passes()
         self._flow.end_loans()
         with self._context.failing_together("refit"):
+            self._flow.take_edits()
             units = refit(list(self._flow.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
             _remove(self._handles.pop(unit))
@@ -445,8 +463,9 @@ class Engine(nn.Module):
         self._handles.clear()
         for module in self._compiled:
             module.__dict__.pop("forward", None)
+        self._flow.clear_gradients()
         if self.optimizer is not None:
-            self.optimizer.zero_grad()
+            self.optimizer.forget_gradients()
             self.optimizer.state.clear()
         self._context.close()
         self.trim()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from shardwell.engine.order import Order
 from shardwell.engine.trace import Action, Event, Trace
 from shardwell.errors import BackwardError
 from shardwell.memory.pages import Pages
+from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Group, Residency, Unit
 from shardwell.unit.table import ReduceAt
@@ -65,6 +67,10 @@ class Flow:
         self.loss_scale: LossScale = NoScale()  # that gradients must carry
         self.has_met_scale = False  # some have, since the last forward
         self._kept_back = False  # some gradients of this boundary were
+        self._sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
+        self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
+        self.views: GradientViews | None = None  # that stand for gradients in `p.grad`
+        self.drop_gradients: Callable[[], None] = self.finish_for_nobody  # as `zero_grad` does
         self._tasks: set[int] = set()
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
         self._graph_was_used = False  # a backward went through it
@@ -81,7 +87,9 @@ class Flow:
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
         self._lifts = any(unit.is_liftable for unit in units)
         for unit in units:
-            unit.fetch, unit.average = self.lend, self.average
+            unit.fetch, unit.average, unit.adopt = self.lend, self.average, self.adopt
+        if self.views is not None:
+            self.views.take(units)
 
     def note(self, action: Action, unit: Unit) -> None:
         if self.trace is not None:
@@ -96,6 +104,7 @@ class Flow:
         self._graph_was_used = False
         self._in_model, self.has_met_scale = True, False
         self._drop_leftovers()
+        self.take_edits()
         try:
             yield
         finally:
@@ -284,12 +293,15 @@ class Flow:
                 self._finish_reduces(earlier)  # here, because the ranks are all at the same place
                 self._graph_was_used = True
                 self._backward.start()
+                self.begin_backward()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
 
     def take_gradient(self, unit: Unit, group: Group, index: int, parameter: Tensor) -> None:
         """A parameter's gradient is complete (for this graph task): move it into the group's flat buffer."""
         grad = parameter.grad
+        if grad is not None and self.views is not None:
+            grad = self.views.take_incoming(group, index, grad)
         if grad is None:
             return
         if self.loss_scale.is_on and not self.has_met_scale:
@@ -303,6 +315,8 @@ class Flow:
             is_last = self.is_boundary and self.sync
             group.gradients.absorb(index, grad.detach(), self._scale, stays=self._adds_up(group), is_last=is_last)
         parameter.grad = None
+        if self.views is not None:
+            self.views.hang_one(group, index)
         unit.has_news = True
 
     @property
@@ -392,6 +406,43 @@ class Flow:
                 if unit.in_backward or unit.has_news:
                     self.end_backward(unit)
         self._tasks.discard(task)
+        self._sums_wait = self._sums_wait or not (self.sync and self.is_boundary)
+        if not self._tasks:
+            self.hang_gradients()
+
+    # ----------------------------------------------------------------------------------- what the user does to them
+
+    def sums_may_wait(self) -> bool:
+        """Some rank may have gradients that are not averaged yet; the same answer on all ranks."""
+        return self._sums_wait
+
+    def begin_backward(self) -> None:
+        """What stands for gradients makes room for those that autograd will bring."""
+        if self.views is not None:
+            self.views.unhang()
+
+    def hang_gradients(self) -> None:
+        """No backward runs: what the engine holds are the gradients of the parameters."""
+        if self.views is not None:
+            self.views.hang()
+
+    def clear_gradients(self) -> None:
+        """The engine holds no gradients any more."""
+        if self.views is not None:
+            self.views.clear()
+
+    def take_edits(self, *, at_step: bool = False) -> None:
+        """Do what the user did to `p.grad`."""
+        if self.views is not None:
+            with torch.no_grad():
+                self.views.take_edits(at_step=at_step)
+
+    def set_gradient(self, unit: Unit, group: Group, index: int, grad: Tensor) -> None:
+        """A gradient that the user set counts as one of this rank's: it is averaged over the ranks."""
+        scale = self.loss_scale.value / self.num_ranks
+        is_last = self.is_boundary and self.sync
+        group.gradients.absorb(index, grad.clone(), scale, stays=self._adds_up(group), is_last=is_last)
+        unit.has_news = self._sums_wait = True
 
     # ----------------------------------------------------------------------------------------------------- step
 
@@ -405,6 +456,7 @@ class Flow:
             self.end_passes()
         finally:
             self.sync, self.is_boundary, self._kept_back = sync, boundary, False
+            self._sums_wait = False
 
     def end_passes(self) -> None:
         """No backward runs, and nothing is on its way. What waits for the boundary still does."""

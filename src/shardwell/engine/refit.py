@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwell.errors import ModelChangedError
 from shardwell.optim import Recipe, ShardedOptimizer
@@ -22,13 +23,23 @@ from shardwell.optim.build import NO_LABEL
 from shardwell.unit import Cut, Group, Unit, guard
 
 
-@dataclass(frozen=True)
+@dataclass
 class Builder:
-    """What `initialize` knows about building units."""
+    """What `initialize` knows about building units and optimizers."""
 
     cut: Callable[[], list[Cut]]
     groups: Callable[[Cut, list[Cut], Set[int]], list[Group]]
+    optimizer: Callable[[Any, Recipe], ShardedOptimizer]  # for an engine
+    recipe_of: Callable[[Optimizer], Recipe | None]
     recipe: Recipe | None
+
+    def adopt(self, given: Optimizer, engine: Any, units: Sequence[Unit]) -> ShardedOptimizer:
+        """The optimizer of an engine that was built without one, from one that the user made since."""
+        self.recipe = self.recipe_of(given)
+        assert self.recipe is not None
+        for group in (group for unit in units for group in unit.trainable):
+            group.relabel([self.recipe.label(parameter) for parameter in group.parameters])
+        return self.optimizer(engine, self.recipe)
 
 
 def refit(

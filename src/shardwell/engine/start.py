@@ -35,6 +35,8 @@ from shardwell.memory.mail import Aligned
 from shardwell.memory.pages import Pages
 from shardwell.optim import Recipe, ShardedOptimizer, recipe_for, schedules
 from shardwell.optim.build import NO_LABEL
+from shardwell.optim.given import redirect, watch_optimizers
+from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
 from shardwell.optim.sharded import Terms
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
@@ -94,12 +96,20 @@ def initialize(
     builder = Builder(
         lambda: _cut(model, settings),
         lambda one, cuts, trained: _groups(
-            one, settings, recipe, _places(cuts, settings, recipe, context, offload, trained), context, trained
+            one,
+            settings,
+            builder.recipe,
+            _places(cuts, settings, builder.recipe, context, offload, trained),
+            context,
+            trained,
         ),
+        lambda engine, recipe: _optimizer(recipe, engine, flow, context),
+        lambda given: recipe_for(given, model, None, None, home),
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
     engine.offload = offload
+    _meet_the_user(engine, flow)
     if world.rank == 0 and (offload.commits or settings.shardwell.placement == "auto"):
         logging.getLogger("shardwell").info("%s", offload)
     engine._scale = _loss_scale(settings)
@@ -112,6 +122,15 @@ def initialize(
     agreement.turn_page()
     engine.training_dataloader = _loader(training_data, engine, collate_fn)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _meet_the_user(engine: Engine, flow: Flow) -> None:
+    """Let what users do to gradients and to optimizers of their own reach the engine."""
+    flow.adopt, flow.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
+    if not engine._context.device.is_virtual:
+        flow.views = GradientViews(engine._context, flow)
+    flow.take(flow.units)
+    watch_optimizers()
 
 
 def _place_buffers(model: nn.Module, settings: Config, context: Context) -> None:
@@ -157,6 +176,9 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
         look_again=_weakly(engine.fit_to_model),
         after_update=flow.after_update,
     )
+    optimizer.trainer = weakref.ref(engine)
+    if recipe.given is not None:
+        redirect(recipe.given, engine)
     flow.gradients_reduced = optimizer.gradients_reduced
     for unit in flow.units:
         unit.optimizer = weakref.proxy(optimizer)
@@ -412,14 +434,14 @@ def _scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOpti
     return schedules.by_name(block, optimizer) if block is not None else given(optimizer)
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A method of the engine for those whom the engine holds."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*args: Any) -> None:
         living = reference()
         if living is not None:
-            living()
+            living(*args)
 
     return call
 

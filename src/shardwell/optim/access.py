@@ -5,7 +5,8 @@ Reading something whole is collective: all ranks must ask for the same things in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Access:
         with self._group.opened_master(changes=True):
             part = self._part(self._group.master)
             if part is not None and self._piece is not None:
-                part.copy_(wide[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel])
+                part.copy_(self._slice(wide))
                 self._group.remember(self._piece.in_shard, part)
         self._group.forget_second_copy()
         if self._group.flat.present:
@@ -88,52 +89,95 @@ class Access:
 
     # ------------------------------------------------------------------------------------------------- gradients
 
-    def gradient(self) -> Tensor | None:
+    def gradient(self, *, asks: bool = True) -> Tensor | None:
         """ND, averaged over ranks and micro-steps, without the loss scale; None between a step and a backward.
 
-        A copy: what waits to be averaged still does, and no update begins.
+        A copy: what waits to be averaged still does, and no update begins. `asks`: ranks may differ in what they have,
+        so they ask each other.
         """
-        if not self._is_stepped:
+        if not self._is_trained:
             return None
-        has_any, has_sums = self._anywhere()
+        has_any, has_sums = self._anywhere() if asks else (self._group.gradients.has_any, False)
         if not has_any:
             return None
         gradients = self._group.gradients
         part = self._part(gradients.look(has_sums=has_sums))
-        return self._assemble(gradients.wide, None if part is None else part / self._loss_scale)
+        return self._assemble(gradients.wide, None if part is None else part / self.loss_scale)
+
+    def gradient_part(self, *, asks: bool) -> Tensor | None:
+        """1D, this rank's part of the averaged gradient, to read, with the loss scale; None if it holds none.
+
+        `asks` as for `gradient`. All ranks must call it.
+        """
+        if not asks:
+            result = self._averaged()
+            return None if result is None else self._part(result)
+        has_any, has_sums = self._anywhere()
+        return self._part(self._group.gradients.look(has_sums=has_sums)) if has_any else None
+
+    @contextlib.contextmanager
+    def opened_gradient(self, *, asks: bool) -> Iterator[Tensor | None]:
+        """1D, this rank's part of the averaged gradient without the loss scale, to be changed; None if it holds none.
+
+        `asks` as for `gradient`. All ranks must call it.
+        """
+        if asks and self._anywhere()[1] and self._unit.average is not None:
+            self._unit.average(self._unit)
+        result = self._averaged()
+        if result is not None and self._unit.optimizer is not None:
+            self._unit.optimizer.gradients_change(self._unit)
+        part = None if result is None else self._part(result)
+        scale = self.loss_scale
+        if part is not None and scale != 1.0:
+            part.div_(scale)
+        try:
+            yield part
+        finally:
+            if part is not None and scale != 1.0:
+                part.mul_(scale)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """1D, this rank's part of a tensor that broadcasts to the parameter's shape; empty if it holds none."""
+        flat = self._flat_of(value.expand(self._slot.shape), value.dtype)
+        return flat[:0] if self._piece is None else self._slice(flat)
+
+    def argument(self, value: Any) -> Any:
+        """What stands beside this rank's part of a gradient in an operation, of what stands beside the whole."""
+        is_one = not isinstance(value, Tensor) or value.ndim == 0
+        return value if is_one else self.part_of(value)
+
+    def _slice(self, flat: Tensor) -> Tensor:
+        assert self._piece is not None
+        return flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
 
     def local_gradient(self) -> Tensor | None:
         """1D, this rank's part of the same, as far as this rank can know it alone."""
         self._check_alone()
-        if not self._is_stepped or not self._group.gradients.has_any:
+        if not self._is_trained or not self._group.gradients.has_any:
             return None
         part = self._part(self._group.gradients.look(has_sums=False))
-        return None if part is None else part / self._loss_scale
+        return None if part is None else part / self.loss_scale
 
     def set_gradient(self, value: Tensor) -> None:
-        if self._is_stepped and self._anywhere()[1] and self._unit.average is not None:
-            self._unit.average(self._unit)
-        result = self._averaged()
-        if result is None:
-            raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
-        self._unit.optimizer.gradients_change(self._unit)
-        part = self._part(result)
-        flat = self._flat_of(value, self._group.gradients.wide)
-        if part is not None and self._piece is not None:
-            mine = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
-            part.copy_(mine * self._loss_scale)
+        with self.opened_gradient(asks=self._is_trained) as part:
+            if not self._is_trained or self._group.gradients.result is None:
+                raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
+            mine = self.part_of(self._checked(value).to(self._group.gradients.wide))
+            if part is not None:
+                part.copy_(mine)
 
     def set_local_gradient(self, value: Tensor) -> None:
         self._check_alone()
         result = self._averaged()
         part = None if result is None else self._part(result)
         if part is not None:
-            self._unit.optimizer.gradients_change(self._unit)
-            part.copy_(value.reshape(-1).to(part.device, torch.float32) * self._loss_scale)
+            if self._unit.optimizer is not None:
+                self._unit.optimizer.gradients_change(self._unit)
+            part.copy_(value.reshape(-1).to(part.device, torch.float32) * self.loss_scale)
 
     @property
-    def _is_stepped(self) -> bool:
-        return self._unit.optimizer is not None and self._group.trainable
+    def _is_trained(self) -> bool:
+        return self._group.trainable
 
     @property
     def _waits(self) -> bool:
@@ -155,18 +199,18 @@ class Access:
 
     def _averaged(self) -> Tensor | None:
         """1D, where this rank's part of what was averaged lies."""
-        if not self._is_stepped:
+        if not self._is_trained:
             return None
         gradients = self._group.gradients
         gradients.settle()
-        if gradients.hands_over:
+        if gradients.hands_over and self._unit.optimizer is not None:
             self._unit.optimizer.gradients_reduced(self._unit, at_boundary=False)
         gradients.arrive()
         return gradients.result
 
     def _check_alone(self) -> None:
         """Averaging is for all ranks."""
-        if self._is_stepped and (self._waits or self._group.gradients.needs_others):
+        if self._is_trained and (self._waits or self._group.gradients.needs_others):
             when = " (that is done at the boundary)" if self._waits else ""
             raise ShardwellError(
                 f"the gradient of '{self._slot.name}' is not averaged over the ranks yet{when}, and one rank cannot do "
@@ -174,8 +218,10 @@ class Access:
             )
 
     @property
-    def _loss_scale(self) -> float:
-        return float(self._unit.optimizer.scale.value)
+    def loss_scale(self) -> float:
+        """That the gradient carries."""
+        optimizer = self._unit.optimizer
+        return float(optimizer.scale.value if optimizer is not None else self._group.gradients.loss_scale)
 
     # ----------------------------------------------------------------------------------------------------- state
 
@@ -241,7 +287,7 @@ class Access:
         is_count = isinstance(before, Tensor) and before.ndim == 0
         if isinstance(value, Tensor) and (value.ndim or (self._slot.shape == () and not is_count)):
             flat = self._flat_of(value, self._group.precision.master)
-            value = flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
+            value = self._slice(flat)
         self.set_local_state(key, value)
 
     def set_local_state(self, key: str, value: Any) -> None:
@@ -290,12 +336,16 @@ class Access:
                     world.broadcast(view, rank, Kind.GATHER, f"READ {slot.name}")
         return flat.as_strided(slot.shape, slot.stride)
 
-    def _flat_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """1D in the parameter's own memory order."""
+    def _checked(self, value: Tensor) -> Tensor:
         if tuple(value.shape) != self._slot.shape:
             raise ShardwellError(
                 f"'{self._slot.name}' has shape {self._slot.shape}; a value of shape {tuple(value.shape)} does not fit"
             )
+        return value
+
+    def _flat_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """1D in the parameter's own memory order."""
+        self._checked(value)
         flat = torch.empty(self._slot.numel, dtype=dtype, device=self._group.context.device.torch_device)
         flat.as_strided(self._slot.shape, self._slot.stride).copy_(value)
         return flat

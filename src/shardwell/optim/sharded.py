@@ -22,6 +22,7 @@ from shardwell.memory import State, Tier
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead, Unpublished, commit_of
 from shardwell.optim.build import NO_LABEL, Recipe
+from shardwell.optim.given import Trainer, step_with
 from shardwell.optim.host import Arrival
 from shardwell.optim.norms import GlobalNorm, Norm, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
@@ -67,12 +68,14 @@ class ShardedOptimizer(Optimizer):
         self._context = context
         self._terms, self._clip, self.scale = terms, terms.clip, terms.scale
         self._before_step, self._look_again, self._after_update = before_step, look_again, after_update
+        self.trainer: Callable[[], Trainer | None] = lambda: None  # the engine that `step` and `zero_grad` are for
         self.shards = Shards(self._units, one_per_parameter=False)
         self.inner = self._make()
         if needs_whole(self.inner):  # a tensor must not reach over several parameters
             self.shards = Shards(self._units, one_per_parameter=True)
             self.inner = self._make()
             self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
+        self._step_inner = self.inner.step  # as it is before the user's calls of it mean the engine's step
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
@@ -156,10 +159,16 @@ class ShardedOptimizer(Optimizer):
                     tensors += [s.tensor for s in self.shards.relabel(keeper, parameter, label, self.inner)]
         self.inner.add_param_group({**param_group, "params": tensors})
 
+    def step(self, closure: Any = None) -> Any:
+        """Apply the gradients, as `Engine.step` does at a boundary."""
+        trainer = self.trainer()
+        if trainer is None:
+            raise ShardwellError("the engine of this optimizer is gone")
+        return step_with(trainer, closure)
+
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
-        assert closure is None, "sharded optimizers take no closure"
         self._recipe.note_step(self.inner)
         self._before_step()
         for unit in self._units:
@@ -322,6 +331,12 @@ class ShardedOptimizer(Optimizer):
         return moved
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as `Engine.zero_grad` does."""
+        trainer = self.trainer()
+        if trainer is not None:
+            trainer.zero_grad(set_to_none)
+
+    def forget_gradients(self) -> None:
         """Forget the gradients of this boundary. An update at once that they began is not taken back."""
         self._forget_gradients(False, together=True)
 
@@ -334,6 +349,7 @@ class ShardedOptimizer(Optimizer):
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.clear(was_used)
+        self.shards.hang_no_gradients(False)
 
     def global_norm(self) -> Tensor | None:
         """The norm of the whole averaged gradient at the last step, before clipping."""
@@ -426,7 +442,7 @@ class ShardedOptimizer(Optimizer):
             for label, param_group in enumerate(self.param_groups):
                 mine = [shard for shard in shards if shard.label == label]
                 param_group["params"] = [shard.tensor for shard in mine if shard.hang_gradient(factor, again=again)]
-            self.inner.step()
+            self._step_inner()
         finally:
             for param_group, tensors in zip(self.param_groups, every, strict=True):
                 param_group["params"] = tensors

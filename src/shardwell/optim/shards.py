@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardwell.layout import Piece
 from shardwell.native import Compact
+from shardwell.optim.given import NoGradient
 from shardwell.unit import Group, Unit
 
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
@@ -36,6 +38,10 @@ class Shard:
         """1D, a view of the group's averaged gradients; None if nothing arrived."""
         result = self.group.gradients.result
         return None if result is None else result[self.start : self.start + self.tensor.numel()]
+
+    @cached_property
+    def no_gradient(self) -> NoGradient:
+        return NoGradient(self.tensor)
 
     def hang_gradient(self, factor: Tensor | float | None, *, again: bool) -> bool:
         """Make the gradient that of the tensor, in its dtype, times a factor; false if there is none.
@@ -103,6 +109,11 @@ class Shards:
 
     def of(self, unit: Unit) -> list[Shard]:
         return self._by_unit[unit.index]
+
+    def hang_no_gradients(self, there_are_some: bool) -> None:
+        """Whoever looks for gradients at these tensors is told where they are, while there are some."""
+        for shard in self:
+            shard.tensor.grad = shard.no_gradient if there_are_some else None
 
     def seen(self) -> list[bool]:
         """For each parameter, by number: whether this rank has a gradient of it."""

@@ -68,7 +68,7 @@ class Gradients:
         self._pending: Pending | None = None  # a reduce
         self._publishing: Pending | None = None  # its second half, on rows that keep gradients whole
         self._lost: Lost | None = None  # in codes, and not said yet
-        self._loss_scale = 1.0  # that the gradients of this step carry
+        self.loss_scale = 1.0  # that the gradients of this step carry
 
     def move(self, state: GradState) -> None:
         assert state in _ALLOWED[self.state], f"gradients of {self._name} cannot go from {self.state} to {state}"
@@ -142,7 +142,7 @@ class Gradients:
 
     def reduce(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
         """Start averaging what is in the flat buffer (nothing counts as zeros) into `result`."""
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
         self.settle()
         if self.state is not GradState.PARTIAL:
             self._open(None, scale, stays)
@@ -216,7 +216,7 @@ class Gradients:
         token, codecs = f"REDUCE {self._name}", self._row.reduce_codecs
         if codecs is not None and self._row.feedback and self._lost is None:
             self._lost = Lost(self._comm.num_lost(flat.numel(), codecs), self._unit, self._scratch)
-        lost = self._lost.joining(self._scale / self._loss_scale) if self._lost is not None else None
+        lost = self._lost.joining(self._scale / self.loss_scale) if self._lost is not None else None
         return self._comm.reduce(flat, into, self._scale, accumulate, token, codecs, lost=lost)
 
     def free(self) -> None:
@@ -345,6 +345,21 @@ class Gradients:
         self._scratch.give(flat)
 
     # ------------------------------------------------------------------------------------------------------- the end
+
+    def forget(self, index: int) -> None:
+        """As if one parameter had got no gradient. All ranks must do so at the same place."""
+        self.settle()
+        self.seen[index] = self._came_last[index] = False
+        self._filled[index] = False  # a reduce counts it as zeros
+        slot, first = self._layout.slots[index], 0
+        if self._row.gradients.over is not None:
+            first = self._layout.shard_range(self._comm.place)[0]
+        low, high = max(slot.offset - first, 0), max(slot.end - first, 0)
+        if self.result is not None:
+            self.arrive()
+            self.result[low:high].zero_()
+        if self._handed is not None:
+            self._handed[0][low:high].zero_()
 
     def clear(self, was_used: bool | Tensor = False) -> None:
         """Forget everything, also a reduce that nobody will read. `was_used`: they were applied."""

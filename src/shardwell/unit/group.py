@@ -358,6 +358,12 @@ class Group:
         layout = self.layout if self.row.optimizer.over is not None else replace(self.layout, num_shards=1)
         return layout.runs(self.context.world.place if self.row.optimizer.over is not None else 0)
 
+    def relabel(self, labels: list[int]) -> None:
+        """Let the parameters belong to these parameter groups; no optimizer must know the runs yet."""
+        slots = [replace(slot, label=label) for slot, label in zip(self.layout.slots, labels, strict=True)]
+        self.layout = replace(self.layout, slots=tuple(slots))
+        self.runs = [(run, self.cut_master(run.start, run.numel)) for run in self._runs()]
+
     @property
     def master(self) -> Tensor:
         """1D, this rank's part of the truth as the optimizer steps it."""

@@ -37,7 +37,7 @@ def _descriptor(name: str) -> Any:
     return getattr(Tensor, name)
 
 
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(  # what can be asked of a tensor without its values
     [
         _descriptor(name).__get__
         for name in (
@@ -83,7 +83,7 @@ class AwayParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         away = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is AwayParameter]

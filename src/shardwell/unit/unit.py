@@ -69,6 +69,7 @@ class Unit:
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
         self.optimizer: Any = None  # who steps it
+        self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user's that nobody gave
         self.has_news = False  # gradients came in this backward
         self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
         self._pending: list[Pending] = []

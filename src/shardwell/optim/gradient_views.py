@@ -1,0 +1,257 @@
+"""When `p.grad` stands for a gradient that the engine holds, and what users did to it meanwhile.
+
+Autograd leaves a gradient in `p.grad`, the engine moves it into a flat buffer, and a `ShardedGradient` takes its place.
+It hangs there until the step, or until somebody takes it away: `p.grad = None` drops the gradient, another tensor
+replaces it. Nothing tells of either, so they are looked for where the engine is entered next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.optim.gradient import HeldGradient, ShardedGradient
+from shardwell.unit import Context, Group, Unit
+from shardwell.unit.gradients import GradState
+
+
+@dataclass(eq=False)
+class View:
+    """What stands for the gradient of one parameter."""
+
+    unit: Unit
+    group: Group
+    index: int  # of the parameter, in the group
+    held: HeldGradient
+    gradient: ShardedGradient
+    hangs: bool = False  # since the last backward; the user may have taken it away
+    leftover: Tensor | None = None  # a gradient from before the engine
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.group.parameters[self.index]
+
+
+class Holder(Protocol):
+    """Who holds the gradients."""
+
+    def sums_may_wait(self) -> bool:
+        """Whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
+
+    def set_gradient(self, unit: Unit, group: Group, index: int, grad: Tensor) -> None:
+        """Take in a gradient of this rank that the user set."""
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, as `zero_grad` does."""
+
+
+class GradientViews:
+    """`p.grad` of all parameters that one engine trains."""
+
+    def __init__(self, context: Context, holder: Holder) -> None:
+        self._context, self._holder = context, holder
+        self._views: dict[Group, list[View]] = {}
+        self._all: list[View] = []
+        self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are asked before every forward
+        self._norms: dict[float, dict[HeldGradient, Tensor]] = {}  # by order
+        self._hangs = False  # one of them, at least
+        self._has_leftovers = False
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Stand for the gradients of these units from now on."""
+        before, self._views = self._views, {}
+        for unit in units:
+            for group in unit.trainable:
+                self._views[group] = before.pop(group, []) or [
+                    self._made(unit, group, index) for index in range(len(group.parameters))
+                ]
+        self._remove(view for views in before.values() for view in views)
+        self._all = [view for views in self._views.values() for view in views]
+        self._parameters = [view.parameter for view in self._all]
+        self._has_leftovers = any(view.leftover is not None for view in self._all)
+
+    def _made(self, unit: Unit, group: Group, index: int) -> View:
+        parameter = group.parameters[index]
+        held = HeldGradient(self, parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            return View(unit, group, index, held, ShardedGradient(held, parameter), leftover=parameter.grad)
+
+    # ---------------------------------------------------------------------------------------- coming and going
+
+    def take_incoming(self, group: Group, index: int, grad: Tensor) -> Tensor | None:
+        """What autograd has just added to `p.grad`, of what is there now."""
+        view = self._views[group][index]
+        incoming, view.held.incoming = view.held.incoming, None
+        view.leftover = None
+        view.held.forget_whole()
+        if isinstance(grad, ShardedGradient):
+            return incoming
+        if incoming is not None:  # autograd made another tensor of both
+            return incoming
+        if view.hangs:  # the user took the gradient away, and autograd began a new one
+            self._forget(view)
+        return grad
+
+    def hang_one(self, group: Group, index: int) -> None:
+        """The engine has taken a gradient in."""
+        view = self._views[group][index]
+        with torch._C.DisableTorchFunctionSubclass():
+            view.parameter.grad = view.gradient
+        view.hangs = self._hangs = True
+
+    def hang(self) -> None:
+        """A backward has ended: the gradients that the engine holds are those of the parameters."""
+        several = self._context.world.mesh.size > 1
+        with torch._C.DisableTorchFunctionSubclass():
+            for group, views in self._views.items():
+                gradients = group.gradients
+                # Which parameters of a unit got a gradient on other ranks is not known yet.
+                all_hang = several and gradients.state in (GradState.REDUCING, GradState.REDUCED)
+                for view, seen in zip(views, gradients.seen, strict=True):
+                    if (seen or all_hang) and view.parameter.grad is None:
+                        view.parameter.grad = view.gradient
+                        view.hangs = self._hangs = True
+        optimizer = next((view.unit.optimizer for view in self._all), None)
+        if self._hangs and optimizer is not None:
+            optimizer.shards.hang_no_gradients(True)
+        self.note_change()
+
+    def unhang(self) -> None:
+        """A backward begins: autograd need not add to what stands for gradients, the engine will."""
+        if not self._hangs:
+            return
+        self.take_edits()
+        with torch._C.DisableTorchFunctionSubclass():
+            for view in self._all:
+                if view.hangs and view.parameter.grad is view.gradient:
+                    view.parameter.grad = None
+                    view.hangs = False
+
+    def clear(self) -> None:
+        """The engine holds no gradients any more."""
+        if self._hangs or self._has_leftovers:
+            self._remove(self._all)
+        self._hangs = self._has_leftovers = False
+        self.note_change()
+
+    def _remove(self, views: Iterable[View]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for view in views:
+                view.parameter.grad = view.leftover = None
+                view.hangs = False
+                view.held.forget_whole()
+
+    # ------------------------------------------------------------------------------------------------- changes
+
+    def sums_may_wait(self) -> bool:
+        return self._holder.sums_may_wait()
+
+    def note_change(self) -> None:
+        """Norms are others now."""
+        self._norms.clear()
+
+    def take_edits(self, *, at_step: bool = False) -> None:
+        """Do what the user did to `p.grad`: what was taken away is dropped, what was set counts.
+
+        `at_step`: no backward will come and add to gradients from before the engine, so they count as they are.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [parameter.grad for parameter in self._parameters]
+        if not self._hangs and all(grad is None for grad in grads):
+            return
+        now = list(zip(self._all, grads, strict=True))
+        if self._hangs and all(grad is None for view, grad in now if view.hangs):
+            for view, _ in now:
+                view.hangs = False
+                view.held.forget_whole()
+            self._hangs = False
+            self.note_change()
+            self._holder.drop_gradients()
+        for view, grad in now:
+            if grad is view.gradient:
+                view.held.write_back()
+            elif grad is None:
+                if view.hangs:
+                    self._forget(view)
+            elif at_step or grad is not view.leftover:
+                self._replace(view, grad)
+
+    def _forget(self, view: View) -> None:
+        if view.unit.optimizer is not None:
+            view.unit.optimizer.gradients_change(view.unit)
+        view.group.gradients.forget(view.index)
+        view.hangs = False
+        view.held.forget_whole()
+        self.note_change()
+
+    def _replace(self, view: View, grad: Tensor) -> None:
+        if view.hangs:
+            self._forget(view)
+        if isinstance(grad, ShardedGradient):  # of another parameter, or of this one in another guise
+            grad = grad.held.whole()
+        self._holder.set_gradient(view.unit, view.group, view.index, grad.detach())
+        view.leftover = None
+        with torch._C.DisableTorchFunctionSubclass():
+            view.parameter.grad = view.gradient
+        view.hangs = self._hangs = True
+        self.note_change()
+
+    # --------------------------------------------------------------------------------------------------- norms
+
+    def norm(self, held: HeldGradient, order: float, dtype: torch.dtype | None) -> Tensor:
+        """The norm of one gradient. Norms of all are taken at once, because who asks for one asks for the next."""
+        if order not in self._norms:
+            for view in self._all:
+                view.held.write_back()
+            self._norms[order] = self._all_norms(order)
+        found = self._norms[order].get(held)
+        if found is None:
+            whole: Tensor = torch.linalg.vector_norm(held.whole(), order, dtype=dtype)
+            return whole
+        return found.to(dtype or torch.promote_types(held.parameter.dtype, torch.float32))
+
+    def _all_norms(self, order: float) -> dict[HeldGradient, Tensor]:
+        if order < 0:
+            return {}
+        device, asks = self._context.device, self.sums_may_wait()
+        views, parts, is_whole = list(self._all), [], []
+        for view in views:
+            access = view.held.access
+            part = access.gradient_part(asks=asks)
+            parts.append(
+                device.scalar(0.0, torch.float64)
+                if part is None
+                else _norm(part, order, access.loss_scale, device.torch_device)
+            )
+            is_whole.append(view.group.row.gradients.over is None)
+        if not parts:
+            return {}
+        mine = torch.stack(parts)
+        total = self._over_ranks(mine, order)
+        whole = torch.tensor(is_whole, device=mine.device)
+        return dict(zip((view.held for view in views), torch.where(whole, mine, total).unbind(), strict=True))
+
+    def _over_ranks(self, mine: Tensor, order: float) -> Tensor:
+        """Norms of whole gradients from the norms of the ranks' parts."""
+        world = self._context.world
+        if world.mesh.size == 1:
+            return mine
+        if order == float("inf"):
+            rows = mine.new_zeros(world.mesh.size, mine.numel())
+            rows[world.mesh.rank] = mine
+            world.sum_scalar(rows, "GRADIENT NORMS")
+            return rows.amax(0)
+        total = mine.clone() if order == 0 else mine**order
+        world.sum_scalar(total, "GRADIENT NORMS")
+        return total if order == 0 else total ** (1 / order)
+
+
+def _norm(part: Tensor, order: float, loss_scale: float, device: torch.device) -> Tensor:
+    wide = torch.promote_types(part.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(part, order, dtype=wide).double()
+    found = found if order == 0 else found / loss_scale
+    return found.to(device)

@@ -1,0 +1,45 @@
+"""Loops that read, clip, change and drop `p.grad`, and step an optimizer of their own, follow plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gradients.loops import LOOPS, differences
+from tests.ranks import Ranks
+
+HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "shardwell": {"commit": "after_norm"}}
+DISK = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}, "shardwell": {"commit": "after_norm"}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_loops_around_gradients_follow_plain_pytorch(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, differences, stage, list(LOOPS), "given", {}) == [{}, {}]
+
+
+def test_shards_of_three_ranks_follow_plain_pytorch(ranks: Ranks) -> None:
+    assert ranks.run(3, differences, 3, list(LOOPS), "given", {}) == [{}] * 3
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rank_that_is_alone_follows_plain_pytorch(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(1, differences, stage, list(LOOPS), "given", {}) == [{}]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("extra", [HOST, DISK], ids=["host", "disk"])
+def test_gradients_below_the_device_follow_plain_pytorch(ranks: Ranks, stage: int, extra: dict[str, object]) -> None:
+    assert ranks.run(2, differences, stage, list(LOOPS), "given", extra) == [{}, {}]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("given", ["before", "after"])
+def test_an_optimizer_that_nobody_gave_is_taken_over_at_its_first_step(ranks: Ranks, stage: int, given: str) -> None:
+    """As DDP and FSDP2 have it: the engine has none, and the loop steps its own."""
+    loops = [name for name in LOOPS if name != "closure"]
+    assert ranks.run(2, differences, stage, loops, given, {}) == [{}, {}]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_optimizer_that_initialize_returns_can_be_stepped(ranks: Ranks, stage: int) -> None:
+    loops = ["plain_loop", "clip_norm", "drop_by_module", "closure"]
+    assert ranks.run(2, differences, stage, loops, "returned", {}) == [{}, {}]
