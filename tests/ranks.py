@@ -116,6 +116,9 @@ def _serve(pipe: Any, port: int, stacks: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests import dropped
+
+    dropped.watch()
     file = stacks.open("w")  # for as long as the rank lives
     faulthandler.register(signal.SIGUSR2, file)
     torch.set_num_threads(1)
@@ -135,6 +138,8 @@ def _serve(pipe: Any, port: int, stacks: Path) -> None:
             dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks)
             function = getattr(importlib.import_module(module), name)
             answer = True, _plain(function(*args, **kwargs))
+            if words := dropped.said():
+                answer = False, "\n".join(words)
         except BaseException:
             answer = False, traceback.format_exc()
         try:

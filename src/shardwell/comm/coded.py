@@ -82,7 +82,7 @@ def decode(
 
     if world.host_waits:
         return moved.then(lambda: decoded().wait()).then(finish)
-    return Pending(decoded().wait).then(finish)
+    return moved.then(decoded().wait).then(finish)
 
 
 def reduce(
@@ -124,7 +124,7 @@ def reduce(
 
     if comm.host_waits:
         return (moved.followed_by(add_up) if rest else moved.then(lambda: add_up().wait())).then(give)
-    return add_up().then(give)
+    return add_up().then(moved.wait).then(give)
 
 
 def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int]:

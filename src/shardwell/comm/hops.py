@@ -54,9 +54,11 @@ class Hops:
         return second.then(lambda: self._scratch.give(part))
 
     def _followed(self, first: Pending, start: Callable[[], Pending]) -> Pending:
-        if not self.across.host_waits:
-            return start()  # behind the first, on the same lane
-        return first.followed_by(start)
+        if self.across.host_waits:
+            return first.followed_by(start)
+        # The second begins at once, behind the first on the same lane. Who waits for it ends the first as well, which
+        # holds memory until then.
+        return start().then(first.wait)
 
 
 def ranks_per_node(world: Collectives) -> int:

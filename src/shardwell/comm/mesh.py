@@ -74,8 +74,7 @@ def node_mesh(world: Mesh) -> Mesh:
     mine: Mesh | None = None
     for start in range(0, world.size, world.node_size):
         ranks = tuple(range(start, min(start + world.node_size, world.size)))
-        is_real = len(ranks) > 1 and world.backend != "fake"
-        group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if is_real else None
+        group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if len(ranks) > 1 else None
         if world.rank in ranks:
             backend = world.backend if len(ranks) > 1 else "none"
             mine = Mesh(world.rank - start, len(ranks), len(ranks), backend, group, ranks, world.ranks_here)
@@ -88,9 +87,7 @@ def across_mesh(world: Mesh) -> Mesh:
     mine: Mesh | None = None
     for stand in range(world.node_size):
         ranks = tuple(range(stand, world.size, world.node_size))
-        group = (
-            dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if world.backend != "fake" else None
-        )
+        group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout())
         if world.rank in ranks:
             mine = Mesh(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
     assert mine is not None

@@ -1,0 +1,137 @@
+"""What is begun must be ended: work that nobody waited for and memory that was not given back are errors in tests.
+
+`watch` makes `Pending` say where it was made when it dies without having been waited for, and has every step look at
+what `Scratch` has handed out. An engine that dies or fails takes with it what was on its way; that is no loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from shardwell.comm.pending import Pending
+from shardwell.engine.engine import Engine
+from shardwell.memory import Scratch
+from shardwell.unit.context import Context
+from shardwell.unit.gradients import Gradients
+
+_DEPTH = 12  # callers that a place names
+
+found: list[str] = []  # what was dropped, and where it was made
+_places: weakref.WeakKeyDictionary[Scratch, dict[int, str]] = weakref.WeakKeyDictionary()
+_failed: weakref.WeakSet[Scratch] = weakref.WeakSet()  # of engines that went through an error
+
+
+def watch() -> None:
+    """From now on, in this process."""
+    if hasattr(Pending, "__del__"):
+        return
+    make, adopt, step, forget, together = (
+        Pending.__init__, Scratch.adopt, Engine.step, Engine.zero_grad, Context.failing_together,
+    )  # fmt: skip
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self._finish is not None:
+            self.made_at, self.owner = _where()
+
+    def dropped(self: Any) -> None:
+        if getattr(self, "_finish", None) is not None and _counts(self.owner):
+            found.append(f"nobody waited for what was begun here:\n{self.made_at}")
+
+    def adopted(self: Scratch, tensor: Any, *args: Any) -> Any:
+        _places.setdefault(self, {})[id(tensor)] = _where()[0]
+        return adopt(self, tensor, *args)
+
+    def stepped(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        at_boundary = self.is_gradient_accumulation_boundary()
+        answer = step(self, *args, **kwargs)
+        if at_boundary:
+            look(self)
+        return answer
+
+    def forgotten(self: Engine, *args: Any, **kwargs: Any) -> None:
+        forget(self, *args, **kwargs)
+        look(self)
+
+    @contextlib.contextmanager
+    def failing(self: Context, *args: Any, **kwargs: Any) -> Iterator[None]:
+        try:
+            with together(self, *args, **kwargs):
+                yield
+        except Exception:
+            _failed.add(self.scratch)
+            raise
+
+    for owner, name, function in (
+        (Pending, "__init__", made), (Pending, "__del__", dropped), (Scratch, "adopt", adopted),
+        (Engine, "step", stepped), (Engine, "zero_grad", forgotten), (Context, "failing_together", failing),
+    ):  # fmt: skip
+        setattr(owner, name, function)
+
+
+def look(engine: Engine) -> None:
+    """After a step, and after gradients were given up: what is out is gradients that are kept, and copies."""
+    scratch = engine._context.scratch
+    if scratch in _failed:
+        return
+    groups = [group for unit in engine._flow.units for group in unit.groups]
+    kept = {id(tensor) for group in groups for tensor in _kept_by(group)}
+    kept |= {id(memory) for memory in _on_their_way_down(engine)}
+    for key, (_, state, unit) in list(scratch._out.items()):
+        if key not in kept:
+            place = _places.get(scratch, {}).get(key, "?")
+            found.append(f"{state.value} of '{unit}' were not given back; they were taken here:\n{place}")
+    _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in scratch._out}
+
+
+def _kept_by(group: Any) -> Iterator[Any]:
+    gradients: Gradients = group.gradients
+    yield from (gradients.result, gradients._flat)
+    if gradients._handed is not None:
+        yield gradients._handed[0]
+    if gradients._lost is not None:
+        yield gradients._lost._both
+    if group.shard is not None:
+        if group.shard.second is not None:
+            yield group.shard.second._kept
+        if group.shard._lifted is not None:
+            yield group.shard._lifted[0]
+
+
+def _on_their_way_down(engine: Engine) -> Iterator[Any]:
+    """Gradients that updates on the host are still brought."""
+    if (offloaded := getattr(engine.optimizer, "_offloaded", None)) is not None:
+        descent = offloaded.host.descent
+        yield from (memory for _, memory in descent._leaving)
+        for parcel in [*descent._parcels.values(), *(job.parcel for job in offloaded.host._jobs.values())]:
+            yield from parcel.gradients.values()
+
+
+def said() -> list[str]:
+    """What was found since the last time."""
+    words, found[:] = list(dict.fromkeys(found)), []
+    return words
+
+
+def _counts(owner: weakref.ref[Scratch] | None) -> bool:
+    scratch = owner() if owner is not None else None
+    return scratch is not None and scratch not in _failed
+
+
+def _where() -> tuple[str, weakref.ref[Scratch] | None]:
+    """The callers, and whose memory it is about."""
+    frame, lines, owner = sys._getframe(2), [], None
+    while frame is not None and len(lines) < _DEPTH:
+        code = frame.f_code
+        lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_name}")
+        if owner is None:
+            this = frame.f_locals.get("self")
+            scratch = frame.f_locals.get("scratch") or getattr(this, "_scratch", None)
+            scratch = scratch or getattr(getattr(this, "_context", None), "scratch", None)
+            owner = weakref.ref(scratch) if isinstance(scratch, Scratch) else None
+        frame = frame.f_back
+    return "\n".join(lines), owner

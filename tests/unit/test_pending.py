@@ -1,0 +1,77 @@
+"""What is begun is ended; what is dropped is found."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+import shardwell
+from shardwell.comm.hops import Hops
+from shardwell.comm.pending import Pending
+from shardwell.memory import Account, Scratch, State
+from shardwell.memory.device import Device
+from tests import dropped
+
+
+def test_work_that_nobody_waited_for_is_found_with_its_place() -> None:
+    scratch = Scratch(Device("cpu"), Account())
+    Pending(lambda: None)
+    gc.collect()
+    (words,) = dropped.said()
+    assert "nobody waited" in words
+    assert "test_pending.py" in words
+    assert scratch is not None
+
+
+def test_work_that_was_waited_for_or_never_begun_is_no_matter() -> None:
+    scratch = Scratch(Device("cpu"), Account())
+    Pending(lambda: None).then(lambda: None).wait()
+    Pending(lambda: None).followed_by(lambda: Pending(lambda: None)).wait()
+    Pending()
+    gc.collect()
+    assert scratch is not None
+    assert not dropped.said()
+
+
+def test_what_dies_with_its_engine_is_no_matter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    engine = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).engine
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    del engine, model
+    gc.collect()
+    assert not dropped.said()
+
+
+def test_memory_that_a_step_does_not_give_back_is_found_with_its_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    engine = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).engine
+    kept = engine._context.scratch.take(8, torch.float32, State.STAGING, "(staging)")
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    (words,) = dropped.said()
+    assert "staging of '(staging)' were not given back" in words
+    assert "test_memory_that_a_step_does_not_give_back" in words
+    engine._context.scratch.give(kept)
+    engine.zero_grad()
+    assert not dropped.said()
+
+
+class Route:
+    """A mesh of which nothing but its manner of waiting matters."""
+
+    def __init__(self, *, host_waits: bool) -> None:
+        self.host_waits = host_waits
+
+
+def test_who_waits_for_the_second_hop_ends_the_first_which_the_host_did_not_wait_for() -> None:
+    for host_waits in (False, True):
+        ended: list[str] = []
+        route = Route(host_waits=host_waits)
+        hops = Hops(route, route, Scratch(Device("cpu"), Account()))  # type: ignore[arg-type]
+        first = Pending(lambda: ended.append("first"))
+        both = hops._followed(first, lambda: Pending(lambda: ended.append("second")))
+        assert not ended, "the host waited"
+        both.wait()
+        assert sorted(ended) == ["first", "second"]
