@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from torch import nn
 
@@ -65,13 +66,13 @@ class Route:
         self.host_waits = host_waits
 
 
-def test_who_waits_for_the_second_hop_ends_the_first_which_the_host_did_not_wait_for() -> None:
-    for host_waits in (False, True):
-        ended: list[str] = []
-        route = Route(host_waits=host_waits)
-        hops = Hops(route, route, Scratch(Device("cpu"), Account()))  # type: ignore[arg-type]
-        first = Pending(lambda: ended.append("first"))
-        both = hops._followed(first, lambda: Pending(lambda: ended.append("second")))
-        assert not ended, "the host waited"
-        both.wait()
-        assert sorted(ended) == ["first", "second"]
+@pytest.mark.parametrize("host_waits", [False, True])
+def test_who_waits_for_the_second_hop_ends_the_first(host_waits: bool) -> None:
+    ended: list[str] = []
+    route = Route(host_waits=host_waits)
+    hops = Hops(route, route, Scratch(Device("cpu"), Account()))  # type: ignore[arg-type]
+    first = Pending(lambda: ended.append("first"))
+    both = hops._followed(first, lambda: Pending(lambda: ended.append("second")))
+    assert not ended, "the host waited"
+    both.wait()
+    assert sorted(ended) == ["first", "second"]
