@@ -121,15 +121,23 @@ class GradientViews:
         self.note_change()
 
     def unhang(self) -> None:
-        """A backward begins: autograd need not add to what stands for gradients, the engine will."""
-        if not self._hangs:
-            return
-        self.take_edits()
-        with torch._C.DisableTorchFunctionSubclass():
-            for view in self._all:
-                if view.hangs and view.parameter.grad is view.gradient:
+        """A backward begins: autograd need not add to what stands for gradients, the engine will.
+
+        It may have begun already. So a tensor in the place of what hung there says nothing yet: it is looked at when
+        autograd has added to it.
+        """
+        for view in self._all if self._hangs else ():
+            if not view.hangs:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = view.parameter.grad
+            if grad is None:
+                self._forget(view)
+            elif grad is view.gradient:
+                view.held.write_back()
+                view.hangs = False
+                with torch._C.DisableTorchFunctionSubclass():
                     view.parameter.grad = None
-                    view.hangs = False
 
     def clear(self) -> None:
         """The engine holds no gradients any more."""
