@@ -1,4 +1,4 @@
-"""Models that are built in odd ways, for `zero.Init`: each builder does what people do to parameters while they build."""
+"""Models for `zero.Init` that are built in odd ways: each does what people do to parameters while they build."""
 
 from __future__ import annotations
 

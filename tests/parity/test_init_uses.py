@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,11 +18,8 @@ from tests.ranks import Ranks
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_double():
         return BUILDERS[name]()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def plain(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -34,16 +32,17 @@ def plain(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Te
         loss.backward()
         optimizer.step()
 
-    with default_double():
+    with in_double():
         train(model, step, 0, 1)
     return born, {key: p.detach() for key, p in model.named_parameters()}, dict(model.named_buffers())
 
 
-class default_double:
-    def __enter__(self) -> None:
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *_: Any) -> None:
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
         torch.set_default_dtype(torch.float32)
 
 
@@ -59,7 +58,7 @@ def born(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Ten
         engine.backward(loss)
         engine.step()
 
-    with default_double():
+    with in_double():
         train(engine, step, dist.get_rank(), dist.get_world_size())
     return values, whole_parameters(model), dict(model.named_buffers())
 

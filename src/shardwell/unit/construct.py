@@ -134,23 +134,23 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     "engine.compile() for speed."
                 )
             for name, parameter in child._parameters.items():
-                if parameter is not None and not guard.is_kept(parameter):
+                if parameter is not None and not has_no_size(parameter) and not own_rules(parameter):
                     self._adopt(child, name, parameter)
 
     def _adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if guard.is_kept(parameter):
+            return
         if has_no_size(parameter):
             _say_once(
                 f"zero.Init leaves the parameters of {type(module).__name__} whole, on every rank, until initialize: "
                 "they have no size before its first forward, which must come before initialize."
             )
-        elif guard.is_kept(parameter) or parameter.is_meta:
-            return
         elif rules := own_rules(parameter):
             raise ShardwellError(
                 f"zero.Init cannot split parameter '{name}' of {type(module).__name__}: {rules}, and splitting it over "
-                "the ranks would lose that. Build this module without zero.Init (zero.Init(enabled=False))."
+                "the ranks would lose that. Build this module outside of zero.Init; it may be attached inside."
             )
-        else:
+        elif not parameter.is_meta:
             assert self._nursery is not None
             self._nursery.adopt(module, name, parameter)
 

@@ -6,9 +6,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 _HARMLESS = frozenset(
-    ["__new__", "__init__", "__init_subclass__", "__repr__", "__str__", "__format__", "__deepcopy__", "__copy__"]
-    + ["__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__module__", "__doc__", "__dict__"]
-    + ["__weakref__", "__annotations__", "__class_getitem__", "__hash__"]
+    {
+        *("__new__", "__init__", "__init_subclass__", "__repr__", "__str__", "__format__", "__deepcopy__", "__copy__"),
+        *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__module__", "__doc__", "__dict__"),
+        *("__weakref__", "__annotations__", "__class_getitem__", "__hash__"),
+    }
 )
 
 

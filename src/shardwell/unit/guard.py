@@ -85,7 +85,7 @@ class AwayParameter(nn.Parameter):
         return repr(self)
 
     def detach(self) -> Tensor:
-        """As of any parameter. `nn.Parameter(this)` alone wants the class kept: it takes it for one with its own rules."""
+        """As of any parameter; but `nn.Parameter(this)` takes it for a foreign kind of tensor, and wants its class."""
         values = super().detach()
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return Tensor._make_subclass(_home_of(self), values)

@@ -56,7 +56,7 @@ class Others:
         )
 
     def about_groups(self) -> str:
-        """Refuse groups that are not all ranks; returns what has no effect, in words. The process group must be there."""
+        """Refuse groups that are not all ranks; returns what has no effect, in words. Needs the process group."""
         groups = dict(self.groups)
         if self.mpu is not None:
             groups["mpu"] = self.mpu.get_data_parallel_group()
