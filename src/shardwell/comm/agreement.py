@@ -93,14 +93,17 @@ class Agreement:
         self._revisions[self._place] = revision + 1
         self._write(token)
 
-    def meet(self, token: str) -> None:
-        """Say what comes next, and wait until all ranks are about to do it: some may never come."""
+    def meet(self, token: str, *, limited: bool = True) -> None:
+        """Say what comes next, and wait until all ranks are about to do it: some may never come.
+
+        Without a limit it waits until they do, or until one of them fails.
+        """
         self.announce(token)
         if self._active:
             self._num_meetings += 1
-            self._wait_for_all(f"meeting/{self._num_meetings}", token)
+            self._wait_for_all(f"meeting/{self._num_meetings}", token, limited=limited)
 
-    def _wait_for_all(self, key: str, token: str, else_: str = "") -> None:
+    def _wait_for_all(self, key: str, token: str, else_: str = "", *, limited: bool = True) -> None:
         """Return when all ranks are here; after the time limit, raise with the names of those that are not."""
         self._store.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._store.add(f"{key}/count", 1)
@@ -108,7 +111,7 @@ class Agreement:
         pause = 1e-4
         while arrived < self._mesh.size:
             self.look_for_failures()
-            if time.monotonic() > deadline:
+            if limited and time.monotonic() > deadline:
                 others = [r for r in range(self._mesh.size) if not self._store.check([f"{key}/{r}"])]
                 raise self.fail(
                     DivergenceError(

@@ -157,6 +157,10 @@ class Newborn:
         return Buffer(context.device, context.account, entry, numel, dtype, pinned=pinned)
 
     @property
+    def agreement(self) -> Agreement:
+        return self._nursery.agreement
+
+    @property
     def at_rest(self) -> tuple[Tier, int]:
         """Where the values are now, and their bytes."""
         if self._is_whole or self._shard is None:
@@ -260,7 +264,7 @@ class Newborn:
         assert self._shard is not None
         world, words = self._nursery.context.world, f"GATHER {self._name} {tuple(self.parameter.shape)}"
         if meet:
-            self._nursery.agreement.meet(words)
+            self.agreement.meet(words)
         if self._is_whole:
             self._collect_late_words()
         self._flat.grow()
@@ -322,3 +326,11 @@ class Newborn:
             self._take_replaced()
             words = f"WRITE {self._name} {tuple(self.parameter.shape)}"
             self._nursery.context.world.broadcast(self._flat.tensor, modifier_rank, token=words)
+
+
+def meet_for_initialize(model: nn.Module) -> None:
+    """All ranks have left the nursery behind, or one of them has failed there: it is told before anybody else waits."""
+    keepers = [guard.keeper_or_none(parameter) for parameter in model.parameters()]
+    agreements = {id(k.agreement): k.agreement for k in keepers if isinstance(k, Newborn)}
+    for agreement in agreements.values():
+        agreement.meet("initialize", limited=False)
