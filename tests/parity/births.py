@@ -87,6 +87,13 @@ class SwappedData(Net):
         self.first.bias.data, self.second.bias.data = self.second.bias.data, self.first.bias.data
 
 
+class SwappedByThird(Net):
+    def meddle(self) -> None:
+        third = self.first.bias.data
+        self.first.bias.data = self.second.bias.data
+        self.second.bias.data = third
+
+
 class DataOfAnother(Net):
     def meddle(self) -> None:
         self.second.weight.data = nn.Linear(17, 17).weight.data

@@ -248,6 +248,14 @@ def test_a_harmless_class_is_kept_and_shows_while_away() -> None:
         assert type(first.weight) is Named
 
 
+def test_parameters_that_share_memory_by_data_are_refused_in_words() -> None:
+    with shardwell.zero.Init(device="cpu"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight.data = model[0].weight.data
+    with pytest.raises(ShardwellError, match=r"had one memory, by `.data =`.*module.weight = other.weight"):
+        shardwell.initialize(model=model, config=zero(3), device="cpu")
+
+
 # -------------------------------------------------------------------------------------------------- TorchScript, meta
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 _HARMLESS = frozenset(
     {
@@ -16,7 +16,7 @@ _HARMLESS = frozenset(
 
 def has_no_size(parameter: nn.Parameter) -> bool:
     """Of a Lazy module that has not seen its input yet."""
-    return isinstance(parameter, UninitializedTensorMixin)
+    return bool(is_lazy(parameter))
 
 
 def own_rules(parameter: nn.Parameter) -> str:
@@ -25,7 +25,7 @@ def own_rules(parameter: nn.Parameter) -> str:
     A class that only carries a name or attributes is an ordinary one. One with its own `to`, `data` or operators keeps
     something else than the numbers that are seen (codes of 4 bits, a part of a distributed tensor).
     """
-    kind = type(parameter)
+    kind: type[Tensor] = type(parameter)
     if not issubclass(kind, nn.Parameter):
         return f"it is a {kind.__module__}.{kind.__qualname__}, and no plain tensor"
     above = nn.Parameter.__mro__

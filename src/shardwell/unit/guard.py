@@ -75,7 +75,7 @@ class AwayParameter(nn.Parameter):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 values = self.data.clone(memory_format=torch.preserve_format)
-                copy: nn.Parameter = Tensor._make_subclass(_home_of(self), values, self.requires_grad)  # type: ignore[assignment]
+                copy: nn.Parameter = Tensor._make_subclass(_home_of(self), values, self.requires_grad)
         finally:
             keeper.served(self)
         memo[id(self)] = copy

@@ -105,6 +105,11 @@ class Nursery:
         if newborn not in self._whole:
             self._whole.append(newborn)
 
+    def sharing(self, newborn: Newborn, values: Tensor) -> list[Newborn]:
+        """Others whose parameters have the memory of these values."""
+        storage = values.untyped_storage()._cdata
+        return [other for other in self._all if other is not newborn and other.looks_at(storage)]
+
     def forget(self, newborn: Newborn) -> None:
         self._whole = [other for other in self._whole if other is not newborn]
         self._all.discard(newborn)
@@ -124,6 +129,8 @@ class Newborn:
         self._held = 0
         self._is_whole = True
         self._is_folded = False  # for all ranks, though it may still be whole here
+        self._has_left = False  # for a unit
+        self._twins: list[weakref.ref[Newborn]] = []  # had the same memory, by `.data`, when one of them was folded
         self._dealt: Tensor | None = None  # this rank's part of what was folded, while somebody may still write to it
         guard.keep(parameter, self)
         self._take(parameter.data)
@@ -149,7 +156,7 @@ class Newborn:
     def _num_uses(self) -> int:
         """How many hold the parameter in C++: a graph that has saved it for backward, a scripted module."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter._use_count()
+            return int(self.parameter._use_count())  # type: ignore[attr-defined]
 
     def _buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = False) -> Buffer:
         context = self._nursery.context
@@ -213,10 +220,28 @@ class Newborn:
         is_ours = values.untyped_storage()._cdata == flat.untyped_storage()._cdata and values.dtype == flat.dtype
         if is_ours and tuple(values.shape) == slot.shape and (values.stride() == slot.stride or not values.numel()):
             return
+        self._twins = []
+        for other in self._nursery.sharing(self, values):
+            self._twins.append(weakref.ref(other))
+            other._twins.append(weakref.ref(self))
         self._flat.abandon()
         self._free_shard()
         if not values.is_meta:
             self._take(values)
+
+    def looks_at(self, storage: int) -> bool:
+        """Whether the parameter has this memory now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.untyped_storage()._cdata == storage
+
+    def _check_twins(self) -> None:
+        for twin in (twin() for twin in self._twins):
+            if twin is not None and twin._has_left:
+                raise ShardwellError(
+                    f"parameters {self._name} and {twin._name} had one memory, by `.data =`: in plain PyTorch a change "
+                    "of one is a change of the other, but split parameters cannot share. Make them one parameter "
+                    "(module.weight = other.weight), or copy the values (module.weight.data.copy_(other.weight.data))."
+                )
 
     def _deal(self) -> None:
         """Rank 0's values are everyone's: each rank keeps its shard of them."""
@@ -297,7 +322,7 @@ class Newborn:
 
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
         self.belong_to(parameter)
-        if torch.jit.is_tracing():
+        if torch._C._get_tracing_state() is not None:
             raise ShardwellError(
                 f"torch.jit.trace cannot record parameter {self._name}, which zero.Init has split over the ranks: the "
                 "traced graph would read memory that is freed. Trace a copy of the model that is built without "
@@ -310,8 +335,10 @@ class Newborn:
 
     def surrender(self, parameter: nn.Parameter) -> Tensor:
         self.belong_to(parameter)
+        self._check_twins()
         self._nursery.unfold(self, meet=False)
         self._nursery.forget(self)
+        self._has_left = True
         guard.let_go(parameter)
         self._free_shard()
         return parameter.data
