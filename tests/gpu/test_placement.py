@@ -63,7 +63,7 @@ def test_shards_leave_the_gpu_as_they_are_born(ranks: Ranks, tmp_path: Path, rem
     layer = 64 * 64 * 4
     assert layer < peak <= 8 * layer  # of 64
     assert after <= layer
-    usual = ranks.run(2, on_the_gpu, born, str(tmp_path), None)
+    usual = ranks.run(2, on_the_gpu, born, str(tmp_path), "none")
     for found, expected in zip(ranks.run(2, on_the_gpu, born, str(tmp_path), remote), usual, strict=True):
         assert {tier for tier, _ in found["at rest"]} == {BORN[remote]}
         for name, value in expected["stepped"].items():

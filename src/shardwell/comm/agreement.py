@@ -31,6 +31,10 @@ _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 _OLDEST = pow(_BASE, _WINDOW, _PRIME)
 _FAILURE = "failure"
+_ADVICE = (
+    "Make all ranks run the same modules in the same order, or name the module that chooses between paths as one unit "
+    "(zero_optimization.leaf_module)."
+)
 
 
 class Agreement:
@@ -46,6 +50,8 @@ class Agreement:
         self._recent: deque[int] = deque()
         self._edition = 0  # of the book: a new one when it was full
         self._place = 0  # a rolling hash over the last tokens
+        self._num_meetings = 0
+        self.advice = _ADVICE  # what to do about a divergence
         self._failure: tuple[type[ShardwellError], str] | None = None  # an error would keep all that it went through
         self._store: Any = None
         if self._active:
@@ -83,27 +89,39 @@ class Agreement:
         revision = self._revisions.get(self._place, 0)
         key = f"turn/{self._edition}/{self._place}/{revision}"
         self._check(self._store.compare_set(key, "", self._signed(token)).decode(), token)
+        self._wait_for_all(key, token, f"; the step so far leads to '{expected}'")
+        self._revisions[self._place] = revision + 1
+        self._write(token)
+
+    def meet(self, token: str, *, limited: bool = True) -> None:
+        """Say what comes next, and wait until all ranks are about to do it: some may never come.
+
+        Without a limit it waits until they do, or until one of them fails.
+        """
+        self.announce(token)
+        if self._active:
+            self._num_meetings += 1
+            self._wait_for_all(f"meeting/{self._num_meetings}", token, limited=limited)
+
+    def _wait_for_all(self, key: str, token: str, else_: str = "", *, limited: bool = True) -> None:
+        """Return when all ranks are here; after the time limit, raise with the names of those that are not."""
         self._store.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._store.add(f"{key}/count", 1)
         deadline = time.monotonic() + self._time_limit
         pause = 1e-4
         while arrived < self._mesh.size:
             self.look_for_failures()
-            if time.monotonic() > deadline:
+            if limited and time.monotonic() > deadline:
                 others = [r for r in range(self._mesh.size) if not self._store.check([f"{key}/{r}"])]
                 raise self.fail(
                     DivergenceError(
                         f"ranks diverge: rank {self._mesh.rank} is about to run '{token}', but rank(s) "
-                        f"{_listed(others)} did not join it within {self._time_limit:g} s; the step so far leads to "
-                        f"'{expected}'. Make all ranks run the same modules in the same order, or name the module that "
-                        "chooses between paths as one unit (zero_optimization.leaf_module)."
+                        f"{_listed(others)} did not join it within {self._time_limit:g} s{else_}. {self.advice}"
                     )
                 )
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
             arrived = self._store.add(f"{key}/count", 0)
-        self._revisions[self._place] = revision + 1
-        self._write(token)
 
     def _check(self, written: str, token: str) -> None:
         rank, _, theirs = written.partition(" ")
@@ -111,8 +129,7 @@ class Agreement:
             raise self.fail(
                 DivergenceError(
                     f"ranks diverge: rank {self._mesh.rank} is about to run '{token}' where rank {rank} runs "
-                    f"'{theirs}'. Make all ranks run the same modules in the same order, or name the module that "
-                    "chooses between paths as one unit (zero_optimization.leaf_module)."
+                    f"'{theirs}'. {self.advice}"
                 )
             )
 
@@ -147,6 +164,12 @@ class Agreement:
             self._failure = type(error), str(error)
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
         return error
+
+    def leave_word(self, words: str) -> None:
+        """Tell peers that will wait for this rank why it does not come; the links stand, for what else uses them."""
+        if self._active:
+            with contextlib.suppress(Exception):  # the store may have gone down with its host
+                self._store.compare_set(_FAILURE, "", f"peer {self._mesh.rank} {words}")
 
     def _tell(self, kind: str, words: str) -> None:
         with contextlib.suppress(Exception):  # the store may have gone down with its host

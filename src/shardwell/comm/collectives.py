@@ -212,10 +212,44 @@ class Collectives:
         if self.mesh.size == 1 or tensor.numel() == 0:
             return
         self._announce(token)
-        size = tensor.numel() * tensor.element_size() if self.mesh.rank != source else 0
+        self._count_from(source, tensor, kind)
+        self._complete(dist.broadcast, tensor, src=self.mesh.global_rank(source))
+
+    def scatter(self, flat: Tensor, into: Tensor, token: str, source: int = 0) -> None:
+        """`into` = this rank's shard of `source`'s `flat`, which may be overwritten on the others.
+
+        Over links each rank is sent its shard. Elsewhere all are sent the whole: to the sender it is the same.
+        """
+        start = self.place * into.numel()
+        if self.mesh.size > 1 and flat.numel():
+            self._announce(token)
+            self._count_from(source, into if self._by_links else flat)
+            if self._by_links:
+                self._wait_all(self._deal(flat, into, source))
+                if self.mesh.rank != source:
+                    return
+            else:
+                self._complete(dist.broadcast, flat, src=self.mesh.global_rank(source))
+        into.copy_(flat[start : start + into.numel()])
+
+    def _deal(self, flat: Tensor, into: Tensor, source: int) -> list[Any]:
+        """Send each rank its shard of `source`'s."""
+        self._tag = (self._tag + 1) % (1 << 30)
+        arguments = {"group": self.mesh.group, "tag": self._tag}
+        if self.mesh.rank != source:
+            return [self._guarded(dist.irecv, into, self.mesh.global_rank(source), **arguments)]
+        shards = flat.split(into.numel())
+        peers = [rank for rank in range(self.mesh.size) if rank != source]
+        return [
+            self._guarded(dist.isend, shards[self.place_of(peer)], self.mesh.global_rank(peer), **arguments)
+            for peer in peers
+        ]
+
+    def _count_from(self, source: int, received: Tensor, kind: Kind = Kind.SETUP) -> None:
+        """Enter what one rank sends to the others."""
+        size = received.numel() * received.element_size() if self.mesh.rank != source else 0
         inside = size if self.mesh.is_inside(source) else 0
         self._ledger.count(kind, inside, size - inside)
-        self._complete(dist.broadcast, tensor, src=self.mesh.global_rank(source))
 
     def sum_scalar(self, value: Tensor, token: str) -> None:
         """Add a small tensor up over the ranks, in place."""

@@ -120,6 +120,15 @@ def smallest_node(num_ranks: int, ranks_per_node: int) -> int:
     return num_ranks % ranks_per_node or ranks_per_node if ranks_per_node < num_ranks else num_ranks
 
 
+def size_of_world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def size_of_group(group: Any) -> int:
+    """Ranks of a process group of the user's."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
 def start_process_group(device: torch.device, timeout: timedelta | None = None) -> bool:
     """Join the process group that the launcher announces; true if this call made it.
 

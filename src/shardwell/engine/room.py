@@ -14,7 +14,7 @@ from shardwell.config import Config
 from shardwell.memory import Device, Tier
 from shardwell.memory.disk_file import free_bytes
 from shardwell.unit import Context, Unit, guard
-from shardwell.unit.construct import Newborn
+from shardwell.unit.nursery import Newborn
 
 _FILL_DISK = 0.95  # of what is free there
 

@@ -42,6 +42,7 @@ from shardwell.optim.sharded import Terms
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
+from shardwell.unit.nursery import meet_for_initialize
 from shardwell.unit.table import Wire, Wish
 
 
@@ -79,6 +80,7 @@ def initialize(
     source = source if source is not None else getattr(args, "deepspeed_config", None)
     where = _device_for(model, device)
     start_process_group(where)
+    meet_for_initialize(model)
     world = world_mesh(where)
     settings = load(source, world_size=world.size)
     home = Device(where, keep_pages=settings.shardwell.keep_pages)

@@ -54,6 +54,14 @@ class Buffer:
         """Leave the storage to those that still look at it, and go on with another one, unfilled."""
         self.tensor = torch.empty_like(self.tensor)
 
+    def abandon(self) -> None:
+        """Leave the storage to those that still look at it, for good: the books forget it."""
+        if self.present:
+            self.present = False
+            account, entry = self._books
+            account.remove(*entry, self.nbytes)
+        self.tensor = self.tensor.new_empty(0)
+
     def grow(self) -> None:
         if not self.present:
             self.tensor.untyped_storage().resize_(self.nbytes)

@@ -22,8 +22,12 @@ from shardwell.memory.cores import update_cores
 
 _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys
+_SMALL_PIECE = 1 << 16  # bytes: a shard is at least as large, or does not matter
+_MOST_BY_ITSELF = 1 << 25  # to which glibc raises its own limit as large pieces are freed, if nobody sets it
 _MADV_POPULATE_WRITE = 23  # Linux's, since 5.14
 _PAGE, _WORTH_IT = 4096, 1 << 21
+
+_keeps_pages = False  # malloc was asked to
 
 
 class Passing(Protocol):
@@ -291,9 +295,31 @@ def keep_freed_pages() -> None:
     Stage 3 frees and regrows every unit's buffer twice a step; with glibc's defaults each regrowth faults its pages
     in again, which costs five times the copy that fills them. `Device.trim` gives the pages back on demand.
     """
+    global _keeps_pages
     if (libc := _glibc()) is not None:
+        _keeps_pages = True
         libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+@contextlib.contextmanager
+def returning_freed_pages(where: torch.device) -> Iterator[None]:
+    """Meanwhile malloc returns large pieces to the kernel as soon as they are freed, and what is left at the end.
+
+    Pieces that are freed between others that stay would otherwise be the process's for good.
+    """
+    libc = _glibc() if where.type == "cpu" else None
+    if libc is None:
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _SMALL_PIECE)
+    libc.mallopt(_M_TRIM_THRESHOLD, _SMALL_PIECE)
+    try:
+        yield
+    finally:
+        for key, by_itself in ((_M_MMAP_THRESHOLD, _MOST_BY_ITSELF), (_M_TRIM_THRESHOLD, 2 * _MOST_BY_ITSELF)):
+            libc.mallopt(key, _KEEP_BYTES if _keeps_pages else by_itself)
+        libc.malloc_trim(0)
 
 
 def fault_in(memory: Tensor) -> Tensor:

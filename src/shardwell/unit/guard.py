@@ -6,6 +6,7 @@ A released parameter is a view of freed storage: reading it would crash the proc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -62,6 +63,8 @@ METADATA: frozenset[Any] = frozenset(  # what can be asked of a tensor without i
 class AwayParameter(nn.Parameter):
     """A parameter whose values are not here."""
 
+    home: type[nn.Parameter] = nn.Parameter  # its class while its values are here
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
@@ -71,7 +74,8 @@ class AwayParameter(nn.Parameter):
         keeper.serve(self, "deepcopy")
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+                values = self.data.clone(memory_format=torch.preserve_format)
+                copy: nn.Parameter = Tensor._make_subclass(_home_of(self), values, self.requires_grad)
         finally:
             keeper.served(self)
         memo[id(self)] = copy
@@ -80,13 +84,20 @@ class AwayParameter(nn.Parameter):
     def __format__(self, spec: str) -> str:
         return repr(self)
 
+    def detach(self) -> Tensor:
+        """As of any parameter; but `nn.Parameter(this)` takes it for a foreign kind of tensor, and wants its class."""
+        values = super().detach()
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            return Tensor._make_subclass(_home_of(self), values)
+        return values
+
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        away = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is AwayParameter]
+        away = [leaf for leaf in tree_leaves((args, kwargs)) if is_away(leaf)]
         for parameter in away:
             keeper_of(parameter).serve(parameter, getattr(func, "__name__", str(func)))
         try:
@@ -101,6 +112,11 @@ def keeper_of(parameter: nn.Parameter) -> Keeper:
     return keeper
 
 
+def keeper_or_none(parameter: nn.Parameter) -> Keeper | None:
+    keeper: Keeper | None = parameter.__dict__.get("_shardwell_keeper")
+    return keeper
+
+
 def is_kept(parameter: nn.Parameter) -> bool:
     return "_shardwell_keeper" in parameter.__dict__
 
@@ -109,17 +125,40 @@ def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
     parameter._shardwell_keeper = keeper  # type: ignore[attr-defined]
 
 
+def is_away(value: Any) -> bool:
+    return issubclass(type(value), AwayParameter)
+
+
 def let_go(parameter: nn.Parameter) -> None:
     """The parameter is an ordinary one again."""
-    parameter.__class__ = nn.Parameter
+    parameter.__class__ = _home_of(parameter)
     parameter.__dict__.pop("_shardwell_keeper", None)
 
 
 def send_away(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
-        parameter.__class__ = AwayParameter
+        kind = type(parameter)
+        parameter.__class__ = AwayParameter if kind is nn.Parameter else _away_class(kind)
 
 
 def bring_back(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
-        parameter.__class__ = nn.Parameter
+        kind = type(parameter)
+        parameter.__class__ = nn.Parameter if kind is AwayParameter else _home_of(parameter)
+
+
+def _home_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    kind = type(parameter)
+    return kind.home if issubclass(kind, AwayParameter) else kind
+
+
+def _away_class(kind: type[nn.Parameter]) -> type[AwayParameter]:
+    """A user's own class of parameters is still that while the values are away."""
+    if issubclass(kind, AwayParameter):
+        return kind
+    if kind not in _away_classes:
+        _away_classes[kind] = type(f"Away{kind.__name__}", (AwayParameter, kind), {"home": kind})
+    return _away_classes[kind]
+
+
+_away_classes: dict[type[nn.Parameter], type[AwayParameter]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwell.unit import guard
+from shardwell.unit.nursery import Newborn
 
 
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
@@ -30,6 +31,10 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     ) -> None:
         several = [params] if isinstance(params, nn.Parameter) else list(params or [])
         kept = [p for p in several if enabled and isinstance(p, nn.Parameter) and guard.is_kept(p)]
+        for parameter in kept:
+            keeper = guard.keeper_of(parameter)
+            if isinstance(keeper, Newborn):
+                keeper.belong_to(parameter)
         self._keepers = list({id(guard.keeper_of(p)): guard.keeper_of(p) for p in kept}.values())
         self._modifier_rank = modifier_rank
 

@@ -268,7 +268,7 @@ class Unit:
             self.wait()
             if is_fetched and self.fetch is not None:
                 self.fetch(self)  # nobody else holds what was only prefetched
-        if type(parameter) is guard.AwayParameter and not (self.fetch is not None and self.fetch(self)):
+        if guard.is_away(parameter) and not (self.fetch is not None and self.fetch(self)):
             raise ReleasedParameterError(
                 f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "
                 f"only its shard of unit '{self.name}'. Read or change them inside "

@@ -1,0 +1,36 @@
+"""Which parameters are more than numbers with a gradient: they cannot become a view of a flat buffer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+_HARMLESS = frozenset(
+    {
+        *("__new__", "__init__", "__init_subclass__", "__repr__", "__str__", "__format__", "__deepcopy__", "__copy__"),
+        *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__module__", "__doc__", "__dict__"),
+        *("__weakref__", "__annotations__", "__class_getitem__", "__hash__"),
+    }
+)
+
+
+def has_no_size(parameter: nn.Parameter) -> bool:
+    """Of a Lazy module that has not seen its input yet."""
+    return bool(is_lazy(parameter))
+
+
+def own_rules(parameter: nn.Parameter) -> str:
+    """What about a parameter's class is not an ordinary parameter's, in words; empty if nothing is.
+
+    A class that only carries a name or attributes is an ordinary one. One with its own `to`, `data` or operators keeps
+    something else than the numbers that are seen (codes of 4 bits, a part of a distributed tensor).
+    """
+    kind: type[Tensor] = type(parameter)
+    if not issubclass(kind, nn.Parameter):
+        return f"it is a {kind.__module__}.{kind.__qualname__}, and no plain tensor"
+    above = nn.Parameter.__mro__
+    own = {name for parent in kind.__mro__ if parent not in above for name in vars(parent)}
+    changed = sorted(name for name in own if hasattr(Tensor, name) and name not in _HARMLESS)
+    if changed:
+        return f"its class {kind.__qualname__} has its own {', '.join(changed[:4])}"
+    return ""
