@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.programs.campaign import campaign, outcomes
+from tests.programs.campaign import Campaign, outcomes
 from tests.programs.draw import Kinds, draw
 from tests.programs.program import Program
 from tests.programs.trial import Outcome
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--without", nargs="*", default=[])
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
     parser.add_argument("--failures", type=Path, help="append failures to this file, too")
     parser.add_argument("--replay", type=Path)
     options = parser.parse_args()
@@ -36,7 +38,10 @@ def main() -> int:
         kinds = Kinds(frozenset(options.only), frozenset(options.without))
 
         def programs() -> Iterator[tuple[str, Program]]:
+            end = time.monotonic() + 60 * options.minutes
             for number in range(options.first, options.first + options.count):
+                if time.monotonic() > end:
+                    return
                 seed = f"{options.seed}:{number}"
                 yield seed, draw(seed, options.ranks, kinds)
 
@@ -47,9 +52,12 @@ def main() -> int:
                 with options.failures.open("a") as file:
                     file.write(text + "\n")
 
-        tally = campaign(pool, programs(), report)
-        print(tally)
-        return int(bool(tally.verdicts["failed"]))
+        campaign = Campaign(pool, report)
+        try:
+            campaign.run(programs())
+        finally:
+            print(campaign, flush=True)
+        return int(bool(campaign.verdicts["failed"]))
     finally:
         pool.close()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.programs.program import Program
+from tests.programs.program import Program, Setting
 from tests.programs.shrink import shrunk
 from tests.programs.trial import Outcome, attempt_all
 from tests.ranks import RankFailedError, Ranks
@@ -43,69 +43,65 @@ def _run(pool: Ranks, batch: list[Program], folder: Path) -> list[Outcome]:
 
 
 @dataclass
-class Tally:
-    """What came of the programs so far."""
+class Campaign:
+    """What came of the programs so far. Of each cause of failure one program is made small and reported."""
 
+    pool: Ranks
+    report: Callable[[str, Program, Outcome], None]
     verdicts: Counter[str] = field(default_factory=Counter)
     sentences: Counter[str] = field(default_factory=Counter)  # of refusals and warnings
-    failures: Counter[str] = field(default_factory=Counter)  # by signature
-    kinds: Counter[str] = field(default_factory=Counter)  # of instructions in shrunk failures
+    failures: Counter[str] = field(default_factory=Counter)  # by cause
+    _causes: list[tuple[str, frozenset[str]]] = field(default_factory=list)  # signatures, and what they need
+
+    def run(self, programs: Iterable[tuple[str, Program]]) -> None:
+        """Programs with their seeds."""
+        batch: list[tuple[str, Program]] = []
+        for pair in programs:
+            batch.append(pair)
+            if len(batch) == BATCH:
+                self._run(batch)
+                batch = []
+        self._run(batch)
+
+    def _run(self, batch: list[tuple[str, Program]]) -> None:
+        found = list(outcomes(self.pool, [program for _, program in batch]))
+        for (seed, _), (program, outcome) in zip(batch, found, strict=True):
+            self.verdicts[outcome.verdict] += 1
+            if outcome.verdict in ("refused", "warned"):
+                self.sentences[outcome.signature[:200]] += 1
+            elif outcome.verdict == "failed":
+                self.failures[self._cause(seed, program, outcome)] += 1
+
+    def _cause(self, seed: str, program: Program, outcome: Outcome) -> str:
+        """A program that holds all of a known cause is not made small: it most likely fails of that."""
+        for signature, needed in self._causes:
+            if signature == outcome.signature and needed <= essence(program):
+                return _named(signature, needed)
+        small, its_outcome = shrunk(program, outcome, lambda one: next(iter(outcomes(self.pool, [one])))[1])
+        needed = frozenset(essence(small))
+        self._causes.append((outcome.signature, needed))
+        self.report(seed, small, its_outcome)
+        return _named(outcome.signature, needed)
 
     def __str__(self) -> str:
         total = sum(self.verdicts.values())
         lines = [f"{total} programs: " + ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())]
-        for title, counter in (("sentences", self.sentences), ("failures", self.failures), ("kinds", self.kinds)):
+        for title, counter in (("sentences", self.sentences), ("failures", self.failures)):
             if counter:
                 lines.append(f"{title}:")
                 lines.extend(f"  {count:5}  {text}" for text, count in counter.most_common())
         return "\n".join(lines)
 
 
-def campaign(
-    pool: Ranks,
-    programs: Iterator[tuple[str, Program]],
-    report: Callable[[str, Program, Outcome], None],
-    shrinks_each: int = 1,
-) -> Tally:
-    """Try programs, given with their seeds; report failures, of each cause so many, made small."""
-    tally = Tally()
-    seeds: dict[Program, str] = {}
-    batch: list[Program] = []
-
-    def try_batch() -> None:
-        for program, outcome in list(outcomes(pool, batch)):
-            tally.verdicts[outcome.verdict] += 1
-            if outcome.verdict in ("refused", "warned"):
-                tally.sentences[outcome.signature[:150]] += 1
-            elif outcome.verdict == "failed":
-                small, its_outcome = program, outcome
-                signature = outcome.signature if outcome.what != "silent" else ""
-                if not signature or tally.failures[signature] < shrinks_each:
-                    small, its_outcome = shrunk(program, outcome, lambda one: next(iter(outcomes(pool, [one])))[1])
-                cause = signature or f"silent: {' '.join(str(small).split()[2:])}"
-                if not signature:
-                    cause = "silent: " + " ".join(sorted(_essence(small)))
-                tally.failures[cause] += 1
-                if tally.failures[cause] <= shrinks_each:
-                    tally.kinds.update(_essence(small))
-                    report(seeds[program], small, its_outcome)
-        batch.clear()
-
-    for seed, program in programs:
-        seeds[program] = seed
-        batch.append(program)
-        if len(batch) == BATCH:
-            try_batch()
-    try_batch()
-    return tally
+def _named(signature: str, needed: frozenset[str]) -> str:
+    return f"{signature[:120]} [{' '.join(sorted(needed))}]"
 
 
-def _essence(program: Program) -> set[str]:
-    """What in a shrunk program may be the cause: kinds of instructions that are more than the loop itself."""
+def essence(program: Program) -> set[str]:
+    """What in a program is more than a plain loop: kinds of instructions, and of the setting."""
     ordinary = {"forward:tensor", "backward:loss", "backward:engine", "step", "look:gathered"}
     found = {one.tag for one in program.instructions} - ordinary
-    setting = program.setting
-    for key in ("offload", "loop", "engines"):
-        if f"{key}=" in str(setting):
-            found.add(f"{key}={getattr(setting, key)}")
+    default = Setting(stage=program.setting.stage, ranks=program.setting.ranks)
+    keys = ("offload", "loop", "engines", "accumulation", "clip", "dtype")
+    found |= {f"{k}={getattr(program.setting, k)}" for k in keys if getattr(program.setting, k) != getattr(default, k)}
     return found or {"the loop itself"}

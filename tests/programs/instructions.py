@@ -55,7 +55,7 @@ class Forward(Instruction):
     def perform(self, world: World) -> None:
         module = world.models[self.who[-1]]
         of_ranks = [WAYS[self.way](world.call(self.who), module, rows) for rows in world.rows(self.data)]
-        world.slots[self.slot] = of_ranks
+        world.slots[self.slot] = self.who, of_ranks
         world.see(f"loss {self.slot}", of_ranks[world.own][0])
 
 
@@ -88,14 +88,14 @@ class Backward(Instruction):
     retain: bool
 
     def perform(self, world: World) -> None:
-        of_ranks = world.slots.get(self.slot)
-        if of_ranks is None:
+        if self.slot not in world.slots:
             return
+        who, of_ranks = world.slots[self.slot]
         if not self.retain:
             del world.slots[self.slot]
         chosen = [{"first": first, "second": second, "both": first + second}[self.loss] for first, second in of_ranks]
         if chosen[0].requires_grad:
-            world.backward(chosen, self.how, retain=self.retain)
+            world.backward(who[-1], chosen, self.how, retain=self.retain)
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class Fail(Instruction):
                     out.register_hook(_raise)
                     of_ranks.append(out.float().sum())
                 if of_ranks[0].requires_grad:
-                    world.backward(of_ranks, "loss", retain=False)
+                    world.backward(self.who, of_ranks, "loss", retain=False)
 
 
 def _raise(grad: Tensor) -> None:
@@ -326,6 +326,19 @@ class Look(Instruction):
                 found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for name, value in found.items():
             world.see(name, value)
+
+
+@dataclass(frozen=True)
+class Lie(Instruction):
+    """Change values in the engine's world only. It is never drawn: tests of the comparison use it."""
+
+    word = "lie"
+    who: str
+
+    def perform(self, world: World) -> None:
+        if not world.is_reference:
+            model: Any = world.models[self.who]
+            _gathered_multiply(model, model.head.weight, 0)
 
 
 # ------------------------------------------------------------------------------------------------ values by hand
@@ -460,6 +473,6 @@ ALL: dict[str, type[Any]] = {
     kind.word: kind
     for kind in (
         Forward, Evaluate, Backward, Step, Edit, Grad, SafeGrad, Clip, ZeroGrad, Freeze, Thaw, Rate, Save, Load,
-        Remember, Recall, Fail, Look,
+        Remember, Recall, Fail, Look, Lie,
     )
 }  # fmt: skip

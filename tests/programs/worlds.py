@@ -56,11 +56,12 @@ class World(ABC):
 
     models: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]  # the user's own objects
+    is_reference: bool
     own: int  # which of the rows that are computed here belong to this rank
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.slots: dict[str, list[Losses]] = {}
+        self.slots: dict[str, tuple[str, list[Losses]]] = {}  # of which model, and for each rank
         self.remembered: dict[tuple[str, str], Any] = {}
         self.seen: list[tuple[str, Any]] = []
 
@@ -94,7 +95,7 @@ class World(ABC):
     def callable(self, who: str) -> Callable[..., Any]: ...
 
     @abstractmethod
-    def backward(self, of_ranks: list[Tensor], how: str, *, retain: bool) -> None: ...
+    def backward(self, who: str, of_ranks: list[Tensor], how: str, *, retain: bool) -> None: ...
 
     @abstractmethod
     def step(self, who: str) -> None: ...
@@ -130,6 +131,8 @@ class World(ABC):
 class Plain(World):
     """The reference."""
 
+    is_reference = True
+
     def __init__(self, setting: Setting, own: int) -> None:
         super().__init__(setting)
         self.own = own
@@ -149,7 +152,7 @@ class Plain(World):
     def callable(self, who: str) -> Callable[..., Any]:
         return self.models[who]
 
-    def backward(self, of_ranks: list[Tensor], how: str, *, retain: bool) -> None:
+    def backward(self, who: str, of_ranks: list[Tensor], how: str, *, retain: bool) -> None:
         total = sum(of_ranks[1:], of_ranks[0])
         (total / (self.setting.ranks * self.setting.accumulation)).backward(retain_graph=retain)
 
@@ -198,6 +201,7 @@ class Plain(World):
 class Sharded(World):
     """One rank, with an engine for each model."""
 
+    is_reference = False
     own = 0
 
     def __init__(self, setting: Setting, folder: Path) -> None:
@@ -248,10 +252,10 @@ class Sharded(World):
         engine: Callable[..., Any] = self._engines[who]
         return engine
 
-    def backward(self, of_ranks: list[Tensor], how: str, *, retain: bool) -> None:
+    def backward(self, who: str, of_ranks: list[Tensor], how: str, *, retain: bool) -> None:
         (loss,) = of_ranks
         if how == "engine":
-            self._engines[self.setting.models[-1]].backward(loss, retain_graph=retain)
+            self._engines[who].backward(loss, retain_graph=retain)
         else:
             loss.backward(retain_graph=retain)
 
