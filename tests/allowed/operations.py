@@ -310,18 +310,22 @@ OPERATIONS = [
         ("a dataclass", "loss = engine(x, 'dataclass').out.square().mean()"),
         ("a deque", "loss = engine(x, 'deque')[0].square().mean()"),
         ("a distribution", "loss = engine(x, 'distribution').mean.square().mean()"),
-        ("a list of the caller's that the forward appends to", "bag = []\nloss = (engine(x, bag=bag) * bag[0]).mean()"),
+        (
+            "a list of the caller's that the forward appends to",
+            "bag = []\nloss = engine(x, bag=bag).square().mean() + bag[0].square().mean()",
+        ),
         (
             "a dictionary of the caller's that the forward fills",
             "bag = {}\nloss = (engine(x, bag=bag) * bag['features']).mean()",
         ),
         (
             "an output kept on self",
-            "out = engine(x, 'kept side')\nloss = out.square().mean() + model.kept.square().mean()",
+            "out = engine(x, 'kept side')\nloss = (out * model.blocks[1].kept).mean() + model.kept.square().mean()",
         ),
         (
             "a view of a weight kept on self",
-            "out = engine(x, 'kept weight')\nloss = (out @ model.kept).square().mean()",
+            "out = engine(x, 'kept weight')\n"
+            "loss = (out @ model.kept).square().mean() + model.blocks[1].kept.square().mean()",
         ),
         (
             "a returned view, changed in place",

@@ -34,7 +34,7 @@ from tests.allowed.operations import LOOP, OPERATIONS, Operation
 from tests.programs.model import WIDTH, Net
 from tests.programs.trial import Lines, is_refusal
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 TOLERANCE = 1e-5  # fp32
 COLUMNS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},

@@ -24,12 +24,22 @@ class Block(nn.Module):
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH + 1)
         self.down = nn.Linear(WIDTH + 1, WIDTH, bias=False)
+        self.kept: Any = None
 
-    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
-        x = x + self.down(torch.tanh(self.up(x)))
-        if fails:
+    def forward(self, x: Tensor, way: str = "tensor", bag: Any = None) -> Any:
+        hidden = torch.tanh(self.up(x))
+        if way == "fails":
             raise LookupError("the forward failed on purpose")
-        return x
+        if isinstance(bag, list):
+            bag.append(hidden)
+        elif isinstance(bag, dict):
+            bag["hidden"] = hidden
+        if way == "kept side":
+            self.kept = self.down(hidden * 0.5)
+        elif way == "kept weight":
+            self.kept = self.down.weight.t()
+        out = x + self.down(hidden)
+        return out.view(-1) if way == "view" else PACKED[way](out) if way in PACKED else out
 
 
 @dataclass
@@ -40,32 +50,39 @@ class Answer:
 
 
 class Net(nn.Module):
-    """Two blocks, a head, and a side head that most forwards leave alone."""
+    """Two blocks, a head, a scale of the root's own, and a side head that most forwards leave alone.
+
+    What a way says of outputs, it says of the model's and of the last block's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, WIDTH)
         self.side = nn.Linear(WIDTH, 2, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
         self.kept: Any = None
 
     def forward(self, x: Tensor, way: str = "tensor", bag: Any = None) -> Any:
         features = self.blocks[0](x)
-        if isinstance(bag, list):
-            bag.append(features)
-        features = self.blocks[1](features, way == "fails")
+        features = self.blocks[1](features, way, bag)
+        if way in PACKED:
+            features = UNPACKED[way](features)
+        if way == "view":
+            features[0] = 0.0
+            features = features.mul_(0.5).view(x.shape)
         if isinstance(bag, dict):
             bag["features"] = features
         if way in ("side", "kept side"):
             self.kept = self.side(features)
-        if way == "kept weight":
-            self.kept = self.head.weight.t()
-        if way == "no_grad part":
+        elif way == "kept weight":
+            self.kept = self.side.weight.t()
+        elif way == "no_grad part":
             with torch.no_grad():
                 features = features + self.blocks[0](features)
-        if way == "recursive" and bag:
+        elif way == "recursive" and bag:
             return self(features, way, bag - 1)
-        out = self.head(features)
+        out = self.head(features) * self.scale
         if way == "view":
             return out.view(-1)
         return PACKED[way](out) if way in PACKED else (out, self.kept) if way == "side" else out
@@ -77,6 +94,13 @@ PACKED: dict[str, Callable[[Tensor], Any]] = {
     "dataclass": Answer,
     "deque": lambda out: deque([out]),
     "distribution": lambda out: torch.distributions.Normal(out, torch.ones_like(out)),
+}
+UNPACKED: dict[str, Callable[[Any], Tensor]] = {
+    "dict": lambda found: found["logits"],
+    "namespace": lambda found: found.out,
+    "dataclass": lambda found: found.out,
+    "deque": lambda found: found[0],
+    "distribution": lambda found: found.mean,
 }
 Call = Callable[..., Any]
 Losses = tuple[Tensor, Tensor]
@@ -91,18 +115,18 @@ def losses_of(out: Tensor) -> Losses:
 def _list(call: Call, module: nn.Module, x: Tensor) -> Losses:
     bag: list[Tensor] = []
     out = call(x, bag=bag)
-    return losses_of(out + bag[0])
+    return losses_of(out * bag[0].sum())
 
 
 def _dict(call: Call, module: nn.Module, x: Tensor) -> Losses:
     bag: dict[str, Tensor] = {}
     out = call(x, bag=bag)
-    return losses_of(out + bag["features"])
+    return losses_of(out + bag["features"] * bag["hidden"].sum())
 
 
 def _kept_side(call: Call, module: Any, x: Tensor) -> Losses:
     out = call(x, "kept side")
-    return losses_of(out + module.kept.sum())
+    return losses_of(out * module.blocks[1].kept + module.kept.sum())
 
 
 def _side(call: Call, module: Any, x: Tensor) -> Losses:
@@ -112,7 +136,7 @@ def _side(call: Call, module: Any, x: Tensor) -> Losses:
 
 def _kept_weight(call: Call, module: Any, x: Tensor) -> Losses:
     out = call(x, "kept weight")
-    return losses_of(out @ module.kept)
+    return losses_of(out @ module.kept @ module.blocks[1].kept[:2])
 
 
 def _view_in_place(call: Call, module: nn.Module, x: Tensor) -> Losses:
@@ -157,11 +181,10 @@ def _recomputed(call: Call, module: nn.Module, x: Tensor) -> Losses:
 
 WAYS: dict[str, Callable[[Call, nn.Module, Tensor], Losses]] = {
     "tensor": lambda call, module, x: losses_of(call(x)),
-    "dict": lambda call, module, x: losses_of(call(x, "dict")["logits"]),
-    "namespace": lambda call, module, x: losses_of(call(x, "namespace").out),
-    "dataclass": lambda call, module, x: losses_of(call(x, "dataclass").out),
-    "deque": lambda call, module, x: losses_of(call(x, "deque")[0]),
-    "distribution": lambda call, module, x: losses_of(call(x, "distribution").mean),
+    **{
+        way: lambda call, module, x, way=way: losses_of(UNPACKED[way](call(x, way)))  # type: ignore[misc]
+        for way in PACKED
+    },
     "caller's list": _list,
     "caller's dict": _dict,
     "side": _side,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from tests.programs.instructions import Backward, Forward
 from tests.programs.program import Program
 from tests.programs.trial import Outcome
 
-MOST_TRIALS = 120
+MOST_TRIALS, MOST_SECONDS = 120, 40.0  # a trial that crashes takes seconds
 SIMPLER = {
     "engines": 1, "groups": 1, "accumulation": 1, "clip": 0.0, "dtype": "float64", "optimizer": "SGD",
     "offload": "none", "loop": "engine",
@@ -18,14 +19,14 @@ SIMPLER = {
 
 def shrunk(program: Program, outcome: Outcome, attempt: Callable[[Program], Outcome]) -> tuple[Program, Outcome]:
     """The smallest that was found with a failure of the same kind."""
-    num_trials = 0
+    num_trials, end = 0, time.monotonic() + MOST_SECONDS
     kind = _kind(outcome)
     changed = True
     while changed:
         changed = False
         for candidate in _candidates(program):
             num_trials += 1
-            if num_trials > MOST_TRIALS:
+            if num_trials > MOST_TRIALS or time.monotonic() > end:
                 return program, outcome
             found = attempt(candidate)
             if _kind(found) == kind:
