@@ -1,0 +1,34 @@
+"""`python -m tests.allowed` writes docs/what-may-i-do.md; with names of columns or operations it prints those only."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.allowed.operations import OPERATIONS
+from tests.allowed.page import PAGE, failures, found, written
+from tests.allowed.performing import COLUMNS
+from tests.ranks import Ranks
+
+
+def main(words: list[str]) -> int:
+    columns = [word for word in words if word in COLUMNS] or list(COLUMNS)
+    names = [word for word in words if word not in COLUMNS]
+    operations = [one for one in OPERATIONS if not names or any(word in one.name for word in names)]
+    pool = Ranks()
+    try:
+        results = {column: found(pool, column, operations) for column in columns}
+    finally:
+        pool.close()
+    if words:
+        for column in columns:
+            for name, result in results[column].items():
+                print(f"{column:8} {result.kind:7} {name}: {result.sentence}")
+    else:
+        PAGE.write_text(written(results))
+    failed = failures(results)
+    print("\n".join(failed))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
