@@ -390,7 +390,7 @@ class Engine(nn.Module):
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._checkpoints.save(
             self,
-            os.fspath(save_dir),
+            save_dir,
             name,
             client_state,
             exclude_frozen=exclude_frozen_parameters,
@@ -407,17 +407,21 @@ class Engine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        strict: bool = False,
     ) -> tuple[str | None, Any]:
         """Go on from a checkpoint: the latest under `load_dir`, or the one with that tag. All ranks must call it.
 
-        Returns its path and the client's state, or (None, None) if there is none yet. If it cannot be loaded, the
+        Returns its path and the client's state. If there is none yet it warns and returns (None, None), or raises with
+        `strict`. If it cannot be loaded, the
         engine's state is as before. It may have been saved at any stage, precision and number of ranks; checkpoints of
         DeepSpeed and of torch.distributed.checkpoint are read too.
         """
         return self._checkpoints.load(
             self,
-            os.fspath(load_dir),
+            load_dir,
             None if tag is None else str(tag),
+            must_exist=strict,
             strict=load_module_strict,
             with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,
