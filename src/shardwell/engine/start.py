@@ -20,6 +20,7 @@ from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_g
 from shardwell.comm.hops import Hops, ranks_per_node
 from shardwell.comm.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
+from shardwell.engine.buffers import place_buffers
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
@@ -89,7 +90,8 @@ def initialize(
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
     units = build_units(cuts, settings, recipe, context, offload)
-    _place_buffers(model, settings, context)
+    kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
+    place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
     flow = _flow(units, settings, context)
     builder = Builder(
         lambda: _cut(model, settings),
@@ -112,15 +114,6 @@ def initialize(
     agreement.turn_page()
     engine.training_dataloader = _loader(training_data, engine, collate_fn)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
-
-
-def _place_buffers(model: nn.Module, settings: Config, context: Context) -> None:
-    """To the device, rank 0's for everyone."""
-    statistics = _statistics(model)
-    for name, buffer in model.named_buffers():
-        dtype = mixed_dtype(settings) if id(buffer) in statistics else None
-        buffer.data = buffer.data.to(context.device.torch_device, dtype)
-        context.world.broadcast(buffer.data, token=f"SETUP {name}")
 
 
 def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
@@ -382,12 +375,6 @@ def _persistent(cuts: list[Cut], settings: Config) -> set[int]:
             break
         chosen.add(id(parameter))
     return chosen
-
-
-def _statistics(model: nn.Module) -> set[int]:
-    """The running statistics of batch norms (by id), which torch wants in the dtype of their weights."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    return {id(b) for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()}
 
 
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
