@@ -25,17 +25,17 @@ from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.place import folder_named, nothing_in
 from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
 from shardwell.checkpoint.sources import OwnSource, Source, is_foreign, locate_own, open_source
-from shardwell.checkpoint.values import decode, encode
 from shardwell.comm import Collectives, Kind
+from shardwell.engine import model_files
 from shardwell.engine.saved_values import (
     check_kind,
-    model_config,
     of_optimizer,
     random_state,
     restore_values,
     what_can_be_saved,
 )
 from shardwell.errors import CheckpointError, DivergenceError
+from shardwell.values import decode, encode
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
@@ -159,7 +159,10 @@ class Checkpoints:
             "loader": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
             "extra": encode(extra_state_of(engine.module), "the model's extra state", _put(contents, "extra")),
             "client": encode(client_state or {}, "client_state", _put(contents, "client")),
-            "model_config": model_config(engine),
+            "model_config": model_files.model_config(engine.module),
+            "generation_config": model_files.generation_config(engine.module),
+            "name_or_path": model_files.name_or_path(engine.module),
+            "adapters": model_files.adapters(engine.module),
         }
 
     # -------------------------------------------------------------------------------------------------- loading

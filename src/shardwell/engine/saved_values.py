@@ -5,7 +5,6 @@ Also how they come back. Who tells whom, and the files, are others' matters.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import warnings
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwell.checkpoint.sources import Source
-from shardwell.checkpoint.values import encode
 from shardwell.errors import CheckpointError
 from shardwell.optim import ShardedOptimizer
+from shardwell.values import encode
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
@@ -120,9 +119,3 @@ def _set_random_state(engine: Engine, state: dict[str, Any]) -> None:
         engine._context.device.set_random_state(state["cuda"])
     if "numpy" in sys.modules and "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
-
-
-def model_config(engine: Engine) -> Any:
-    """A Hugging Face model's own description, for exports."""
-    text = getattr(getattr(engine.module, "config", None), "to_json_string", None)
-    return json.loads(text()) if callable(text) else None
