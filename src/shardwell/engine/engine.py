@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -454,6 +455,21 @@ class Engine(nn.Module):
             self.optimizer.state.clear()
         self._context.close()
         self.trim()
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What `accelerator.prepare` asks. An engine is ready: in DDP, and moved, it would train nothing."""
+        if self.gradient_accumulation_steps() > 1:
+            logging.getLogger("shardwell").warning(
+                "this engine accumulates %d micro-steps by itself: call engine.backward and engine.step, or leave "
+                "gradient_accumulation_steps at 1 in its configuration and use accelerator.accumulate",
+                self.gradient_accumulation_steps(),
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        pass  # accelerate says so, too
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have, the model may have."""
