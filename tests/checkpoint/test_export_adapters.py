@@ -84,7 +84,7 @@ def test_adapters_are_exported_as_peft_reads_them(tmp_path: Path, kind: str) -> 
     ]
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
-    assert (logits(llama()) - expected).abs().max() > 1e-3  # or nothing was trained
+    assert (logits(llama()) - expected[:, -TOKENS.shape[1] :]).abs().max() > 1e-3  # or nothing was trained
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora and a head", "ia3"])

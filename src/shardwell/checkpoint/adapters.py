@@ -43,17 +43,17 @@ def adapters_of(source: Source) -> Mapping[str, Any] | None:
 
 def files_of(source: Source, adapters: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
     """For each adapter: the folder that peft expects it in, {peft's name: tensor}, and its configuration."""
-    beside = adapters.get("trained_beside") or []
-    if beside:
-        raise CheckpointError(
-            f"{source.where}: '{beside[0]}' (of {len(beside)}) was trained besides the adapters and would be lost: "
-            "export with --merge, or name its module in modules_to_save of the adapter"
-        )
     stored_under = source.values.get("aliases", {})
     for adapter, one in adapters["of"].items():
         if one.get("missing"):
             raise CheckpointError(
                 f"{source.where}: adapter {adapter!r} cannot be written by itself: {one['missing']}. Use --merge."
+            )
+        beside = adapters.get("trained_beside") or []
+        if beside:
+            raise CheckpointError(
+                f"{source.where}: '{beside[0]}' (of {len(beside)}) was trained besides the adapters and would be lost: "
+                "export with --merge, or name its module in modules_to_save of the adapter"
             )
         names = {key: MODEL + stored_under.get(name, name) for key, name in one["names"].items()}
         lost = [name for name in names.values() if name not in source.tensors]

@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwell.unit import guard
 
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that split the base's own weights
 
@@ -82,11 +85,21 @@ def _tensors_of(model: nn.Module, adapter: str, config: Any, state: dict[str, An
     start = str(getattr(config, "init_lora_weights", "")).lower()
     if start.startswith(_CHANGE_THE_BASE):
         return {}, f"init_lora_weights={start!r} has changed the weights of the base model"
-    tensors = peft.get_peft_model_state_dict(
-        model, state, adapter, save_embedding_layers=_is_resized(model, config.base_model_name_or_path)
-    )
+    with _NamesOnly():
+        tensors = peft.get_peft_model_state_dict(
+            model, state, adapter, save_embedding_layers=_is_resized(model, config.base_model_name_or_path)
+        )
     prefix = "" if isinstance(model, peft.PeftModel) else "base_model.model."  # where Transformers holds the adapter
     return {prefix + key: value for key, value in tensors.items()}, ""
+
+
+class _NamesOnly(TorchFunctionMode):
+    """State dictionaries of modules are for their names, so that parameters whose values are away may be in them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and guard.is_kept(args[0]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _is_resized(model: nn.Module, path: str | None) -> bool:
