@@ -20,7 +20,7 @@ from shardwell.engine.checkpoints import Checkpoints
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
-from shardwell.engine.inputs import moved
+from shardwell.engine.inputs import Inputs, mover
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
 from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
@@ -89,11 +89,12 @@ class Engine(nn.Module):
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
         self.fit_to_model()
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
-        if self._scale.is_on and torch.is_grad_enabled():
-            args, kwargs = map_tensors((args, kwargs), self._unscale_input)
-        args, kwargs = moved((args, kwargs), self.device, self._compute_dtype)
-        with self._context.failing_together("forward"), self._autocast(), self._flow.running():
-            output = self.module(*args, **kwargs)
+        inputs = Inputs(args, kwargs, self._input_change())
+        try:
+            with self._context.failing_together("forward"), self._autocast(), self._flow.running():
+                output = self.module(*inputs.args, **inputs.kwargs)
+        finally:
+            inputs.give_back()
         if self._scale.is_on and torch.is_grad_enabled():
             output = map_tensors(output, self._scale_output)
         self._flow.end_forward()
@@ -121,6 +122,12 @@ class Engine(nn.Module):
             return grad if _carried.scale == self._scale.value else grad * (self._scale.value / _carried.scale)
 
         return alias_with(tensor, enter)
+
+    def _input_change(self) -> Callable[[Tensor], Tensor]:
+        """What becomes of a tensor on its way into the model."""
+        move = mover(self.device, self._compute_dtype)
+        scaled = self._scale.is_on and torch.is_grad_enabled()
+        return (lambda tensor: move(self._unscale_input(tensor))) if scaled else move
 
     def _unscale_input(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
