@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +18,12 @@ from shardwell.config import Config
 from shardwell.engine.checkpoints import Checkpoints
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
+from shardwell.engine.given_loader import GivenLoader
 from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import Inputs, mover
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
+from shardwell.engine.odd_uses import StepWatch, ready_for_accelerate, refuse_pickling
 from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
 from shardwell.engine.precision import dtype_of, mixed_dtype
 from shardwell.engine.refit import Builder, refit
@@ -72,13 +73,14 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
-        self.training_dataloader: ShardedLoader | None = None
+        self.training_dataloader: ShardedLoader | GivenLoader | None = None
         self._flow, self._context, self._ledger, self._agreement = flow, context, ledger, agreement
         self._builder = builder
         self._fingerprint = Fingerprint(model)
         self._handles = {unit: attach(flow, unit) for unit in flow.units}
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
+        self._watch: StepWatch | None = StepWatch()
         self._scale: LossScale = NoScale()
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
         self._checkpoints = Checkpoints(self)
@@ -88,6 +90,8 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
         self.fit_to_model()
+        if self._watch is not None:
+            self._watch = self._watch.saw_forward(self)
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
         inputs = Inputs(args, kwargs, self._input_change())
         try:
@@ -175,6 +179,7 @@ class Engine(nn.Module):
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
         at_boundary = self.is_gradient_accumulation_boundary()
+        self._watch = None
         self.micro_steps += 1
         self._boundary_override = None
         if at_boundary:
@@ -463,20 +468,8 @@ class Engine(nn.Module):
         self._context.close()
         self.trim()
 
-    @property
-    def _is_accelerate_prepared(self) -> bool:
-        """What `accelerator.prepare` asks. An engine is ready: in DDP, and moved, it would train nothing."""
-        if self.gradient_accumulation_steps() > 1:
-            logging.getLogger("shardwell").warning(
-                "this engine accumulates %d micro-steps by itself: call engine.backward and engine.step, or leave "
-                "gradient_accumulation_steps at 1 in its configuration and use accelerator.accumulate",
-                self.gradient_accumulation_steps(),
-            )
-        return True
-
-    @_is_accelerate_prepared.setter
-    def _is_accelerate_prepared(self, value: bool) -> None:
-        pass  # accelerate says so, too
+    _is_accelerate_prepared = ready_for_accelerate
+    __reduce_ex__ = refuse_pickling
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have, the model may have."""

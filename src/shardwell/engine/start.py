@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwell import checkpointing
 from shardwell.codec import Codec
@@ -23,6 +23,7 @@ from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.buffers import place_buffers
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
+from shardwell.engine.given_loader import GivenLoader, loader_like, with_batch_of
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload, settle_commit
 from shardwell.engine.placement import Formula, Kind, States
@@ -49,7 +50,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: ShardedOptimizer | None
-    training_dataloader: ShardedLoader | None
+    training_dataloader: ShardedLoader | GivenLoader | None
     lr_scheduler: Any
 
 
@@ -58,7 +59,7 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[..., Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
+    training_data: Dataset[Any] | DataLoader[Any] | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
@@ -426,8 +427,18 @@ def _wire(settings: Config, num_ranks: int) -> Wire:
     return Wire(dtype_of(settings.communication_data_type), predivide)
 
 
-def _loader(data: Dataset[Any] | None, engine: Engine, collate_fn: Any) -> ShardedLoader | None:
+def _loader(
+    data: Dataset[Any] | DataLoader[Any] | None, engine: Engine, collate_fn: Any
+) -> ShardedLoader | GivenLoader | None:
     if data is None:
         return None
-    size = engine.train_micro_batch_size_per_gpu()
-    return ShardedLoader(data, size, engine.global_rank, engine.world_size, engine.device, collate_fn)
+    where = engine.global_rank, engine.world_size, engine.device
+    if isinstance(data, DataLoader):
+        asked, engine.config = with_batch_of(data, engine.config, engine.world_size)
+        return loader_like(data, asked, *where, collate_fn)
+    if not hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"training_data: expected a data set (with indices, or an IterableDataset) or a DataLoader, found a "
+            f"{type(data).__name__}"
+        )
+    return ShardedLoader(data, engine.train_micro_batch_size_per_gpu(), *where, collate_fn)
