@@ -30,7 +30,8 @@ from tests.ranks import Ranks
 
 def test_tags_latest_and_client_state(tmp_path: Path) -> None:
     engine = alone()
-    assert engine.load_checkpoint(tmp_path / "none yet") == (None, None)
+    with pytest.warns(UserWarning, match="nothing was loaded"):
+        assert engine.load_checkpoint(tmp_path / "none yet") == (None, None)
     step(engine)
     client = {
         "epoch": 3,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwell.checkpoint.values import decode, encode
 from shardwell.errors import CheckpointError
+from shardwell.values import decode, encode
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 NESTED = st.recursive(

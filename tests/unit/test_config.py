@@ -44,6 +44,10 @@ def test_an_absent_key_has_its_default(key: str, default: Any) -> None:
     assert at(load(None), key) == default
 
 
+def test_the_frequencies_of_rotary_embeddings_are_kept_by_default() -> None:
+    assert load(None).shardwell.keep_fp32_buffers == ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+
+
 def undescribed(block: type[Block]) -> list[str]:
     missing = [name for name, info in block.model_fields.items() if "\n" in (info.description or "\n")]
     inner = filter(None, map(block_of, block.model_fields.values()))

@@ -20,7 +20,8 @@ from shardwell.checkpoint.sources import MODEL, SCALAR, STATE
 from shardwell.layout import Slot, dense_stride
 from shardwell.native import Compact
 from shardwell.optim import ShardedOptimizer
-from shardwell.optim.shards import is_elementwise
+from shardwell.optim.odd_state import state_to_json
+from shardwell.optim.shards import is_elementwise, odd_keys
 from shardwell.unit import Group, Unit, guard
 
 
@@ -63,9 +64,10 @@ class Contents:
         exclude_frozen: bool = False,
     ) -> None:
         self.parts: dict[str, Part] = {}
-        self.scalars: dict[str, float] = {}
+        self.scalars: dict[str, Any] = {}
         self._rank = rank
         self._open = ExitStack()
+        odd = odd_keys(optimizer.shards, optimizer.state) if optimizer is not None else set()
         self._opened: Group | Unit | None = None  # a group's masters, or a unit's state, are readable
         for unit in units:
             unit.wait()
@@ -73,7 +75,7 @@ class Contents:
                 if group.trainable or not exclude_frozen:
                     self._add_masters(group)
             if optimizer is not None and unit.trainable:
-                self._add_states(unit, optimizer)
+                self._add_states(unit, optimizer, odd)
         if rank == 0:
             for name, buffer in buffers_of(model).items():
                 self.add(MODEL + name, "buffer", buffer)
@@ -122,18 +124,20 @@ class Contents:
 
         return read
 
-    def _add_states(self, unit: Unit, optimizer: ShardedOptimizer) -> None:
+    def _add_states(self, unit: Unit, optimizer: ShardedOptimizer, odd: set[str]) -> None:
         shares = {slot.name: (at, start, n) for g in unit.trainable for slot, at, start, n in self._share(g)}
         for shard in optimizer.shards.of(unit):
+            usual = optimizer.scalar(shard.tensor, None, 0.0)
             for key, value in optimizer.state.get(shard.tensor, {}).items():
-                has_each = is_elementwise(value, shard)
+                has_each = is_elementwise(value, shard) and key not in odd
                 for piece in shard.pieces:
                     at, start, numel = shares.get(piece.slot.name, (0, 0, 0))
                     if numel and has_each:
                         read = self._reader_of_state(unit, optimizer, value, at - shard.start, numel)
                         self._add_state(piece.slot, key, value.dtype, (start, numel), read)
-                    elif numel and start == 0 and value is not None:
-                        self.scalars[f"{SCALAR}{piece.slot.name}/{key}"] = float(value)
+                    elif numel and start == 0:
+                        name = f"{SCALAR}{piece.slot.name}/{key}"
+                        self.scalars[name] = state_to_json(value, usual, name)
 
     def _reader_of_state(
         self, unit: Unit, optimizer: ShardedOptimizer, value: Tensor | Compact, first: int, numel: int

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwell.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
+from shardwell.checkpoint.adapters import WEIGHTS, adapters_of, files_of, merge
 from shardwell.checkpoint.files import Entry, stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest, Piece, TensorRecord
@@ -28,6 +30,23 @@ from shardwell.checkpoint.sources.safetensors import CONFIG, INDEX, SINGLE
 from shardwell.errors import CheckpointError
 
 MAX_FILE = 5_000_000_000  # bytes
+GENERATION = "generation_config.json"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 
 
 def to_safetensors(
@@ -36,11 +55,21 @@ def to_safetensors(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE,
     progress: Progress | None = None,
+    *,
+    merges: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """A directory that `from_pretrained` of Transformers reads: weights, index and, if it is known, config.json.
+    """A directory that `from_pretrained` reads: weights, index and, if they are known, configurations and tokenizer.
 
     Floating tensors become `dtype`; others stay what they are. A tensor that has several names is written once.
+    Adapters become what peft reads, without their base model, or with `merges` a part of its weights. Files of the
+    tokenizer come from the folder `tokenizer`, or from where the model came from, if that is here.
     """
+    adapters = adapters_of(source)
+    if adapters is not None and not merges:
+        return _to_adapters(source, adapters, out_dir, dtype, progress, tokenizer)
+    if merges:
+        source, progress = merge(source, progress), None
     names = weights(source)
     _warn_if_part(source)
     entries = {name: _entry(name.removeprefix(MODEL), source.tensors[name], dtype) for name in names}
@@ -58,9 +87,46 @@ def to_safetensors(
         if len(batches) > 1:
             total = sum(entry.num_bytes for entry in entries.values())
             _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        if "model_config" in source.values:
+        if source.values.get("model_config"):
             _write_json(path / CONFIG, _config(source.values["model_config"], dtype))
+        if source.values.get("generation_config"):
+            _write_json(path / GENERATION, source.values["generation_config"])
+        _copy_tokenizer(source, tokenizer, path)
     return Path(out_dir)
+
+
+def _to_adapters(
+    source: Source,
+    adapters: Mapping[str, Any],
+    out_dir: str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    progress: Progress | None,
+    tokenizer: str | os.PathLike[str] | None,
+) -> Path:
+    """A directory that `PeftModel.from_pretrained` reads."""
+    with _new_directory(out_dir) as path:
+        for folder, names, config in files_of(source, adapters):
+            (path / folder).mkdir(exist_ok=True)
+
+            def data(key: str, names: dict[str, str] = names) -> Iterator[Tensor]:
+                return (_cast(part, dtype, key) for part in in_order(source, names[key], progress))
+
+            entries = [_entry(key, source.tensors[name], dtype) for key, name in names.items()]
+            stream(path / folder / WEIGHTS, entries, data, {"format": "pt"})
+            _write_json(path / folder / ADAPTER_CONFIG, config)
+        _copy_tokenizer(source, tokenizer, path)
+    return Path(out_dir)
+
+
+def _copy_tokenizer(source: Source, given: str | os.PathLike[str] | None, path: Path) -> None:
+    """The files of a tokenizer, if a folder with some is known."""
+    folder = given if given is not None else source.values.get("name_or_path")
+    found = [name for name in TOKENIZER if folder is not None and os.path.isfile(os.path.join(folder, name))]
+    if given is not None and not found:
+        raise CheckpointError(f"{given}: no tokenizer there; looked for {', '.join(TOKENIZER[:4])} and others")
+    for name in found:
+        with failing(f"{path / name}: cannot be written"):
+            shutil.copyfile(os.path.join(str(folder), name), path / name)
 
 
 def to_own(

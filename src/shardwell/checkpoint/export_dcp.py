@@ -42,6 +42,7 @@ from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stor
 from shardwell.checkpoint.sources.reading import Progress, is_contiguous, weights, whole
 from shardwell.errors import CheckpointError
 from shardwell.layout import product
+from shardwell.optim.odd_state import state_from_json
 
 CHUNK = 2**26  # bytes; larger tensors are cut
 _FILE = "__0_0.distcp"
@@ -111,6 +112,12 @@ class _Planner(SavePlanner):
             self._add(path, offsets, _write_data(offsets, sizes, stored.shape, stored.dtype), read)
 
     def _add_scalar(self, path: _Path, value: Any) -> None:
+        if isinstance(value, dict):
+            value = state_from_json(value, torch.device("cpu"), "/".join(map(str, path)))
+        if isinstance(value, Tensor):
+            shape = tuple(value.shape)
+            self._add(path, (0,) * len(shape), _write_data((0,) * len(shape), shape, shape, value.dtype), lambda: value)
+            return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self._add(path, (), None, partial(_pickled, value))
         else:  # as the optimizers of torch keep their step counts

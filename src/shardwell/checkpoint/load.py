@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from shardwell.checkpoint.contents import aliases_of, buffers_of
 from shardwell.checkpoint.files import room
-from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, Source
+from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, OwnSource, Source
 from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError
 from shardwell.layout import Slot, contiguous_stride
 from shardwell.memory.device import fault_in
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.odd_state import state_from_json
 from shardwell.optim.shards import Shard
 from shardwell.unit import Group, Unit
 
@@ -66,11 +67,11 @@ class Stock:
             if entry.startswith(STATE):
                 name, _, key = entry.removeprefix(STATE).rpartition("/")
                 self._keys[name].append(key)
-        self._scalars: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._scalars: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for entry, value in source.values.items():
             if entry.startswith(SCALAR):
                 name, _, key = entry.removeprefix(SCALAR).rpartition("/")
-                self._scalars[name][key] = float(value)
+                self._scalars[name][key] = value if isinstance(value, dict) else float(value)
 
     def find(self, name: str) -> str | None:
         """Under which name a parameter or buffer of the model is stored."""
@@ -80,8 +81,8 @@ class Stock:
         """The entries of a parameter's optimizer state that are of its shape."""
         return self._keys.get(self._names.get(name, name), [])
 
-    def scalars(self, name: str) -> dict[str, float]:
-        """The numbers of a parameter's optimizer state."""
+    def scalars(self, name: str) -> dict[str, Any]:
+        """The numbers of a parameter's optimizer state, and what else is not of its shape, as JSON."""
         return self._scalars.get(self._names.get(name, name), {})
 
     def state(self, name: str, key: str) -> str:
@@ -145,6 +146,7 @@ class Loading:
 
     def fetch(self) -> None:
         """Read everything that this rank needs, and check it. Nothing is changed."""
+        self._check_odd_states()
         wants = list(self._wants())
         num_bytes = sum(want.numel * self._source.tensors[want.name].dtype.itemsize for want in wants)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -162,7 +164,7 @@ class Loading:
         for want in self._wants_of_model():
             yield want, room(want.numel, self._source.tensors[want.name].dtype, self._source.where)
         for shard, key in self._wanted_states():
-            state = fault_in(room(shard.tensor.numel(), shard.tensor.dtype, self._source.where))
+            state = fault_in(room(shard.tensor.numel(), self._dtype_of(shard, key), self._source.where))
             self._states[shard, key] = state
             for want in self._wants_of_state(shard, key):
                 yield want, state[want.at : want.at + want.numel]
@@ -182,6 +184,19 @@ class Loading:
         for shard in self._optimizer.shards if self._optimizer is not None else ():
             for key in sorted({key for piece in shard.pieces for key in self._stock.keys(piece.slot.name)}):
                 yield shard, key
+
+    def _dtype_of(self, shard: Shard, key: str) -> torch.dtype:
+        """Of an entry of a shard's state: the masters' dtype, unless it was saved in another one than they were."""
+        name = next(p.slot.name for p in shard.pieces if key in self._stock.keys(p.slot.name))
+        found = self._stock.find(name)
+        saved = self._source.tensors[self._stock.state(name, key)].dtype
+        if (
+            found is None
+            or not isinstance(self._source, OwnSource)
+            or saved == self._source.tensors[MODEL + found].dtype
+        ):
+            return shard.tensor.dtype
+        return saved
 
     def _wants_of_masters(self, group: Group) -> Iterator[Want]:
         for run, _ in group.runs:
@@ -266,17 +281,31 @@ class Loading:
         for key in keys:
             state[key] = self._state(shard, key, before.get(key))
         for key, value in scalars.items():
-            state[key] = optimizer.scalar(shard.tensor, before.get(key), value)
+            if isinstance(value, dict):
+                state[key] = self._odd(shard, key, value)
+            else:
+                state[key] = optimizer.scalar(shard.tensor, before.get(key), value)
         optimizer.state[shard.tensor] = optimizer.packed(shard, state)
+
+    def _check_odd_states(self) -> None:
+        for shard in self._optimizer.shards if self._optimizer is not None else ():
+            for piece in shard.pieces:
+                for key, value in self._stock.scalars(piece.slot.name).items():
+                    if isinstance(value, dict):
+                        self._odd(shard, key, value)
+
+    def _odd(self, shard: Shard, key: str, value: dict[str, Any]) -> Any:
+        return state_from_json(value, shard.tensor.device, f"{self._source.where}: optimizer state {key!r}")
 
     def _state(self, shard: Shard, key: str, before: Any) -> Tensor:
         """All of an entry of a shard's state; where it was read to, if it may stay there."""
         staged = self._states.pop((shard, key), None)
         state = before if isinstance(before, Tensor) else shard.tensor
-        if staged is not None and staged.device == state.device and staged.dtype == state.dtype:
+        dtype = before.dtype if isinstance(before, Tensor) else self._dtype_of(shard, key)
+        if staged is not None and staged.device == state.device and staged.dtype == dtype:
             return staged
         if state is shard.tensor:
-            state = torch.empty_like(shard.tensor)
+            state = torch.empty_like(shard.tensor, dtype=self._dtype_of(shard, key))
         self._fill(list(self._wants_of_state(shard, key)))(state)
         return state
 

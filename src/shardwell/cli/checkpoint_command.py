@@ -118,8 +118,20 @@ def export(
     ] = None,
     max_file_size: Annotated[str, typer.Option(help="Larger models are split over several files.")] = "5GB",
     check: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the checksums first.")] = True,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Adapters of peft become a part of the base model's weights (safetensors).")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with the tokenizer's files, for safetensors; else the base model's, if it is here."
+        ),
+    ] = None,
 ) -> None:
-    """Convert a checkpoint. In shardwell's own format it is FOLDER/TAG, and becomes the latest of the folder."""
+    """Convert a checkpoint. In shardwell's own format it is FOLDER/TAG, and becomes the latest of the folder.
+
+    Adapters of peft are written as peft reads them, without their base model, unless they are merged into it.
+    """
     import torch
 
     from shardwell.checkpoint.export import to_dcp, to_own, to_safetensors
@@ -128,6 +140,8 @@ def export(
     dtypes = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
     if dtype is not None and form is not Format.safetensors:
         raise CheckpointError(f"--dtype {dtype.value}: only for safetensors; {form.value} keeps what is stored")
+    if form is not Format.safetensors and (merge or tokenizer is not None):
+        raise CheckpointError(f"--merge and --tokenizer: only for safetensors, not for {form.value}")
     limit = _parse_size(max_file_size)
     if check:
         _check_own(path, tag)
@@ -135,7 +149,8 @@ def export(
         prefix = MODEL if form is Format.safetensors else ""
         with _bar("export", _bytes(source, prefix)) as told:
             if form is Format.safetensors:
-                to_safetensors(source, out, dtypes[dtype] if dtype is not None else None, limit, told)
+                kind = dtypes[dtype] if dtype is not None else None
+                to_safetensors(source, out, kind, limit, told, merges=merge, tokenizer=tokenizer)
             elif form is Format.dcp:
                 to_dcp(source, out, told)
             else:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardwell.memory.account import human, render
+from shardwell.memory.account import as_html, human, render
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,6 +57,13 @@ class TrafficReport:
 
     def __str__(self) -> str:
         return render(self.table())
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """In IPython and Jupyter."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
 
 
 @dataclass

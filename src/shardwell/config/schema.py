@@ -310,6 +310,10 @@ class ShardwellConfig(Block):
     async_save: Flag = Field(
         default=False, description="save_checkpoint writes in the background unless it is told otherwise."
     )
+    keep_fp32_buffers: tuple[StrictStr, ...] = Field(
+        default=("rotary_emb.inv_freq", "rotary_emb.original_inv_freq"),
+        description="Buffers whose name ends so keep their dtype under bf16 and fp16; other floating ones are cast.",
+    )
     keep_pages: Flag = Field(default=True, description="CPU malloc keeps freed pages instead of returning them.")
     keep_frozen: CountOrAuto = Field(
         default="auto",

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,20 @@ from shardwell.checkpoint.contents import Contents, aliases_of, extra_state_of
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.load import Loading
 from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.place import folder_named, nothing_in
 from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
 from shardwell.checkpoint.sources import OwnSource, Source, is_foreign, locate_own, open_source
-from shardwell.checkpoint.values import decode, encode
 from shardwell.comm import Collectives, Kind
+from shardwell.engine import model_files
+from shardwell.engine.saved_values import (
+    check_kind,
+    of_optimizer,
+    random_state,
+    restore_values,
+    what_can_be_saved,
+)
 from shardwell.errors import CheckpointError, DivergenceError
-from shardwell.optim import ShardedOptimizer
+from shardwell.values import decode, encode
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
@@ -36,7 +43,6 @@ if TYPE_CHECKING:
 
 _ERROR, _TEXT, _NONE = "error ", "text ", "none"
 _ENCODED = ("optimizer", "scheduler", "extra", "client")  # values that may name tensors
-_EXTRA = "_extra_state"  # what torch appends to a module's name
 
 
 class Checkpoints:
@@ -54,7 +60,7 @@ class Checkpoints:
     def save(
         self,
         engine: Engine,
-        root: str,
+        given: Any,
         tag: str,
         client_state: Any,
         *,
@@ -64,6 +70,7 @@ class Checkpoints:
     ) -> None:
         with self._together(f"save_checkpoint({tag!r})"):
             self._end_background()
+            root = self._named(given, "save_dir")
             _settle(engine)
             _check_whole_steps(engine)
             contents = Contents(
@@ -127,7 +134,7 @@ class Checkpoints:
     def _values(self, engine: Engine, contents: Contents, client_state: Any, exclude_frozen: bool) -> dict[str, Any]:
         """What this rank saves besides tensors; all but its random state is rank 0's."""
         rank = engine.global_rank
-        values = {f"rng/{rank}": encode(_random_state(engine), "random state", _put(contents, f"rng/{rank}"))}
+        values = {f"rng/{rank}": encode(random_state(engine), "random state", _put(contents, f"rng/{rank}"))}
         if rank:
             return values
         schedule: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
@@ -146,13 +153,16 @@ class Checkpoints:
             "config": engine.config.model_dump(mode="json"),
             "aliases": aliases_of(engine.module, engine._flow.units),
             "frozen_excluded": exclude_frozen,
-            "optimizer": _of_optimizer(engine.optimizer, _put(contents, "optimizer")),
-            "scheduler": _what_can_be_saved(schedule, "lr_scheduler", _put(contents, "scheduler")),
+            "optimizer": of_optimizer(engine.optimizer, _put(contents, "optimizer")),
+            "scheduler": what_can_be_saved(schedule, "lr_scheduler", _put(contents, "scheduler")),
             "loss_scale": engine._scale.state_dict() if engine._scale.is_on else None,
             "loader": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
             "extra": encode(extra_state_of(engine.module), "the model's extra state", _put(contents, "extra")),
             "client": encode(client_state or {}, "client_state", _put(contents, "client")),
-            "model_config": _model_config(engine),
+            "model_config": model_files.model_config(engine.module),
+            "generation_config": model_files.generation_config(engine.module),
+            "name_or_path": model_files.name_or_path(engine.module),
+            "adapters": model_files.adapters(engine.module),
         }
 
     # -------------------------------------------------------------------------------------------------- loading
@@ -160,9 +170,10 @@ class Checkpoints:
     def load(
         self,
         engine: Engine,
-        root: str,
+        given: Any,
         tag: str | None,
         *,
+        must_exist: bool,
         strict: bool,
         with_optimizer: bool,
         with_scheduler: bool,
@@ -170,8 +181,10 @@ class Checkpoints:
     ) -> tuple[str | None, Any]:
         with self._together(f"load_checkpoint({tag!r})"):
             self._end_background()
+            root = self._named(given, "load_dir")
             source = self._open(root, tag)
             if source is None:
+                self._say_nothing_there(root, must_exist)
                 return None, None
             try:
                 if not module_only:
@@ -180,8 +193,16 @@ class Checkpoints:
             finally:
                 source.close()
             if not module_only:
-                _restore_values(engine, values, with_optimizer, with_scheduler)
+                restore_values(engine, values, with_optimizer, with_scheduler)
             return source.where, values.get("client", {})
+
+    def _say_nothing_there(self, root: str, must_exist: bool) -> None:
+        if must_exist:
+            raise CheckpointError(f"{nothing_in(root)}, and strict=True asked for one")
+        words = f"{nothing_in(root)}: training begins from scratch. Pass strict=True to have an error instead."
+        if self._world.mesh.rank == 0:
+            logging.getLogger("shardwell").warning("%s", words)
+        warnings.warn(words, stacklevel=4)  # on all ranks: filters may make it an error
 
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Only the model's own tensors, from any source."""
@@ -244,7 +265,7 @@ class Checkpoints:
         problem: Exception | None = None
         try:
             optimizer = engine.optimizer if with_optimizer else None
-            _check_kind(optimizer, source)
+            check_kind(optimizer, source)
             loading = Loading(source, engine.module, engine._flow.units, optimizer, strict=strict)
             loading.fetch()
             wanted = {**dict.fromkeys(_ENCODED), f"rng/{engine.global_rank}": None}
@@ -274,6 +295,16 @@ class Checkpoints:
             except DivergenceError as error:
                 raise DivergenceError(f"{error} All ranks must call {name}, with the same tag.") from None
             yield
+
+    def _named(self, given: Any, argument: str) -> str:
+        """The folder that the user named. All ranks raise if it is none on one of them."""
+        root, problem = "", None
+        try:
+            root = folder_named(given, argument)
+        except CheckpointError as error:
+            problem = error
+        self._agree(problem)
+        return root
 
     def _from_rank_0(self, ask: Callable[[], str]) -> str:
         text = self._from_rank_0_or_none(ask)
@@ -364,108 +395,3 @@ def _get(source: Source) -> Callable[[str], Tensor]:
         return source.read(name, 0, stored.numel).as_strided(stored.shape, stored.order)
 
     return get
-
-
-# ------------------------------------------------------------------------------------------- what is not a tensor
-
-
-def _restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool, with_scheduler: bool) -> None:
-    counters = values.get("counters", {})
-    engine.global_steps = int(counters.get("global_steps", 0))
-    engine.global_samples = int(counters.get("global_samples", 0))
-    steps = int(counters.get("micro_steps", 0)) // int(counters.get("accumulation_steps", 1) or 1)
-    engine.micro_steps = steps * engine.gradient_accumulation_steps()
-    if engine.optimizer is not None:
-        engine.optimizer.skipped_steps = int(counters.get("skipped_steps", 0))
-        if with_optimizer and values.get("optimizer"):
-            _restore_groups(engine.optimizer, values["optimizer"])
-    if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
-        _restore_schedule(engine.lr_scheduler, values["scheduler"])
-    if engine._scale.is_on and values.get("loss_scale"):
-        engine._scale.load_state_dict(values["loss_scale"])
-    if engine.training_dataloader is not None and values.get("loader"):
-        engine.training_dataloader.load_state_dict(values["loader"])
-    for key, state in values.get("extra", {}).items():
-        engine.module.get_submodule(key.removesuffix(_EXTRA).rstrip(".")).set_extra_state(state)
-    state = values.get(f"rng/{engine.global_rank}")
-    if state is not None:
-        _set_random_state(engine, state)
-
-
-def _of_optimizer(optimizer: ShardedOptimizer | None, put: Callable[[Tensor], str]) -> Any:
-    if optimizer is None:
-        return None
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    kept = [_what_can_be_saved(group, f"optimizer.param_groups[{i}]", put) for i, group in enumerate(groups)]
-    return {"kind": type(optimizer.inner).__name__, "param_groups": kept}
-
-
-def _what_can_be_saved(state: dict[str, Any], where: str, put: Callable[[Tensor], str]) -> dict[str, Any]:
-    """Entries that cannot be saved (functions) are left out: the object that takes the state back has its own."""
-    kept = {}
-    for key, value in state.items():
-        try:
-            kept[key] = encode(value, f"{where}.{key}", put)
-        except CheckpointError as error:
-            warnings.warn(f"left out of the checkpoint: {error}", stacklevel=2)
-    return kept
-
-
-def _check_kind(optimizer: ShardedOptimizer | None, source: Source) -> None:
-    saved = source.values.get("optimizer")
-    kind = saved.get("kind") if isinstance(saved, dict) else None
-    if optimizer is None or kind is None:
-        return
-    mine = type(optimizer.inner).__name__
-    if kind != mine and {kind, mine} != {"Adam", "AdamW"}:
-        raise CheckpointError(
-            f"{source.where}: holds the state of {kind}, and this engine's optimizer is {mine}. "
-            "To load the model alone, pass load_optimizer_states=False."
-        )
-
-
-def _restore_groups(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
-    groups = saved.get("param_groups", [])
-    if len(groups) != len(optimizer.param_groups):
-        warnings.warn(
-            f"the checkpoint has {len(groups)} parameter group(s), the optimizer {len(optimizer.param_groups)}: "
-            "learning rates and other settings stay as they are",
-            stacklevel=2,
-        )
-        return
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
-
-
-def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
-    if not set(saved) & set(schedule.state_dict()):
-        warnings.warn(
-            f"the checkpoint holds the state of another schedule than {type(schedule).__name__}", stacklevel=2
-        )
-        return
-    schedule.load_state_dict(saved)
-
-
-def _random_state(engine: Engine) -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    on_device = engine._context.device.random_state()
-    if on_device is not None:
-        state["cuda"] = on_device
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    return state
-
-
-def _set_random_state(engine: Engine, state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        engine._context.device.set_random_state(state["cuda"])
-    if "numpy" in sys.modules and "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-
-
-def _model_config(engine: Engine) -> Any:
-    """A Hugging Face model's own description, for exports."""
-    text = getattr(getattr(engine.module, "config", None), "to_json_string", None)
-    return json.loads(text()) if callable(text) else None

@@ -19,10 +19,12 @@ from shardwell.config import Config
 from shardwell.engine.checkpoints import Checkpoints
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
+from shardwell.engine.given_loader import GivenLoader
 from shardwell.engine.hooks import attach
-from shardwell.engine.inputs import moved
+from shardwell.engine.inputs import Inputs, mover
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
+from shardwell.engine.odd_uses import StepWatch, ready_for_accelerate, refuse_pickling
 from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
 from shardwell.engine.precision import dtype_of, mixed_dtype
 from shardwell.engine.refit import Builder, refit
@@ -72,13 +74,14 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
-        self.training_dataloader: ShardedLoader | None = None
+        self.training_dataloader: ShardedLoader | GivenLoader | None = None
         self._flow, self._context, self._ledger, self._agreement = flow, context, ledger, agreement
         self._builder = builder
         self._fingerprint = Fingerprint(model)
         self._handles = {unit: attach(flow, unit) for unit in flow.units}
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
+        self._watch: StepWatch | None = StepWatch()
         self._scale: LossScale = NoScale()
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
         self._checkpoints = Checkpoints(self)
@@ -88,12 +91,15 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
         self.fit_to_model()
+        if self._watch is not None:
+            self._watch = self._watch.saw_forward(self)
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
-        if self._scale.is_on and torch.is_grad_enabled():
-            args, kwargs = map_tensors((args, kwargs), self._unscale_input)
-        args, kwargs = moved((args, kwargs), self.device, self._compute_dtype)
-        with self._context.failing_together("forward"), self._autocast(), self._flow.running():
-            output = self.module(*args, **kwargs)
+        inputs = Inputs(args, kwargs, self._input_change())
+        try:
+            with self._context.failing_together("forward"), self._autocast(), self._flow.running():
+                output = self.module(*inputs.args, **inputs.kwargs)
+        finally:
+            inputs.give_back()
         if self._scale.is_on and torch.is_grad_enabled():
             output = map_tensors(output, self._scale_output)
         self._flow.end_forward()
@@ -121,6 +127,12 @@ class Engine(nn.Module):
             return grad if _carried.scale == self._scale.value else grad * (self._scale.value / _carried.scale)
 
         return alias_with(tensor, enter)
+
+    def _input_change(self) -> Callable[[Tensor], Tensor]:
+        """What becomes of a tensor on its way into the model."""
+        move = mover(self.device, self._compute_dtype)
+        scaled = self._scale.is_on and torch.is_grad_enabled()
+        return (lambda tensor: move(self._unscale_input(tensor))) if scaled else move
 
     def _unscale_input(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -172,6 +184,7 @@ class Engine(nn.Module):
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
         at_boundary = self.is_gradient_accumulation_boundary()
+        self._watch = None
         self.micro_steps += 1
         self._boundary_override = None
         if at_boundary:
@@ -408,7 +421,7 @@ class Engine(nn.Module):
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._checkpoints.save(
             self,
-            os.fspath(save_dir),
+            save_dir,
             name,
             client_state,
             exclude_frozen=exclude_frozen_parameters,
@@ -425,17 +438,21 @@ class Engine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        strict: bool = False,
     ) -> tuple[str | None, Any]:
         """Go on from a checkpoint: the latest under `load_dir`, or the one with that tag. All ranks must call it.
 
-        Returns its path and the client's state, or (None, None) if there is none yet. If it cannot be loaded, the
+        Returns its path and the client's state. If there is none yet it warns and returns (None, None), or raises with
+        `strict`. If it cannot be loaded, the
         engine's state is as before. It may have been saved at any stage, precision and number of ranks; checkpoints of
         DeepSpeed and of torch.distributed.checkpoint are read too.
         """
         return self._checkpoints.load(
             self,
-            os.fspath(load_dir),
+            load_dir,
             None if tag is None else str(tag),
+            must_exist=strict,
             strict=load_module_strict,
             with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,
@@ -469,6 +486,9 @@ class Engine(nn.Module):
             self.optimizer.state.clear()
         self._context.close()
         self.trim()
+
+    _is_accelerate_prepared = ready_for_accelerate
+    __reduce_ex__ = refuse_pickling
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have, the model may have."""

@@ -46,6 +46,8 @@ class ShardedLoader:
         self.seed = seed
         self._dataset, self._collate = dataset, collate_fn
         self._batch_size, self._rank, self._num_ranks, self._device = batch_size, rank, num_ranks, device
+        self.options: dict[str, Any] = {}  # of the torch loader that reads: workers and the like
+        self.shuffles = True
         self._is_iterable = isinstance(dataset, IterableDataset)
         self._stride = batch_size if self._is_iterable else batch_size * num_ranks  # samples in a step of the position
         self._goes_on = False  # the state was just loaded
@@ -95,12 +97,7 @@ class ShardedLoader:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise if `load_state_dict` would."""
-        for key in ("epoch", "position", "seed", "samples", "ranks"):
-            value = state.get(key)
-            if value is None and key == "samples":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and key != "seed"):
-                raise CheckpointError(f"data loader: {key}: expected a whole number, found {value!r}")
+        check_position(state)
         if self._is_iterable and state["position"] and state["ranks"] != self._num_ranks:
             raise CheckpointError(
                 f"data loader: saved with {state['ranks']} rank(s), now there are {self._num_ranks}: an "
@@ -130,13 +127,14 @@ class ShardedLoader:
         """The batches of this epoch from the position on."""
         generator = torch.Generator().manual_seed(self._number())  # so that the user's random numbers stay as they are
         num_samples = self._num_samples
+        options: dict[str, Any] = {"collate_fn": self._collate, "generator": generator, **self.options}
         if num_samples is None:
-            rest = _Rest(self._dataset, self.position)
-            return iter(
-                DataLoader(rest, self._batch_size, collate_fn=self._collate, drop_last=True, generator=generator)
-            )
-        shares = self._shares(torch.randperm(num_samples, generator=generator))
-        return iter(DataLoader(self._dataset, batch_sampler=shares, collate_fn=self._collate, generator=generator))
+            if self.options.get("num_workers"):  # each reads a stream of its own, so batches are left out
+                stream = DataLoader(self._dataset, self._batch_size, drop_last=True, **options)
+                return itertools.islice(iter(stream), self.position // self._batch_size, None)
+            return iter(DataLoader(_Rest(self._dataset, self.position), self._batch_size, drop_last=True, **options))
+        order = torch.randperm(num_samples, generator=generator) if self.shuffles else torch.arange(num_samples)
+        return iter(DataLoader(self._dataset, batch_sampler=self._shares(order), **options))
 
     def _shares(self, order: torch.Tensor) -> Iterator[list[int]]:
         """The samples of each batch of this rank."""
@@ -148,6 +146,16 @@ class ShardedLoader:
         """One for each seed and epoch."""
         text = f"{self.seed} {self.epoch}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def check_position(state: Mapping[str, Any]) -> None:
+    """Raise unless it is what a loader saves."""
+    for key in ("epoch", "position", "seed", "samples", "ranks"):
+        value = state.get(key)
+        if value is None and key == "samples":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and key != "seed"):
+            raise CheckpointError(f"data loader: {key}: expected a whole number, found {value!r}")
 
 
 class _Rest(IterableDataset[Any]):

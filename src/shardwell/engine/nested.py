@@ -26,26 +26,79 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested value with every tensor changed; containers are copied, objects of unknown kinds stay."""
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
+    """The same nested value with every tensor changed. Each tensor is changed once, however often it is there.
+
+    Containers in which nothing changes stay the same objects, as do objects of unknown kinds. The others are copied;
+    `copies` gets pairs of containers that can be changed, and of tensors: as they were, and as they are now.
+    """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return type(value)(map_tensors(item, change) for item in value)
+    known: dict[int, Any] = {}
+    alive: list[Any] = [value]  # also as a stack: containers may make what is in them as they are asked
+    is_same, at = True, 0
+    while at < len(alive):
+        one = alive[at]
+        at += 1
+        if id(one) in known:
+            continue
+        if isinstance(one, Tensor):
+            known[id(one)] = changed = change(one)
+            if changed is not one:
+                is_same = False
+                if copies is not None:
+                    copies.append((one, changed))
+        elif inside := _inside(one):
+            known[id(one)] = one
+            alive.extend(inside)
+    if is_same:
+        return value
+    tensors = {id(one): known[id(one)] for one in alive if isinstance(one, Tensor)}
+    return _rebuilt(value, change, tensors, copies if copies is not None else [])
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
     if isinstance(value, MutableMapping):
-        changed = copy.copy(value)
-        for key, item in value.items():
-            changed[key] = map_tensors(item, change)
-        return changed
+        return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(twin, field.name, map_tensors(getattr(value, field.name), change))
-        return twin
-    return value
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return []
+
+
+def _rebuilt(
+    value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any], copies: list[tuple[Any, Any]]
+) -> Any:
+    """A copy, where something in it is another now; `known` has what became of tensors, and of containers so far."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, Tensor):
+        return change(value)
+    inside = _inside(value)
+    if not inside:
+        return value
+    twin = value
+    if not isinstance(value, tuple):
+        known[id(value)] = twin = copy.copy(value)  # before what is in it, where it may be again
+    items = [_rebuilt(item, change, known, copies) for item in inside]
+    if all(item is before for item, before in zip(items, inside, strict=True)):
+        known[id(value)] = value
+        return value
+    if isinstance(value, tuple):
+        known[id(value)] = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return known[id(value)]
+    if isinstance(value, list):
+        twin[:] = items
+    elif isinstance(value, MutableMapping):
+        for key, item in zip(value, items, strict=True):
+            twin[key] = item
+    else:
+        names = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(twin, name, item)
+    copies.append((value, twin))
+    return twin
 
 
 def alias_with(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwell import checkpointing
 from shardwell.codec import Codec
@@ -20,8 +20,10 @@ from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_g
 from shardwell.comm.hops import Hops, ranks_per_node
 from shardwell.comm.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
+from shardwell.engine.buffers import place_buffers
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
+from shardwell.engine.given_loader import GivenLoader, loader_like, with_batch_of
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload, settle_commit
 from shardwell.engine.placement import Formula, Kind, States
@@ -51,7 +53,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: ShardedOptimizer | None
-    training_dataloader: ShardedLoader | None
+    training_dataloader: ShardedLoader | GivenLoader | None
     lr_scheduler: Any
 
 
@@ -60,7 +62,7 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[..., Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
+    training_data: Dataset[Any] | DataLoader[Any] | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
@@ -93,7 +95,8 @@ def initialize(
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
     units = build_units(cuts, settings, recipe, context, offload)
-    _place_buffers(model, settings, context)
+    kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
+    place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
     flow = _flow(units, settings, context)
     builder = Builder(
         lambda: _cut(model, settings),
@@ -133,15 +136,6 @@ def _meet_the_user(engine: Engine, flow: Flow) -> None:
         flow.views = GradientViews(engine._context, flow)
     flow.take(flow.units)
     watch_optimizers()
-
-
-def _place_buffers(model: nn.Module, settings: Config, context: Context) -> None:
-    """To the device, rank 0's for everyone."""
-    statistics = _statistics(model)
-    for name, buffer in model.named_buffers():
-        dtype = mixed_dtype(settings) if id(buffer) in statistics else None
-        buffer.data = buffer.data.to(context.device.torch_device, dtype)
-        context.world.broadcast(buffer.data, token=f"SETUP {name}")
 
 
 def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
@@ -408,12 +402,6 @@ def _persistent(cuts: list[Cut], settings: Config) -> set[int]:
     return chosen
 
 
-def _statistics(model: nn.Module) -> set[int]:
-    """The running statistics of batch norms (by id), which torch wants in the dtype of their weights."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    return {id(b) for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()}
-
-
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
@@ -463,8 +451,18 @@ def _wire(settings: Config, num_ranks: int) -> Wire:
     return Wire(dtype_of(settings.communication_data_type), predivide)
 
 
-def _loader(data: Dataset[Any] | None, engine: Engine, collate_fn: Any) -> ShardedLoader | None:
+def _loader(
+    data: Dataset[Any] | DataLoader[Any] | None, engine: Engine, collate_fn: Any
+) -> ShardedLoader | GivenLoader | None:
     if data is None:
         return None
-    size = engine.train_micro_batch_size_per_gpu()
-    return ShardedLoader(data, size, engine.global_rank, engine.world_size, engine.device, collate_fn)
+    where = engine.global_rank, engine.world_size, engine.device
+    if isinstance(data, DataLoader):
+        asked, engine.config = with_batch_of(data, engine.config, engine.world_size)
+        return loader_like(data, asked, *where, collate_fn)
+    if not hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"training_data: expected a data set (with indices, or an IterableDataset) or a DataLoader, found a "
+            f"{type(data).__name__}"
+        )
+    return ShardedLoader(data, engine.train_micro_batch_size_per_gpu(), *where, collate_fn)

@@ -10,7 +10,7 @@ import enum
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,6 +71,13 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return render(self.table())
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """In IPython and Jupyter."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
 
 
 @dataclass
@@ -133,5 +140,12 @@ def render(table: Table) -> str:
     from rich.console import Console
 
     out = StringIO()
-    Console(file=out, width=110).print(table)
+    Console(file=out, width=110, force_jupyter=False, force_terminal=False).print(table)
     return out.getvalue().rstrip("\n")
+
+
+def as_html(table: Table) -> str:
+    """A rich table for notebooks: as text in columns of equal width."""
+    from html import escape
+
+    return f"<pre>{escape(render(table))}</pre>"

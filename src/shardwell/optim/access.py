@@ -6,6 +6,8 @@ Reading something whole is collective: all ranks must ask for the same things in
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +18,13 @@ from shardwell.comm import Kind
 from shardwell.errors import ShardwellError
 from shardwell.layout import Piece, Slot
 from shardwell.native import Compact
-from shardwell.optim.shards import Shard, is_elementwise
+from shardwell.optim.odd_state import Kept, is_usual, state_from_json, state_to_json
+from shardwell.optim.shards import Shard, is_elementwise, odd_keys
 from shardwell.rounding import narrow
 from shardwell.unit import Group, Residency, Unit, guard
 from shardwell.unit.gradients import gone
+
+_NOTHING, _NUMBER, _PART, _ODD = 0.0, 1.0, 2.0, 3.0  # what a rank has of an entry of the state
 
 
 class Access:
@@ -239,44 +244,69 @@ class Access:
             }
 
     def state(self, key: str) -> Any:
-        """ND, or a scalar; None if no rank has it."""
-        local = self.local_state().get(key)
+        """ND, a number, or what else the optimizer keeps under this name; None if no rank has it."""
+        found = self._state(key)
+        return found.value if isinstance(found, Kept) else found
+
+    def _state(self, key: str) -> Any:
+        """The same; what is neither of the parameter's shape nor a number is `Kept`."""
+        local = self.local_state()
         world = self._group.context.world
         where = self._group.context.device.torch_device
         has = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
-        if local is not None:
-            is_part = self._piece is not None and isinstance(local, Tensor) and local.numel() == self._piece.numel
-            has[world.mesh.rank] = 2.0 if is_part and local.ndim == 1 else 1.0
+        has[world.mesh.rank] = kind = self._kind_of(local, key)
         world.sum_scalar(has, f"READ {self._slot.name} {key}")
         if not bool(has.any()):
             return None
-        if bool((has == 2.0).any()):
-            return self._assemble(self._group.precision.master, local if isinstance(local, Tensor) else None)
+        value: Any = local.get(key)
+        if bool((has == _ODD).any()):  # before parts: one of a single element cannot tell
+            text = json.dumps(state_to_json(value, None, f"{self._slot.name}: {key}")) if kind == _ODD else ""
+            told = self._tell(text, int((has == _ODD).int().argmax()), key)
+            return Kept(state_from_json(json.loads(told), where, f"{self._slot.name}: {key}"))
+        if bool((has == _PART).any()):
+            return self._assemble(self._group.precision.master, value if kind == _PART else None)
         scalar = self._group.context.device.scalar(0.0, torch.float64)
-        if local is not None:
-            scalar.fill_(float(local))
+        if kind:
+            scalar.fill_(float(value))
         world.broadcast(scalar, int(has.argmax()), Kind.GATHER, f"READ {self._slot.name} {key}")
         return float(scalar)
 
-    def states(self) -> dict[str, Any]:
-        """The whole state. Its names must be the same on all ranks that hold a part."""
+    def _kind_of(self, local: dict[str, Any], key: str) -> float:
+        if key not in local or self._piece is None:
+            return _NOTHING
+        optimizer, shard = self._unit.optimizer, self._shard()
+        assert shard is not None
+        is_each = is_elementwise(optimizer.state[shard.tensor][key], shard)
+        if is_each and (shard.tensor.numel() > 1 or key not in odd_keys(optimizer.shards, optimizer.state)):
+            return _PART
+        return _NUMBER if is_usual(local[key], optimizer.scalar(shard.tensor, None, 0.0)) else _ODD
+
+    def _tell(self, text: str, source: int, what: str) -> str:
+        """One rank's text, on all of them."""
         world = self._group.context.world
         where = self._group.context.device.torch_device
-        local = self.local_state()
-        names = sorted(local)
-        text = "\n".join(names).encode()
+        mine = text.encode()
+        size = torch.tensor([len(mine)], dtype=torch.int64, device=where)
+        world.broadcast(size, source, Kind.GATHER, f"READ {self._slot.name} {what}")
+        letters = torch.zeros(int(size), dtype=torch.uint8, device=where)
+        if world.mesh.rank == source and mine:
+            letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        world.broadcast(letters, source, Kind.GATHER, f"READ {self._slot.name} {what}")
+        return bytes(letters.tolist()).decode()
+
+    def states(self) -> dict[str, Any]:
+        """The whole state, to be given back by `set_state`. Its names must be the same on all ranks with a part."""
+        world = self._group.context.world
+        where = self._group.context.device.torch_device
+        names = "\n".join(sorted(self.local_state()))
         size = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
-        size[world.mesh.rank] = len(text)
+        size[world.mesh.rank] = len(names.encode())
         world.sum_scalar(size, f"READ {self._slot.name} names")
-        source, length = int(size.argmax()), int(size.max())
-        if length == 0:
+        if not bool(size.any()):
             return {}
-        letters = torch.zeros(length, dtype=torch.uint8, device=where)
-        if len(text) == length:
-            letters.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        world.broadcast(letters, source, Kind.GATHER, f"READ {self._slot.name} names")
+        told = self._tell(names, int(size.argmax()), "names")
         with self._unit.optimizer.states_of(self._unit):
-            return {key: self.state(key) for key in bytes(letters.tolist()).decode().split("\n")}
+            return {key: self._state(key) for key in told.split("\n")}
 
     def set_state(self, key: str, value: Any) -> None:
         """Change one entry of the state; a tensor is the whole parameter's. Every rank passes the same values."""
@@ -298,7 +328,9 @@ class Access:
         with self._unit.optimizer.states_of(self._unit, changes=True):
             shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
             state = self._unit.optimizer.state[shard.tensor]
-            if not isinstance(value, Tensor) or value.ndim == 0:
+            if isinstance(value, Kept):
+                state[key] = copy.deepcopy(value.value)
+            elif not isinstance(value, Tensor) or value.ndim == 0:
                 state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
             elif isinstance(state.get(key), Tensor | Compact):
                 state[key].copy_(value)

@@ -233,7 +233,7 @@ class ShardedOptimizer(Optimizer):
     def scalar(self, tensor: Tensor, before: Any, value: float) -> Any:
         """A number of a state as torch's optimizers keep it: a tensor, beside the parameter for their fused kernels."""
         if before is not None and not isinstance(before, Tensor):
-            return value
+            return type(before)(value) if isinstance(before, int) else value
         on_device = self.inner.defaults.get("fused") or self.inner.defaults.get("capturable")
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         return torch.tensor(value, dtype=dtype, device=tensor.device if on_device else "cpu")

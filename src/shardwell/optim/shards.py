@@ -7,7 +7,7 @@ state alone), or joins another parameter group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -163,6 +163,12 @@ class Shards:
 def is_elementwise(value: Any, shard: Shard) -> bool:
     """Whether an entry of a shard's state has a number for each element."""
     return isinstance(value, Tensor | Compact) and value.shape == shard.tensor.shape
+
+
+def odd_keys(shards: Iterable[Shard], state: Mapping[Any, dict[str, Any]]) -> set[str]:
+    """The entries of states that are not elementwise, by shards of several elements: those of one cannot tell."""
+    several = ((shard, state.get(shard.tensor, {})) for shard in shards if shard.tensor.numel() > 1)
+    return {key for shard, mine in several for key, value in mine.items() if not is_elementwise(value, shard)}
 
 
 def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:

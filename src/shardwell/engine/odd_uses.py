@@ -1,0 +1,69 @@
+"""What people do to an engine that it is not made for: each works, or is told in one sentence."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from shardwell.errors import ShardwellError
+
+if TYPE_CHECKING:
+    from shardwell.engine.engine import Engine
+
+_PATIENCE = 3  # boundaries without a step
+
+
+def _ready(engine: Engine) -> bool:
+    """What `accelerator.prepare` asks. An engine is ready: in DDP, and moved, it would train nothing."""
+    if engine.gradient_accumulation_steps() > 1:
+        logging.getLogger("shardwell").warning(
+            "this engine accumulates %d micro-steps by itself: call engine.backward and engine.step, or leave "
+            "gradient_accumulation_steps at 1 in its configuration and use accelerator.accumulate",
+            engine.gradient_accumulation_steps(),
+        )
+    return True
+
+
+def _said_so(engine: Engine, value: bool) -> None:
+    """Accelerate writes it down, too."""
+
+
+ready_for_accelerate = property(_ready, _said_so)
+
+
+def refuse_pickling(engine: Engine, protocol: Any = None) -> NoReturn:
+    """Why an engine cannot be copied or written: its other parts are in other processes."""
+    raise ShardwellError(
+        "an engine cannot be pickled or copied (torch.save, copy.deepcopy, multiprocessing): it is one rank's part. "
+        "Use engine.save_checkpoint(folder), torch.save(engine.state_dict(), file) for the model's weights alone, or "
+        "shardwell.utils.ExponentialMovingAverage(engine) for averages of them."
+    )
+
+
+class StepWatch:
+    """Until the first step: notices a training loop that never makes one, so that its loss stays what it is."""
+
+    def __init__(self) -> None:
+        self._num_waiting = 0  # forwards in a row that found gradients waiting
+
+    def saw_forward(self, engine: Engine) -> StepWatch | None:
+        """Called before a forward; None when there is nothing to watch for any more. Warns once."""
+        optimizer = engine.optimizer
+        if optimizer is None or getattr(optimizer.inner, "_opt_called", False):
+            return None
+        if not torch.is_grad_enabled() or not engine._flow.sync:
+            return self
+        groups = (group for unit in engine._flow.units for group in unit.trainable)
+        self._num_waiting = self._num_waiting + 1 if any(group.gradients.has_any for group in groups) else 0
+        if self._num_waiting < _PATIENCE * engine.gradient_accumulation_steps():
+            return self
+        warnings.warn(
+            f"gradients have been waiting for {self._num_waiting} forwards, and engine.step() was never called: "
+            "nothing is trained. Call it after each backward; it applies gradients every gradient_accumulation_steps "
+            f"({engine.gradient_accumulation_steps()}). Gradients of a trial are dropped by engine.zero_grad().",
+            stacklevel=5,
+        )
+        return None

@@ -1,0 +1,94 @@
+"""Where checkpoints are looked for and written: what is not there is said, and what is no place is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwell.errors import CheckpointError
+from tests.checkpoint.engines import CASE, alone, step
+from tests.checkpoint.legs import Leg
+from tests.ranks import Ranks
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["no folder", "empty folder"])
+def test_a_load_without_a_checkpoint_warns_and_strict_raises(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, exists: bool
+) -> None:
+    engine = alone()
+    where = tmp_path / "checkpoints"
+    if exists:
+        where.mkdir()
+    with caplog.at_level(logging.WARNING, "shardwell"), pytest.warns(UserWarning, match="nothing was loaded") as caught:
+        assert engine.load_checkpoint(where) == (None, None)
+    assert caught[0].filename == __file__
+    assert str(where) in caplog.text
+    assert "training begins from scratch" in caplog.text
+    with pytest.raises(CheckpointError, match="nothing was loaded, and strict=True asked for one"):
+        engine.load_checkpoint(where, strict=True)
+    step(engine)  # nothing is broken
+    engine.save_checkpoint(where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.load_checkpoint(where, strict=True)[0] is not None
+
+
+def load_from_nowhere(root: str) -> list[str]:
+    engine = Leg(2, 0, 1, CASE, loads=False).engine()
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(root)
+    said.append(str(caught[-1].message))
+    for attempt in (
+        lambda: engine.load_checkpoint(root, strict=True),
+        lambda: engine.save_checkpoint("" if dist.get_rank() == 1 else root),
+    ):
+        try:
+            attempt()
+            said.append("nothing")
+        except CheckpointError as error:
+            said.append(str(error))
+    engine.save_checkpoint(root)
+    return said
+
+
+def test_all_ranks_hear_of_a_wrong_place(ranks: Ranks, tmp_path: Path) -> None:
+    for warned, refused, saved in ranks.run(2, load_from_nowhere, str(tmp_path / "nowhere")):
+        assert "nothing was loaded" in warned
+        assert "strict=True" in refused
+        assert "save_dir=''" in saved
+
+
+@pytest.mark.parametrize("place", ["", "  ", None, 5])
+def test_no_path_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = alone()
+    for call, argument in ((engine.save_checkpoint, "save_dir"), (engine.load_checkpoint, "load_dir")):
+        with pytest.raises(CheckpointError, match=f"{argument}={place!r}: expected the path of a folder"):
+            call(place)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_file_is_no_place_for_checkpoints(tmp_path: Path) -> None:
+    engine = alone()
+    (tmp_path / "file").write_text("mine")
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(CheckpointError, match="is a file; expected the path of a folder"):
+            call(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("tag", ["a/b", "..", "../up", "", "latest", "."])
+def test_a_tag_stays_in_its_folder(tmp_path: Path, tag: str) -> None:
+    engine = alone()
+    with pytest.raises(CheckpointError, match="expected a plain name"):
+        engine.save_checkpoint(tmp_path / "here", tag=tag)
+    assert os.listdir(tmp_path) in ([], ["here"])
+    assert not (tmp_path / "here").exists() or not os.listdir(tmp_path / "here")
