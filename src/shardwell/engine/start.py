@@ -24,6 +24,7 @@ from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload, settle_commit
+from shardwell.engine.persistence import persistent_in
 from shardwell.engine.placement import Formula, Kind, States
 from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
 from shardwell.engine.refit import Builder
@@ -39,6 +40,7 @@ from shardwell.optim.given import redirect, watch_optimizers
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
 from shardwell.optim.sharded import Terms
+from shardwell.optim.verdict import Nonfinite
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
@@ -85,7 +87,7 @@ def initialize(
     context, ledger, agreement = _context(home, world, settings)
     recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
     cuts = _cut(model, settings)
-    persistent = _persistent(cuts, settings)
+    persistent = persistent_in(cuts, settings.zero_optimization)
     settings = settled(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
@@ -163,7 +165,7 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
     terms = Terms(
         engine._scale,
         settings.gradient_clipping,
-        settings.shardwell.nonfinite == "error",
+        Nonfinite(settings.shardwell.nonfinite),
         settings.zero_optimization.offload_optimizer.buffer_count,
         settings.shardwell.moments == "8bit",
     )
@@ -386,24 +388,9 @@ def _places(
     offload: Offload,
     trained: Set[int] = frozenset(),
 ) -> Places:
-    persistent = _persistent(cuts, settings)
+    persistent = persistent_in(cuts, settings.zero_optimization)
     states = _states(cuts, settings, recipe, context, persistent, trained)
     return Places(persistent, offload.again(states, settings))
-
-
-def _persistent(cuts: list[Cut], settings: Config) -> set[int]:
-    """Small parameters that stay whole at stage 3, smallest first while their sum keeps under the model's threshold."""
-    zero = settings.zero_optimization
-    most = zero.stage3_model_persistence_threshold
-    chosen, total = set(), 0
-    for parameter in sorted((p for one in cuts for _, p in one.parameters), key=lambda p: p.numel()):
-        if parameter.numel() >= zero.stage3_param_persistence_threshold:
-            break
-        total += parameter.numel()
-        if most is not None and total > most:
-            break
-        chosen.add(id(parameter))
-    return chosen
 
 
 def _statistics(model: nn.Module) -> set[int]:
