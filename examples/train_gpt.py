@@ -1,5 +1,6 @@
 """Train a small GPT over bytes at ZeRO stage 3:  shardwell run -n 2 examples/train_gpt.py [TEXT FILE]"""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class Pieces(Dataset):
         return self.text[index * CONTEXT : (index + 1) * CONTEXT + 1]
 
 
+logging.basicConfig(level=logging.INFO, format="%(message)s")  # rank 0 says at the start where bytes rest
 text = Path(sys.argv[1] if len(sys.argv) > 1 else nn.functional.__file__)  # any text will do, such as torch's source
 with shardwell.zero.Init(config=CONFIG):
     model = Gpt()
@@ -56,3 +58,6 @@ for step, batch in enumerate(loader):
     engine.step()
     if step % 20 == 0 and engine.global_rank == 0:
         print(f"step {step:4}  loss {loss.item():.3f}  gradient norm {engine.get_global_grad_norm():.2f}", flush=True)
+
+if engine.global_rank == 0:
+    print(engine.traffic())  # every block is gathered twice in a step

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -162,11 +163,14 @@ def test_several_nodes_need_an_address_to_meet(script: Path) -> None:
     assert (result.returncode, "pass --master-addr" in result.stderr) == (2, True)
 
 
-def test_the_example_trains(tmp_path: Path) -> None:
+def test_the_example_trains_and_shows_what_stage_3_does(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 16)
     result = shardwell("run", "-n", "2", ROOT / "examples" / "train_gpt.py", text)
     assert result.stdout.startswith("step    0  loss 5."), result.stderr
+    assert re.search(r"gather\W+14\W+3\.3 MiB", result.stdout), result.stdout  # blocks, embeddings and the rest, twice
+    assert "on each rank: parameters 1.7 MiB on the device; optimizer state 3.3 MiB on the device" in result.stderr
+    assert "nothing is gathered" not in result.stderr
 
 
 # ------------------------------------------------------------------------------------------- which rank to blame

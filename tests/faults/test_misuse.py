@@ -120,15 +120,6 @@ def test_optimizers_that_need_whole_tensors_are_refused(name: str) -> None:
         shardwell.initialize(model=model, optimizer=getattr(torch.optim, name), config=zero(1), device="cpu")
 
 
-def test_an_optimizer_in_the_code_and_in_the_file_is_an_error() -> None:
-    model = Gpt()
-    config = zero(1, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
-    with pytest.raises(shardwell.ConfigError, match="two optimizers"):
-        shardwell.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config, device="cpu"
-        )
-
-
 def test_an_unknown_optimizer_name_lists_the_known_ones() -> None:
     with pytest.raises(shardwell.ConfigError, match="AdamW"):
         shardwell.initialize(model=Gpt(), config=zero(1, optimizer={"type": "Adan"}), device="cpu")

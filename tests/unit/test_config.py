@@ -24,14 +24,14 @@ fp16.hysteresis 2  fp16.consecutive_hysteresis false  fp16.min_loss_scale 1.0
 torch_autocast.enabled false  torch_autocast.dtype "bf16"  torch_autocast.lower_precision_safe_modules null
 activation_checkpointing.partition_activations false  activation_checkpointing.cpu_checkpointing false
 activation_checkpointing.number_checkpoints null  activation_checkpointing.profile false
-shardwell.divergence_timeout 60.0  shardwell.nonfinite "error"
+shardwell.divergence_timeout 60.0  shardwell.nonfinite "auto"
 shardwell.placement "asked"  shardwell.device_room 0.25  shardwell.host_room 0.1
 shardwell.device_memory "auto"  shardwell.host_memory "auto"  shardwell.disk_memory "auto"
 shardwell.shard_at_world_one false  shardwell.keep_pages true  shardwell.keep_frozen "auto"
 zero_optimization.stage 0  zero_optimization.overlap_comm null
 zero_optimization.reduce_bucket_size 500000000  zero_optimization.stage3_max_live_parameters 1000000000
 zero_optimization.stage3_max_reuse_distance 0  zero_optimization.stage3_prefetch_bucket_size 50000000
-zero_optimization.stage3_param_persistence_threshold 100000
+zero_optimization.stage3_param_persistence_threshold "auto"
 zero_optimization.stage3_model_persistence_threshold null
 zero_optimization.stage3_module_granularity_threshold 0
 zero_optimization.zero_quantized_weights false  zero_optimization.zero_quantized_gradients false

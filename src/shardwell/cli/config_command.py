@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shardwell.config import load, table
+from shardwell.config import load, remarks, table, told
 from shardwell.errors import ConfigError
 
 _WIDTH_IN_A_PIPE = 160  # wide enough that no key is cut; a terminal tells its own width
@@ -23,7 +23,7 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the effective configuration as JSON.")] = False,
 ) -> None:
-    """Show every value that FILE puts in force and where it came from."""
+    """Show every value that FILE puts in force, where it came from, and what has no effect or another one."""
     try:
         config = load(file, world_size=world_size)
     except ConfigError as error:
@@ -37,3 +37,8 @@ def show(
     if not console.is_terminal:
         console = Console(width=_WIDTH_IN_A_PIPE)
     console.print(table(config))
+    hurting, rest = told(remarks(config))
+    for sentence in hurting:
+        console.print(Text.assemble(("note: ", "bold yellow"), sentence))
+    for sentence in rest:
+        console.print(Text.assemble(("note: ", "bold"), sentence))

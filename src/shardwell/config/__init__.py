@@ -2,6 +2,8 @@
 
 from shardwell.config.explain import Line, explain, table
 from shardwell.config.load import load
+from shardwell.config.notes import Note
+from shardwell.config.remarks import remarks, told
 from shardwell.config.schema import (
     AioConfig,
     AutocastConfig,
@@ -33,6 +35,7 @@ __all__ = [
     "Fp16Config",
     "LeafModuleConfig",
     "Line",
+    "Note",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerConfig",
@@ -41,5 +44,7 @@ __all__ = [
     "ZeroConfig",
     "explain",
     "load",
+    "remarks",
     "table",
+    "told",
 ]

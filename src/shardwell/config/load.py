@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwell.config import unsupported
-from shardwell.config.schema import Block, Config, admits_auto, block_of, leaves
+from shardwell.config.notes import Note
+from shardwell.config.schema import Block, Config, admits_auto, block_of, leaves, may_be_absent
+from shardwell.config.text import parse
+from shardwell.config.translate import translated
+from shardwell.config.values import flag, number
 from shardwell.errors import ConfigError
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -31,15 +36,19 @@ _SIZE = "shardwell's default"
 AUTO: dict[str, str] = {
     **dict.fromkeys(BATCH, "as if absent"),
     "gradient_clipping": "off",
-    "bf16.enabled": "off unless asked for",
-    "fp16.enabled": "off unless asked for",
+    "bf16.enabled": "the model's own dtype decides",
+    "fp16.enabled": "the model's own dtype decides",
+    "zero_optimization.offload_optimizer.device": "off",
+    "zero_optimization.offload_param.device": "off",
+    "zero_optimization.offload_optimizer.nvme_path": "none",
+    "zero_optimization.offload_param.nvme_path": "none",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "no effect",
     "zero_optimization.reduce_bucket_size": _SIZE,
     "zero_optimization.allgather_bucket_size": _SIZE,
     "zero_optimization.sub_group_size": _SIZE,
     "zero_optimization.stage3_max_live_parameters": _SIZE,
     "zero_optimization.stage3_max_reuse_distance": _SIZE,
     "zero_optimization.stage3_prefetch_bucket_size": _SIZE,
-    "zero_optimization.stage3_param_persistence_threshold": _SIZE,
     "zero_optimization.stage3_model_persistence_threshold": _SIZE,
     "zero_optimization.stage3_module_granularity_threshold": _SIZE,
 }
@@ -61,9 +70,10 @@ def load(source: Source, *, world_size: int | None = None) -> Config:
     if isinstance(source, Config):
         return _finish(source, Findings("Config"), dict(source.origins), world_size)
     where, origin, raw = _read(source)
-    found = Findings(where)
-    clean = _screen(raw, Config, "", found)
-    config = _validate(clean, found)
+    spoken = translated(raw)
+    found = Findings(where, spoken.problems, notes=spoken.notes)
+    clean = _screen(spoken.content, Config, "", found)
+    config = _validate(clean, found).with_notes(found.notes)
     return _finish(config, found, _origins(config, found, origin), world_size)
 
 
@@ -75,6 +85,7 @@ class Findings:
     problems: list[tuple[str, str]] = field(default_factory=list)  # (dotted key, sentence)
     given: set[str] = field(default_factory=set)  # dotted keys that have a value in the source
     auto: set[str] = field(default_factory=set)  # dotted keys that were "auto"
+    notes: list[Note] = field(default_factory=list)  # what to tell the user although nothing is wrong
 
     def add(self, key: str, sentence: str) -> None:
         self.problems.append((key, sentence))
@@ -103,23 +114,14 @@ def _finish(config: Config, found: Findings, origins: dict[str, str], world_size
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys were written more than once."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.repeated = {name: names.count(name) for name in self if names.count(name) > 1}
-
-
 def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, str, Mapping[str, Any]]:
     """(how messages call the source, how origins call it, its content)."""
     if source is None:
         return "default", "default", {}
     if isinstance(source, Mapping):
         return "dict", "dict", source
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return "JSON text", "JSON text", _parse(source, "JSON text")
+    if isinstance(source, str) and "{" in source and source.lstrip().startswith(("{", "//", "#", "/*")):
+        return "JSON text", "JSON text", parse(source, "JSON text")
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"expected a path, JSON text, a mapping or a Config, found {type(source).__name__}")
     path = Path(source)
@@ -131,22 +133,7 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[st
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    return str(path), path.name, _parse(text, str(path))
-
-
-def _parse(text: str, where: str) -> Mapping[str, Any]:
-    def refuse(constant: str) -> Any:
-        raise ConfigError(f"{where}: {constant} is not a number in JSON; write a finite number")
-
-    try:
-        content = json.loads(text, object_pairs_hook=_Object, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply to be a configuration") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where}: expected a JSON object at the top, found {_kind(content)}")
-    return content
+    return str(path), path.name, parse(text, str(path))
 
 
 # --- keys -------------------------------------------------------------------------------------------------------
@@ -160,19 +147,18 @@ def _screen(raw: Mapping[str, Any], block: type[Block], prefix: str, found: Find
     for name, value in raw.items():
         key = f"{prefix}{name}"
         if name not in block.model_fields:
-            sentence = _refusal(key, value)
-            if sentence is not None:
-                found.add(key, sentence)
+            _take_foreign(key, value, found)
             continue
         inner = block_of(block.model_fields[name])
+        if value is None and (inner is not None or may_be_absent(block.model_fields[name])):
+            continue  # as if absent
         if value == "auto" and not admits_auto(block.model_fields[name]):
             _take_auto(key, found)
         elif inner is not None:
-            nested = value.model_dump(exclude_unset=True) if isinstance(value, Block) else value
-            if isinstance(nested, Mapping):
-                clean[name] = _screen(nested, inner, f"{key}.", found)
-            elif nested is not None:
-                found.add(key, f"expected an object, found {_kind(nested)}")
+            if isinstance(value, Mapping):
+                clean[name] = _screen(value, inner, f"{key}.", found)
+            else:
+                found.add(key, f"expected an object, found {_kind(value)}")
         elif key in PARAMS:
             clean[name] = _screen_params(value, key, found)
         else:
@@ -198,19 +184,60 @@ def _screen_params(params: Any, prefix: str, found: Findings) -> Any:
         found.add(f"{prefix}.{name}", f"written {times} times in the same object; keep one")
     for name, value in params.items():
         (found.auto if value == "auto" else found.given).add(f"{prefix}.{name}")
-    return {name: value for name, value in params.items() if value != "auto"}
+    return {name: _argument(value) for name, value in params.items() if value != "auto"}
 
 
-def _refusal(key: str, value: Any) -> str | None:
-    """Why a key outside the schema is refused; None if it asks for nothing."""
-    if key in unsupported.REMOVED:
-        return unsupported.REMOVED[key]
-    if key in unsupported.RENAMED:
-        return f"old spelling; write {unsupported.RENAMED[key]}"
-    if key in unsupported.NOT_YET_BLOCKS:
-        asks_nothing = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
-        return None if asks_nothing else unsupported.NOT_YET_BLOCKS[key]
-    return f"unknown key; {_suggest(key)}"
+def _argument(value: Any) -> Any:
+    """Numbers are written as strings at times: "1e-3"."""
+    if isinstance(value, list):
+        return [_argument(item) for item in value]
+    words = {"true": True, "false": False}
+    found = words.get(value.lower(), number(value)) if isinstance(value, str) else value
+    return value if isinstance(found, float) and not math.isfinite(found) else found
+
+
+def _take_foreign(key: str, value: Any, found: Findings) -> None:
+    """A key outside the schema: accepted if it asks for nothing, or for what makes no difference here."""
+    if key in unsupported.FEATURES:
+        feature = unsupported.FEATURES[key]
+        if _asks(feature, value):
+            found.add(key, feature.refusal)
+    elif key in unsupported.IDLE:
+        idle = unsupported.IDLE[key]
+        if idle.values is not None and not any(_is_same(value, other) for other in idle.values):
+            found.add(key, f"{_show(value)}: {idle.refusal}")
+        elif idle.why and value is not None:
+            found.notes.append(Note(f"{key} has no effect: {idle.why}", unused=(key, idle.why)))
+    elif not key.rpartition(".")[2].startswith(("_", "//", "#")):  # a comment, where JSON has none
+        found.add(key, f"unknown key; {_suggest(key)}")
+
+
+def _asks(feature: unsupported.Feature, value: Any) -> bool:
+    """Whether a block asks for its feature. As DeepSpeed has it, one without a switch that is on does not."""
+    if not isinstance(value, Mapping):
+        return not (value is None or flag(value) is False or value == [])
+    switches = [_switch(value.get(name)) for name in feature.switches if name in value]
+    if feature.is_deep:
+        switches += [_asks(feature, inner) for inner in value.values() if isinstance(inner, Mapping)]
+    return any(switches) or (feature.is_asked_by_content and bool(value) and not switches)
+
+
+def _switch(value: Any) -> bool:
+    """Counts ask from 2 on: 1 is what there is anyway, and "auto" is whatever there is."""
+    value = flag(value)
+    if isinstance(value, bool):
+        return value
+    count = number(value)
+    return count > 1 if isinstance(count, int | float) else value not in (None, "auto")
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether what was written means `other`."""
+    if isinstance(other, bool):
+        return flag(value) is other
+    if isinstance(other, str):
+        return isinstance(value, str) and value.lower() == other
+    return bool(number(value) == other)
 
 
 def _suggest(key: str) -> str:
@@ -243,7 +270,7 @@ def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
         if inner is not None:
             yield from _all_keys(inner, f"{prefix}{name}.")
     if block is Config:
-        yield from unsupported.NOT_YET_BLOCKS
+        yield from (key for key in unsupported.FEATURES if "." not in key)
         yield from (f"{params}.{name}" for params, names in PARAMS.items() for name in names)
 
 

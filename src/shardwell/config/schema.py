@@ -6,13 +6,14 @@ Types admit every value that a key can mean; `unsupported.ONLY` says which of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictStr
 from pydantic.fields import FieldInfo
 
+from shardwell.config.notes import Note
 from shardwell.config.values import (
     AutocastDtype,
     CodecKind,
@@ -30,6 +31,7 @@ from shardwell.config.values import (
     Share,
     ShareOrAuto,
     Stage,
+    StepsOrNever,
     TagValidation,
 )
 
@@ -106,7 +108,7 @@ class CheckpointingConfig(Block):
     )
     number_checkpoints: Count | None = Field(default=None, description="No effect: nothing is reserved ahead.")
     synchronize_checkpoint_boundary: Flag = Field(default=False, description="No effect: order comes from streams.")
-    profile: Flag = Field(default=False, description="Time each recomputation; only false is built.")
+    profile: Flag = Field(default=False, description="No effect: use torch.profiler.")
 
 
 class SavingConfig(Block):
@@ -189,7 +191,7 @@ class ZeroConfig(Block):
 
     stage: Stage = Field(default=0, description="0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters sharded.")
     contiguous_gradients: Flag = Field(default=True, description="No effect: gradients are always contiguous.")
-    reduce_scatter: Flag = Field(default=True, description="Reduce gradients by scatter; only true exists.")
+    reduce_scatter: Flag = Field(default=True, description="No effect: gradients are always reduced by scatter.")
     allgather_partitions: Flag = Field(default=True, description="No effect: parameters are always all-gathered.")
     reduce_bucket_size: PositiveCount = Field(default=500_000_000, description="No effect: one reduction per unit.")
     allgather_bucket_size: PositiveCount = Field(default=500_000_000, description="No effect: one gather per unit.")
@@ -212,17 +214,18 @@ class ZeroConfig(Block):
         default=50_000_000,
         description="0 = no prefetch; else the next unit is gathered while one runs, whatever its size.",
     )
-    stage3_param_persistence_threshold: Count = Field(
-        default=100_000, description="Parameters smaller than this stay whole on every rank."
+    stage3_param_persistence_threshold: CountOrAuto = Field(
+        default="auto",
+        description="Smaller parameters stay whole on every rank; auto = 100,000, and 1% of the model in all.",
     )
     stage3_model_persistence_threshold: Count | None = Field(
         default=None, description="Most parameters that may stay whole in total; null = no limit."
     )
     stage3_gather_16bit_weights_on_model_save: Flag = Field(
-        default=False, description="Accepted so that old files load: whole 16-bit weights when a model is saved."
+        default=False, description="No effect: `shardwell checkpoint export` makes whole weights from any checkpoint."
     )
     stage3_module_granularity_threshold: Count = Field(
-        default=0, description="Modules with fewer parameters per layer than this become one unit; 0 = off."
+        default=0, description="No effect: name modules that are to be one unit in leaf_module."
     )
     zero_hpz_partition_size: PositiveCountOrAuto = Field(
         default=1,
@@ -264,8 +267,10 @@ class ShardwellConfig(Block):
     divergence_timeout: PositiveReal = Field(
         default=60.0, description="Seconds to wait for a rank before its collectives are compared with the others'."
     )
-    nonfinite: Literal["error", "skip"] = Field(
-        default="error", description="On inf or NaN gradients: raise, or skip the step."
+    nonfinite: Literal["auto", "error", "skip"] = Field(
+        default="auto",
+        description="On inf or NaN gradients: raise, or skip the step; auto = raise in the first 10 steps, then skip; "
+        "raise if 50 follow one another.",
     )
     shard_at_world_one: Flag = Field(
         default=False, description="With one rank, keep stage 3's gather and release instead of resting whole."
@@ -344,8 +349,10 @@ class Config(Block):
     communication_data_type: Dtype | None = Field(
         default=None, description="Dtype gradients are reduced in; null = the gradients' own."
     )
-    steps_per_print: PositiveCount | None = Field(default=None, description="Print progress so often; null = never.")
-    wall_clock_breakdown: Flag = Field(default=False, description="Time each phase; only false is built.")
+    steps_per_print: StepsOrNever = Field(default=None, description="Print progress so often; null, 0 = never.")
+    wall_clock_breakdown: Flag = Field(
+        default=False, description="No effect: use torch.profiler, where gathers and reduces have names."
+    )
     zero_allow_untested_optimizer: Flag = Field(
         default=False, description="No effect: every torch optimizer is allowed."
     )
@@ -367,6 +374,7 @@ class Config(Block):
     shardwell: ShardwellConfig = Field(default=ShardwellConfig(), description="What only shardwell has.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: tuple[Note, ...] = PrivateAttr(default=())
 
     def model_post_init(self, _context: Any) -> None:
         given = _set_in_python(self)
@@ -381,6 +389,16 @@ class Config(Block):
         """A copy with some top-level `values` replaced, that tells these `origins` for its values."""
         copy = self.model_copy(update=dict(values or {}))
         copy._origins = dict(origins)
+        return copy
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What was found in the source that is not part of the values: meanings chosen, keys of others."""
+        return self._notes
+
+    def with_notes(self, notes: Iterable[Note]) -> Config:
+        copy = self.model_copy()
+        copy._notes = tuple(notes)
         return copy
 
     def to_dict(self) -> dict[str, Any]:
@@ -401,6 +419,11 @@ def admits_auto(field: FieldInfo) -> bool:
     """Whether "auto" is a value of the field itself."""
     candidates = (field.annotation, *get_args(field.annotation))
     return any("auto" in get_args(candidate) for candidate in candidates)
+
+
+def may_be_absent(field: FieldInfo) -> bool:
+    """Whether null means that the field is not there: it has a default, and null is no value of its own."""
+    return not field.is_required() and type(None) not in get_args(field.annotation)
 
 
 def leaves(block: Block, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 import math
+import os
+from enum import Enum
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 
+def plain(value: Any) -> Any:
+    """A value as JSON would have it: scalars of numpy, paths, dtypes and members of enumerations have other types."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__name__ == "dtype" and str(value).startswith("torch."):
+        return str(value)
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def number(value: Any) -> Any:
+    """The number that a string writes, such as "1e-3" or "5e8"; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+_WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
+
+
+def flag(value: Any) -> Any:
+    """True or false for what means one of them: 0 and 1, and words. Anything else as it is."""
+    if isinstance(value, str):
+        return _WORDS.get(value.strip().lower(), value)
+    return bool(value) if isinstance(value, (int, float)) and value in (0, 1) else value
+
+
 def _whole(value: Any) -> Any:
-    """5e8 is a whole number; 1.5, true and "1e5" are not."""
+    """5e8 is a whole number, also as "5e8"; 1.5 and true are not."""
+    value = number(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -18,15 +54,23 @@ def _whole(value: Any) -> Any:
 
 
 def _real(value: Any) -> Any:
+    value = number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError("expected a finite number")
     return value
 
 
 def _flag(value: Any) -> Any:
+    value = flag(value)
     if not isinstance(value, bool):
         raise ValueError("expected true or false")
     return value
+
+
+def _steps(value: Any) -> Any:
+    """Accelerate writes infinity for never."""
+    value = number(value)
+    return None if value == math.inf or (value == 0 and not isinstance(value, bool)) else value
 
 
 def _at_least(least: int, value: Any) -> Any:
@@ -51,6 +95,7 @@ def _positive_count_or_auto(value: Any) -> Any:
 
 
 def _flag_or_auto(value: Any) -> Any:
+    value = flag(value)
     if value != "auto" and not isinstance(value, bool):
         raise ValueError('expected true, false or "auto"')
     return value
@@ -58,14 +103,17 @@ def _flag_or_auto(value: Any) -> Any:
 
 def _dtype(value: Any) -> Any:
     """The short name of a dtype; what is no dtype is left for the type to refuse."""
-    return _DTYPES.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    name = value.strip().lower().removeprefix("torch.")
+    return _DTYPES.get(name, name if name in _DTYPES.values() else value)
 
 
 def _share_or_auto(value: Any) -> Any:
     if value == "auto":
         return value
     share = _real(value)
-    if isinstance(share, float) and not 0 <= share <= 1:
+    if not 0 <= share <= 1:
         raise ValueError('expected a number from 0 to 1, or "auto"')
     return share
 
@@ -85,11 +133,18 @@ def _scheduler(value: Any) -> Any:
 
 
 def _lowered(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
+    return value.strip().lower() if isinstance(value, str) else value
 
 
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfp16": "bf16", "float16": "fp16"}  # other spelling -> ours
+_DTYPES = {  # other spelling -> ours
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "bfp16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 
 
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
@@ -106,6 +161,7 @@ ShareOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_share_or_auto)
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 PositiveCountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_positive_count_or_auto)]
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)]
-Device = Literal["none", "cpu", "nvme"]
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lowered)]
+StepsOrNever = Annotated[PositiveCount | None, BeforeValidator(_steps)]
 Schedule = Annotated[str, BeforeValidator(_scheduler)]
 TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(_lowered)]

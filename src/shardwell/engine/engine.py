@@ -50,6 +50,7 @@ class Engine(nn.Module):
     module: nn.Module
     optimizer: ShardedOptimizer | None
     offload: Offload  # what is updated on the host, and when that commits
+    startup_report: str = ""  # what `initialize` had to say: see `report.py`
     lr_scheduler: Any
     _flow: Flow
     _context: Context

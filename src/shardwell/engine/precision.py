@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from shardwell.config import Config
 
@@ -24,3 +28,23 @@ def mixed_dtype(config: Config) -> torch.dtype | None:
 def is_scaled(config: Config) -> bool:
     """Whether losses are scaled: fp16 needs that, in the model or in autocast."""
     return config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
+
+
+def settle_precision(config: Config, parameters: Iterable[Tensor]) -> Config:
+    """The configuration without "auto" for bf16 and fp16, which the dtype of most of the model decides."""
+    asked = {name: config.origins.get(f"{name}.enabled", "").startswith("auto ->") for name in ("bf16", "fp16")}
+    if not any(asked.values()):
+        return config
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        sizes[parameter.dtype] += parameter.numel() if parameter.dtype.is_floating_point else 0
+    dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
+    is_free = not (config.bf16.enabled or config.fp16.enabled or config.torch_autocast.enabled)
+    origins, values = dict(config.origins), {}
+    for name in (name for name, is_auto in asked.items() if is_auto):
+        block = getattr(config, name)
+        is_on = is_free and dtype is _DTYPES[name]
+        values[name] = block.model_copy(update={"enabled": is_on})
+        short = str(dtype).removeprefix("torch.")
+        origins[f"{name}.enabled"] = f"auto -> {str(is_on).lower()} (the model's parameters are {short})"
+    return config.with_origins(origins, values)

@@ -32,7 +32,7 @@ def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool,
     steps = int(counters.get("micro_steps", 0)) // int(counters.get("accumulation_steps", 1) or 1)
     engine.micro_steps = steps * engine.gradient_accumulation_steps()
     if engine.optimizer is not None:
-        engine.optimizer.skipped_steps = int(counters.get("skipped_steps", 0))
+        engine.optimizer.resume_at(engine.global_steps, int(counters.get("skipped_steps", 0)))
         if with_optimizer and values.get("optimizer"):
             _restore_groups(engine.optimizer, values["optimizer"])
     if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):

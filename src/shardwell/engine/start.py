@@ -26,9 +26,11 @@ from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.given_loader import GivenLoader, loader_like, with_batch_of
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload, settle_commit
+from shardwell.engine.persistence import persistent_in
 from shardwell.engine.placement import Formula, Kind, States
-from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype
+from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype, settle_precision
 from shardwell.engine.refit import Builder
+from shardwell.engine.report import Given, announce
 from shardwell.engine.trial import settled
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch
@@ -41,6 +43,7 @@ from shardwell.optim.given import redirect, watch_optimizers
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
 from shardwell.optim.sharded import Terms
+from shardwell.optim.verdict import Nonfinite
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
@@ -84,12 +87,13 @@ def initialize(
     start_process_group(where)
     meet_for_initialize(model)
     world = world_mesh(where)
-    settings = load(source, world_size=world.size)
+    settings = settle_precision(load(source, world_size=world.size), model.parameters())
     home = Device(where, keep_pages=settings.shardwell.keep_pages)
     context, ledger, agreement = _context(home, world, settings)
-    recipe = recipe_for(optimizer, model, model_parameters, settings.optimizer, home)
+    block = settings.optimizer if optimizer is None else None  # the code wins
+    recipe = recipe_for(optimizer, model, model_parameters, block, home)
     cuts = _cut(model, settings)
-    persistent = _persistent(cuts, settings)
+    persistent = persistent_in(cuts, settings.zero_optimization)
     settings = settled(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
@@ -115,8 +119,6 @@ def initialize(
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
     engine.offload = offload
     _meet_the_user(engine, flow)
-    if world.rank == 0 and (offload.commits or settings.shardwell.placement == "auto"):
-        logging.getLogger("shardwell").info("%s", offload)
     engine._scale = _loss_scale(settings)
     flow.loss_scale = engine._scale
     checkpointing.follow(settings, model)
@@ -126,6 +128,7 @@ def initialize(
     ledger.close_step()
     agreement.turn_page()
     engine.training_dataloader = _loader(training_data, engine, collate_fn)
+    engine.startup_report = announce(engine, Given(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
@@ -159,7 +162,7 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
     terms = Terms(
         engine._scale,
         settings.gradient_clipping,
-        settings.shardwell.nonfinite == "error",
+        Nonfinite(settings.shardwell.nonfinite),
         settings.zero_optimization.offload_optimizer.buffer_count,
         settings.shardwell.moments == "8bit",
     )
@@ -382,24 +385,9 @@ def _places(
     offload: Offload,
     trained: Set[int] = frozenset(),
 ) -> Places:
-    persistent = _persistent(cuts, settings)
+    persistent = persistent_in(cuts, settings.zero_optimization)
     states = _states(cuts, settings, recipe, context, persistent, trained)
     return Places(persistent, offload.again(states, settings))
-
-
-def _persistent(cuts: list[Cut], settings: Config) -> set[int]:
-    """Small parameters that stay whole at stage 3, smallest first while their sum keeps under the model's threshold."""
-    zero = settings.zero_optimization
-    most = zero.stage3_model_persistence_threshold
-    chosen, total = set(), 0
-    for parameter in sorted((p for one in cuts for _, p in one.parameters), key=lambda p: p.numel()):
-        if parameter.numel() >= zero.stage3_param_persistence_threshold:
-            break
-        total += parameter.numel()
-        if most is not None and total > most:
-            break
-        chosen.add(id(parameter))
-    return chosen
 
 
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -411,17 +399,14 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
 
 
 def _scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOptimizer | None) -> Any:
-    """What was passed, made by what was passed, or named in the configuration."""
-    if given is not None and block is not None:
-        raise ConfigError(
-            f"two learning-rate schedules: one was passed to initialize and the configuration names '{block.type}'. "
-            "Keep one."
-        )
-    if block is None and (given is None or hasattr(given, "step")):
-        return given
-    if optimizer is None:
-        raise ConfigError("there is a learning-rate schedule, but no optimizer for it")
-    return schedules.by_name(block, optimizer) if block is not None else given(optimizer)
+    """What was passed, made by what was passed, or named in the configuration: the code wins."""
+    if given is not None:
+        if hasattr(given, "step"):
+            return given
+        if optimizer is None:
+            raise ConfigError("there is a learning-rate schedule, but no optimizer for it")
+        return given(optimizer)
+    return None if block is None or optimizer is None else schedules.by_name(block, optimizer)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -59,10 +59,6 @@ def recipe_for(
     device: Device,
 ) -> Recipe | None:
     """How to make the optimizer, or None for a model that is only evaluated."""
-    if optimizer is not None and block is not None:
-        raise ConfigError(
-            f"two optimizers: one was passed to initialize and the configuration names '{block.type}'. Keep one."
-        )
     if isinstance(optimizer, torch.optim.Muon):
         return _from_torch_muon(optimizer)
     if isinstance(optimizer, Optimizer):
@@ -75,7 +71,7 @@ def recipe_for(
         factory, options = by_name(block, device)
         if factory is Muon:
             groups = _groups_for_muon(model, groups, options)
-        recipe = _from_factory(lambda params: factory(params, **options), groups, device)
+        recipe = _from_factory(_made(factory, options, block.type), groups, device)
         return replace(recipe, num_states=_num_states(factory, [options]))
     return None
 
@@ -100,9 +96,8 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
     As in the files that people bring, "Adam" means decoupled weight decay unless `adam_w_mode` is false,
     and no weight decay is no weight decay (torch's own AdamW defaults to 0.01).
     """
-    options = dict(block.params)
+    options = _in_torchs_words(block)
     name = _spelled(block.type)
-    options.pop("torch_adam", None)  # which kernel: torch's fused one serves both
     if name in ("Adam", "AdamW"):
         options.setdefault("weight_decay", 0.0)
         if options.pop("adam_w_mode", True):
@@ -120,6 +115,40 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
     if name in _WITH_FUSED and not device.is_virtual and not {"fused", "foreach"} & set(options):
         options["fused"] = not (name == "Adagrad" and device.is_cuda)
     return factory, options
+
+
+def _in_torchs_words(block: OptimizerConfig) -> dict[str, Any]:
+    """The arguments without those of DeepSpeed's own kernels that ask for what there is anyway."""
+    options = dict(block.params)
+    for name in ("torch_adam", "set_grad_none", "ns_method"):  # which kernel, when to free, how to orthogonalise
+        options.pop(name, None)
+    if "adamw_mode" in options:
+        options.setdefault("adam_w_mode", options.pop("adamw_mode"))
+    usual: dict[str, Any] = {"max_grad_norm": 0, "fp32_optimizer_states": True, "per_head_muon": False}
+    usual |= {"bias_correction": True} if block.type.lower() in ("adam", "adamw") else {}
+    usual |= {"adam_w_mode": True} if block.type.lower() not in ("adam", "adamw") else {}
+    usual |= {"amsgrad": False} if block.type.lower() in ("lamb", "lion") else {}
+    remedy = {"max_grad_norm": "write gradient_clipping at the top of the file"}
+    for name, value in usual.items():
+        if options.get(name, value) not in (value, None):
+            raise ConfigError(
+                f"optimizer.params.{name}: {options[name]}: {block.type} has only {value} here; "
+                f"{remedy.get(name, f'use {value} or remove it')}"
+            )
+        options.pop(name, None)
+    return options
+
+
+def _made(factory: Factory, options: dict[str, Any], kind: str) -> Factory:
+    """With these arguments; what the optimizer does not like about them is an error of the configuration."""
+
+    def make(params: Any) -> Optimizer:
+        try:
+            return factory(params, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer.params: {kind} does not take these: {error}") from error
+
+    return make
 
 
 def _spelled(name: str) -> str:

@@ -84,8 +84,8 @@ class Aftermath:
             for unit in (units if Commit.AT_ONCE in commits else ())
         ]
 
-    def __call__(self, *, is_late: bool) -> str:
-        """How things are now, in words. Where something may have been updated, all ranks ask each other.
+    def __call__(self, *, is_late: bool) -> tuple[bool, str]:
+        """Whether all is as before, and how things are in words. If something may have been updated, all ranks ask.
 
         `is_late`: a backward may have updated more since then.
         """
@@ -94,10 +94,10 @@ class Aftermath:
             names.setdefault((left > 0, updated > 0), []).append(name)
         ways = {(False, True): "updated", (True, True): "updated in part", (True, False): "as before"}
         if not any(updated for _, updated in names) and not (names and is_late):
-            return "the step was not applied and parameters and optimizer state are as before"
+            return True, "the step was not applied and parameters and optimizer state are as before"
         said = "; ".join(f"{way}: {_listed(names[key])}" for key, way in ways.items() if key in names)
         more = ", nor are those of backwards since then" if is_late else ""
-        return f"updates at once are not taken back ({said}){more}"
+        return False, f"updates at once are not taken back ({said}){more}"
 
     def _counts(self) -> tuple[list[float], list[float]]:
         """For each unit: shards that are as before, and shards that were updated, over all ranks."""

@@ -29,7 +29,7 @@ from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards, chunks
 from shardwell.optim.store import Store
-from shardwell.optim.verdict import Verdict
+from shardwell.optim.verdict import Nonfinite, Verdict
 from shardwell.optim.whole import OverShards, needs_whole
 from shardwell.unit import Context, Group, Unit, guard
 from shardwell.unit.table import Commit
@@ -41,7 +41,7 @@ class Terms:
 
     scale: LossScale
     clip: float = 0.0  # the norm that gradients may have; 0: any
-    raise_on_nonfinite: bool = True
+    nonfinite: Nonfinite = Nonfinite.AUTO
     buffer_count: int = 4  # pinned slots for gradients on their way to the host; seats for state from disk
     eight_bit_moments: bool = False  # Adam's, on the host
 
@@ -80,7 +80,7 @@ class ShardedOptimizer(Optimizer):
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._norm: Tensor | None = None
         self._global_norm = GlobalNorm(context, self.shards)
-        self._verdict = Verdict(context, self.shards, self.scale, raises=terms.raise_on_nonfinite)
+        self._verdict = Verdict(context, self.shards, self.scale, policy=terms.nonfinite)
         self._num_states = -1
         self._store: Store | None = None
         if context.disk is not None:
@@ -131,9 +131,9 @@ class ShardedOptimizer(Optimizer):
     def skipped_steps(self) -> int:
         return self._verdict.num_skipped
 
-    @skipped_steps.setter
-    def skipped_steps(self, number: int) -> None:
-        self._verdict.num_skipped = number
+    def resume_at(self, steps: int, skipped: int) -> None:
+        """Steps that the run took before this process; it has shown then that it can step."""
+        self._verdict.num_heard, self._verdict.num_skipped = steps, skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give parameters of the model that no group has yet a group of their own."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -15,18 +17,31 @@ from shardwell.optim.scale import LossScale
 from shardwell.optim.shards import Shard, Shards
 from shardwell.unit import Context, Unit
 
+FIRST_STEPS = 10  # in which gradients that are not finite mean that something is broken from the start
+MOST_IN_A_ROW = 50  # steps left out one after another before a run is taken for broken
+
+
+class Nonfinite(Enum):
+    """What becomes of a step whose gradients are not finite, where losses are not scaled."""
+
+    AUTO = "auto"  # an error in the first steps and after many in a row; left out otherwise
+    ERROR = "error"
+    SKIP = "skip"
+
 
 class Verdict:
     """Asked for at each step, and heard there or at the next one: fixed places, so that all ranks act on it alike."""
 
-    def __init__(self, context: Context, shards: Shards, scale: LossScale, *, raises: bool) -> None:
-        """`raises`: a step that does not count is an error, unless losses are scaled; otherwise it is left out."""
-        self._device = context.device
-        self._shards, self._scale, self._raises = shards, scale, raises
+    def __init__(self, context: Context, shards: Shards, scale: LossScale, *, policy: Nonfinite) -> None:
+        """`policy`: what becomes of a step that does not count. Where losses are scaled it is left out."""
+        self._device, self._is_first_rank = context.device, context.world.mesh.rank == 0
+        self._shards, self._scale, self._policy = shards, scale, policy
         self._aftermath = Aftermath(context, shards)
         self._units: Sequence[Unit] = ()
         self._norm: Later | None = None
+        self._in_a_row = 0  # steps that did not count
         self.overflow = False  # the last one did not count
+        self.num_heard = 0  # steps of the run, with those before it was resumed
         self.num_skipped = 0
 
     @property
@@ -48,18 +63,56 @@ class Verdict:
         if self._norm is None:
             return True
         norm, self._norm = float(self._norm.get()), None
+        self.num_heard += 1
         self.overflow = not math.isfinite(norm)
         if not self.overflow:
+            self._in_a_row = 0
             return True
         self.num_skipped += 1
-        if self._raises and not self._scale.is_on:
+        self._in_a_row += 1
+        if self._policy is not Nonfinite.SKIP and not self._scale.is_on:
+            self._raise_unless_skipped(norm, is_late=is_late)
+        self._tell(norm, is_late=is_late)
+        return False
+
+    def _raise_unless_skipped(self, norm: float, *, is_late: bool) -> None:
+        """What is decided here is alike on all ranks: the norm, the counts, and the aftermath are."""
+        is_as_before, state = self._aftermath(is_late=is_late)
+        reason = self._reason(is_as_before)
+        if reason is not None:
             raise NonFiniteError(
                 f"the gradients are not finite (their global norm is {norm})"
-                f"{', at the last step' if is_late else self._first()}; {self._aftermath(is_late=is_late)}. "
-                "Check the loss and the learning rate, or set "
-                '"shardwell": {"nonfinite": "skip"} to leave such steps out.'
+                f"{', at the last step' if is_late else self._first()}; {state}. {reason}Check the loss and the "
+                'learning rate, or set "shardwell": {"nonfinite": "skip"} to leave such steps out.'
             )
-        return False
+
+    def _reason(self, is_as_before: bool) -> str | None:
+        """Why it is an error; None if the step is left out."""
+        if self._policy is Nonfinite.ERROR:
+            return ""
+        if self.num_heard <= FIRST_STEPS:
+            return f"It is one of the first {FIRST_STEPS} steps; later ones would be left out. "
+        if not is_as_before:
+            return "A step that was applied in part cannot be left out. "
+        if self._in_a_row >= MOST_IN_A_ROW:
+            return f"{self._in_a_row} steps were left out one after another: the run does not recover by itself. "
+        return None
+
+    def _tell(self, norm: float, *, is_late: bool) -> None:
+        """Say that a step was left out, the more seldom the more there were. Overflows of a loss scale are its own."""
+        count = self._in_a_row if self._scale.is_on else self.num_skipped
+        every = MOST_IN_A_ROW if self._scale.is_on else 10 ** max(0, len(str(count)) - 2)
+        if self._is_first_rank and count % every == 0:
+            logging.getLogger("shardwell").warning(
+                "step %d was left out: the gradients are not finite (their global norm is %s%s). %d of %d steps were "
+                "left out so far, %d of them in a row.",
+                self.num_heard,
+                norm,
+                "" if is_late else self._first(),
+                self.num_skipped,
+                self.num_heard,
+                self._in_a_row,
+            )
 
     def _first(self) -> str:
         for shard in (shard for unit in self._units for shard in self._shards.of(unit)):

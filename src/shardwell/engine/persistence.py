@@ -1,0 +1,29 @@
+"""Which parameters stay whole on every rank at stage 3, because they are small."""
+
+from __future__ import annotations
+
+from shardwell.config import ZeroConfig
+from shardwell.unit import Cut
+
+_SMALL = 100_000  # elements: what is as large is worth a gather in any model
+_SHARE = 0.01  # of a model: what small parameters may cost in all if nobody says how much
+
+
+def persistent_in(cuts: list[Cut], zero: ZeroConfig) -> set[int]:
+    """Their ids, smallest first while their sum keeps under the model's threshold.
+
+    "auto" has a bound of its own: a small model consists of small parameters, and nothing of it would be split.
+    """
+    parameters = sorted((p for one in cuts for _, p in one.parameters), key=lambda p: p.numel())
+    threshold, most = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+    bounds = [] if most is None else [most]
+    if isinstance(threshold, str):
+        threshold = _SMALL
+        bounds.append(int(_SHARE * sum(p.numel() for p in parameters)))
+    chosen, total = set(), 0
+    for parameter in parameters:
+        total += parameter.numel()
+        if parameter.numel() >= threshold or any(total > bound for bound in bounds):
+            break
+        chosen.add(id(parameter))
+    return chosen
