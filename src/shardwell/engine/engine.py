@@ -92,7 +92,7 @@ class Engine(nn.Module):
         if self._scale.is_on and torch.is_grad_enabled():
             args, kwargs = map_tensors((args, kwargs), self._unscale_input)
         args, kwargs = moved((args, kwargs), self.device, self._compute_dtype)
-        with self._context.failing_together("forward"), self._autocast(), self._flow.running():
+        with self._context.failing_together("forward"), self._autocast(), self._flow.running((args, kwargs)):
             output = self.module(*args, **kwargs)
         if self._scale.is_on and torch.is_grad_enabled():
             output = map_tensors(output, self._scale_output)
@@ -244,7 +244,13 @@ class Engine(nn.Module):
             self._flow.sync = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this boundary; units that were updated at once during backward stay updated."""
+        """Forget the gradients of this boundary.
+
+        Units that were updated at once during backward stay updated, where `commit` is "at_once"; by "auto" that is an
+        error.
+        """
+        if self.optimizer is not None:
+            self.optimizer.habit.meet("gradients were dropped by zero_grad()")
         self._flow.finish_for_nobody()
         if self.optimizer is not None:
             self.optimizer.forget_gradients()
@@ -465,6 +471,7 @@ class Engine(nn.Module):
             module.__dict__.pop("forward", None)
         self._flow.clear_gradients()
         if self.optimizer is not None:
+            self.optimizer.habit.excuse()
             self.optimizer.forget_gradients()
             self.optimizer.state.clear()
         self._context.close()
