@@ -81,6 +81,7 @@ VARIANTS: dict[str, Variant] = {  # the first ones are what a run that ends earl
     "deepspeed3:parameters": Variant("deepspeed", 3, parameters=CPU),
     "shardwell2:at-once:ratio-auto": _ours("at_once", offload=IN_PART),
     "shardwell2:at-once:accumulate4": _ours("at_once", accumulation=4),
+    "shardwell2:auto": _ours("auto", by_default=False),
     "shardwell2:auto:never-clips": _ours("auto", clip=NEVER, by_default=False),
     "shardwell2:after-norm:ratio-auto:clip": _ours("after_norm", clip=SOME, offload=IN_PART, by_default=False),
     "shardwell2:at-once:8bit": _ours("at_once", own=EIGHT_BIT, by_default=False),

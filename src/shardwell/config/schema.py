@@ -277,8 +277,8 @@ class ShardwellConfig(Block):
     )
     commit: Literal["auto", "after_norm", "at_once", "shadow"] = Field(
         default="auto",
-        description="When an update on the host becomes the truth; auto = at once if nothing is clipped or scaled "
-        "and the optimizer is elementwise, else after the norm.",
+        description="When an update on the host becomes the truth; auto = after the norm, or at once while nothing is "
+        "clipped, scaled or skipped and nothing comes between a backward and its step.",
     )
     moments: Literal["fp32", "8bit"] = Field(
         default="fp32",

@@ -71,8 +71,8 @@ class Checkpoints:
         with self._together(f"save_checkpoint({tag!r})"):
             self._end_background()
             root = self._named(given, "save_dir")
-            _settle(engine)
             _check_whole_steps(engine)
+            _settle(engine)
             contents = Contents(
                 engine.module,
                 engine._flow.units,
@@ -261,7 +261,7 @@ class Checkpoints:
 
     def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> dict[str, Any]:
         """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing."""
-        _settle(engine)
+        _settle(engine, is_overwritten=with_optimizer)
         problem: Exception | None = None
         try:
             optimizer = engine.optimizer if with_optimizer else None
@@ -274,6 +274,8 @@ class Checkpoints:
             problem = error
         self._agree(problem)
         engine._flow.end_loans()
+        if with_optimizer and engine.optimizer is not None:
+            engine.optimizer.habit.excuse()  # whatever updates have changed is overwritten
         engine.zero_grad()
         for group in (group for unit in engine._flow.units for group in unit.trainable):
             group.gradients.free()
@@ -353,11 +355,11 @@ def _share(world: Collectives, text: str, source: int = 0) -> str:
     return bytes(letters.cpu().numpy()).decode()
 
 
-def _settle(engine: Engine) -> None:
+def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:
     """The engine fits its model, and the last step has ended well."""
     engine.fit_to_model()
     if engine.optimizer is not None:
-        engine.optimizer.settle()
+        engine.optimizer.settle(but_begun=is_overwritten)
     opened = [unit.name for unit in engine._flow.units if unit.opened]
     if opened:
         raise CheckpointError(f"unit '{opened[0]}' is open: leave GatheredParameters before saving or loading")

@@ -97,7 +97,8 @@ class Engine(nn.Module):
         self._flow.is_boundary = self.is_gradient_accumulation_boundary()
         inputs = Inputs(args, kwargs, self._input_change())
         try:
-            with self._context.failing_together("forward"), self._autocast(), self._flow.running():
+            passed = inputs.args, inputs.kwargs
+            with self._context.failing_together("forward"), self._autocast(), self._flow.running(passed):
                 output = self.module(*inputs.args, **inputs.kwargs)
         finally:
             inputs.give_back()
@@ -258,7 +259,13 @@ class Engine(nn.Module):
             self._flow.sync = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this boundary; units that were updated at once during backward stay updated."""
+        """Forget the gradients of this boundary.
+
+        Units that were updated at once during backward stay updated, where `commit` is "at_once"; by "auto" that is an
+        error.
+        """
+        if self.optimizer is not None:
+            self.optimizer.habit.meet("gradients were dropped by zero_grad()")
         self._flow.finish_for_nobody()
         if self.optimizer is not None:
             self.optimizer.forget_gradients()
@@ -483,6 +490,7 @@ class Engine(nn.Module):
             module.__dict__.pop("forward", None)
         self._flow.clear_gradients()
         if self.optimizer is not None:
+            self.optimizer.habit.excuse()
             self.optimizer.forget_gradients()
             self.optimizer.state.clear()
         self._context.close()

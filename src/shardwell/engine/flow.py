@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from shardwell.engine.nested import tensors_in
 from shardwell.engine.order import Order
 from shardwell.engine.trace import Action, Event, Trace
 from shardwell.errors import BackwardError
 from shardwell.memory.pages import Pages
 from shardwell.optim.gradient_views import GradientViews
+from shardwell.optim.habit import Beginning
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Group, Residency, Unit
 from shardwell.unit.table import ReduceAt
@@ -63,6 +65,10 @@ class Flow:
         self.divide_by_steps = True
         self.trace: Trace | None = None
         self.gradients_reduced: Callable[[Unit, bool], None] | None = None  # whom to tell, and whether at the boundary
+        self.backward_begins: Callable[[Beginning], None] | None = None  # whom to tell, before anything is updated
+        self._num_forwards = 0  # of the engine, with gradients, since the last backward began
+        self._is_partial = False  # since then, parts of the model were called outside of those
+        self._is_chained = False  # since then, inputs of the model had a graph of their own
         self._in_model = False  # the engine's forward runs
         self.loss_scale: LossScale = NoScale()  # that gradients must carry
         self.has_met_scale = False  # some have, since the last forward
@@ -98,9 +104,12 @@ class Flow:
     # -------------------------------------------------------------------------------------------------- forward
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, inputs: Any = ()) -> Iterator[None]:
         """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+        if self.backward_begins is not None and torch.is_grad_enabled():
+            self._num_forwards += 1
+            self._is_chained = self._is_chained or any(tensor.requires_grad for tensor in tensors_in(inputs))
         self._graph_was_used = False
         self._in_model, self.has_met_scale = True, False
         self._drop_leftovers()
@@ -139,6 +148,7 @@ class Flow:
             return
         unit.in_forward += 1
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+        self._is_partial = self._is_partial or (not self._in_model and torch.is_grad_enabled())
         self._make_whole(unit, self._forward)
         self.note(Action.FORWARD, unit)
 
@@ -294,8 +304,15 @@ class Flow:
                 self._graph_was_used = True
                 self._backward.start()
                 self.begin_backward()
+                self._tell_of_backward()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
+
+    def _tell_of_backward(self) -> None:
+        if self.backward_begins is not None:
+            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            self.backward_begins(Beginning(self._num_forwards, self._is_chained, self._is_partial, keeps_graph))
+        self._num_forwards, self._is_chained, self._is_partial = 0, False, False
 
     def take_gradient(self, unit: Unit, group: Group, index: int, parameter: Tensor) -> None:
         """A parameter's gradient is complete (for this graph task): move it into the group's flat buffer."""

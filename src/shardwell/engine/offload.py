@@ -138,7 +138,7 @@ def _plan_places(states: States, cuts: list[Cut], settings: Config, context: Con
     may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and context.device.is_cuda
     if may_speculate and all(places[name].optimizer is Tier.HOST for name in below):
         shadowed = _speculating(states, places, below, free[Tier.HOST] - found.needed[Tier.HOST])
-    above = Commit.AT_ONCE if policy is Commit.AT_ONCE else Commit.AFTER_NORM
+    above = policy if policy in (Commit.AT_ONCE, Commit.AUTO) else Commit.AFTER_NORM
     return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states, above)
 
 
@@ -316,7 +316,10 @@ def settle_commit(settings: Config, recipe: Recipe | None) -> Config:
 
 
 def commit_policy(settings: Config) -> Commit:
-    """When updates on the host become the truth. Of what rests on disk there is no second state in memory."""
+    """When updates on the host become the truth. Of what rests on disk there is no second state in memory.
+
+    "auto" is never at once where a step may be left out: what is updated at once could not be.
+    """
     needs = {"gradient_clipping": settings.gradient_clipping > 0, "a loss scale": is_scaled(settings)}
     waits = [name for name, is_on in needs.items() if is_on]
     asked = settings.shardwell.commit
@@ -326,7 +329,7 @@ def commit_policy(settings: Config) -> Commit:
             'before anything is updated; use "auto", "after_norm" or "shadow"'
         )
     if asked == "auto":
-        return Commit.AFTER_NORM if waits else Commit.AT_ONCE
+        return Commit.AFTER_NORM if waits or settings.shardwell.nonfinite == "skip" else Commit.AUTO
     zero = settings.zero_optimization
     on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
     return Commit.AFTER_NORM if on_disk and asked == "shadow" else Commit[asked.upper()]

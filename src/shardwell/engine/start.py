@@ -179,6 +179,8 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
     if recipe.given is not None:
         redirect(recipe.given, engine)
     flow.gradients_reduced = optimizer.gradients_reduced
+    if optimizer.habit.is_on:
+        flow.backward_begins = optimizer.habit.backward_begins
     for unit in flow.units:
         unit.optimizer = weakref.proxy(optimizer)
     return optimizer

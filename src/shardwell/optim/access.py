@@ -102,6 +102,8 @@ class Access:
         """
         if not self._is_trained:
             return None
+        if not asks:
+            self._tell()
         has_any, has_sums = self._anywhere() if asks else (self._group.gradients.has_any, False)
         if not has_any:
             return None
@@ -160,6 +162,7 @@ class Access:
         self._check_alone()
         if not self._is_trained or not self._group.gradients.has_any:
             return None
+        self._tell()
         part = self._part(self._group.gradients.look(has_sums=False))
         return None if part is None else part / self.loss_scale
 
@@ -184,6 +187,11 @@ class Access:
     def _is_trained(self) -> bool:
         return self._group.trainable
 
+    def _tell(self) -> None:
+        """Somebody looks at the unit's gradients, or changes them."""
+        if self._unit.optimizer is not None:
+            self._unit.optimizer.habit.see_gradients(self._unit)
+
     @property
     def _waits(self) -> bool:
         """Some wait to be averaged: of other groups of the unit, too, if this rank has none of this one."""
@@ -191,6 +199,7 @@ class Access:
 
     def _anywhere(self) -> tuple[bool, bool]:
         """Whether any rank has some, and whether some wait to be averaged. All ranks ask."""
+        self._tell()
         gradients, device = self._group.gradients, self._group.context.device
         gradients.settle()
         flags = [gradients.has_any, self._waits, gradients.is_gone]
@@ -206,6 +215,7 @@ class Access:
         """1D, where this rank's part of what was averaged lies."""
         if not self._is_trained:
             return None
+        self._tell()
         gradients = self._group.gradients
         gradients.settle()
         if gradients.hands_over and self._unit.optimizer is not None:

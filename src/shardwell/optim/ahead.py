@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.memory import Scratch
+from shardwell.optim.habit import Habit
 from shardwell.optim.host import Arrival
 from shardwell.optim.norms import norm_of
 from shardwell.optim.shards import Shard
@@ -175,15 +176,19 @@ class Done:
 class Unpublished:
     """Units with updates that were begun and not published yet: the same on all ranks."""
 
-    def __init__(self, ways_back: list[Callable[[Unit], None]]) -> None:
+    def __init__(self, ways_back: list[Callable[[Unit], None]], habit: Habit) -> None:
         """`ways_back`: how those who update ahead of the norm take back what is not final."""
-        self._ways_back = ways_back
+        self._ways_back, self._habit = ways_back, habit
         self._units: dict[int, Unit] = {}
 
-    def begin(self, unit: Unit, arrival: Arrival | None) -> None:
+    def begin(self, unit: Unit, arrival: Arrival | None, *, is_complete: bool) -> None:
         """Gradients of a unit were reduced, and it may have gone ahead of the norm."""
         commit = commit_of(unit)
-        if commit is Commit.SHADOW:
+        if self._habit.watch(unit, arrival, is_complete=is_complete):
+            if commit is Commit.AT_ONCE:
+                self._note(unit)
+                unit.is_ahead = True
+        elif commit is Commit.SHADOW:
             self._note(unit)
             unit.await_update(Tentative(unit, self.take_back), hides=True)
         elif commit is Commit.AT_ONCE:

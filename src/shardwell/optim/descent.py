@@ -76,9 +76,8 @@ class Descent:
         group.gradients.hands_over = False
         if self._waiting is not None:
             self._waiting.leave(group.unit)
-        kept, total = self._kept.pop(group.unit, None), self._totals.pop(group, None)
-        if kept is not None:
-            self.pinned.drop(kept, group.unit)
+        self._free_kept(group.unit)
+        total = self._totals.pop(group, None)
         if total is not None:
             self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
 
@@ -109,6 +108,7 @@ class Descent:
             self._parcels[unit.index] = Parcel(above, is_above=True)
             for group in above:
                 group.gradients.part_with()
+            self._free_kept(unit.name)  # it waits no more; its last update has ended, or it had not been used
             return
         parcel = self._parcels[unit.index] = Parcel(dict(above))
         if on_disk is not None:
@@ -156,6 +156,11 @@ class Descent:
         if unit.name not in self._kept:
             self._kept[unit.name] = self.pinned.make(num_bytes, unit.name)
         return self._kept[unit.name]
+
+    def _free_kept(self, unit: str) -> None:
+        kept = self._kept.pop(unit, None)
+        if kept is not None:
+            self.pinned.drop(kept, unit)
 
     def _let_go(self, but: int) -> None:
         """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""

@@ -32,6 +32,14 @@ def sum_of_squares(norms: list[Tensor], device: Device) -> Tensor:
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
+def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
+    """What to multiply gradients by; None if nothing has to be clipped and the host can know that for free."""
+    if clip <= 0:
+        return None
+    factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+    return None if factor.device.type == "cpu" and float(factor) == 1.0 else factor
+
+
 class GlobalNorm:
     """The norm over all ranks. The same sum tells which parameters got a gradient on no rank."""
 
@@ -39,17 +47,27 @@ class GlobalNorm:
         self._context, self._shards = context, shards
         self.unseen: set[str] = set()  # those, by name, at the last call
         self._all_seen: Tensor | None = None
+        self.told: Tensor | None = None  # the sum of what ranks say beside it
 
-    def __call__(self, units: Sequence[Unit], norms_of: Callable[[Unit], Iterator[tuple[Tensor, bool]]]) -> Tensor:
-        """`norms_of` gives the norms of a unit's gradients on this rank, see `norm_of`."""
+    def __call__(
+        self,
+        units: Sequence[Unit],
+        norms_of: Callable[[Unit], Iterator[tuple[Tensor, bool]]],
+        says: float | None = None,
+    ) -> Tensor:
+        """`norms_of` gives the norms of a unit's gradients on this rank, see `norm_of`; `says`: a number to add up."""
         split: list[Tensor] = []
         whole: list[Tensor] = []
         for unit in units:
             for norm, is_whole in norms_of(unit):
                 (whole if is_whole else split).append(norm)
         seen = self._shards.seen()
-        total = torch.cat([sum_of_squares(split, self._context.device).view(1), self._flags(seen)])
+        parts = [sum_of_squares(split, self._context.device).view(1), self._flags(seen)]
+        if says is not None:
+            parts.append(self._context.device.scalar(says, torch.float64).view(1))
+        total = torch.cat(parts)
         self._context.world.sum_scalar(total, "NORM")
+        self.told = None if says is None else total[-1]
         self.unseen = set()
         if not all(seen) and not self._context.device.is_virtual:
             anywhere = total[1:].tolist()

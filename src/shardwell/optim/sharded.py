@@ -7,7 +7,6 @@ was updated can be sent to the other ranks while the next units are stepped.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +18,16 @@ from torch.optim import Optimizer
 
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
-from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead, Unpublished, commit_of
 from shardwell.optim.build import NO_LABEL, Recipe
 from shardwell.optim.given import Trainer, step_with
+from shardwell.optim.habit import Habit
 from shardwell.optim.host import Arrival
-from shardwell.optim.norms import GlobalNorm, Norm, norm_of, sum_of_squares
+from shardwell.optim.norms import GlobalNorm, Norm, clip_factor, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
-from shardwell.optim.shards import Shard, Shards, chunks
+from shardwell.optim.shards import Shard, Shards, bytes_of_state, chunks
+from shardwell.optim.step_hooks import StepHooks
 from shardwell.optim.store import Store
 from shardwell.optim.verdict import Nonfinite, Verdict
 from shardwell.optim.whole import OverShards, needs_whole
@@ -75,9 +75,12 @@ class ShardedOptimizer(Optimizer):
             self.shards = Shards(self._units, one_per_parameter=True)
             self.inner = self._make()
             self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
-        self._step_inner = self.inner.step  # as it is before the user's calls of it mean the engine's step
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
+        self._hooks = StepHooks(self.inner, recipe.given)
+        self.habit = Habit(self.inner, context)
+        for unit in self._units:
+            self.habit.take(unit)
         self._norm: Tensor | None = None
         self._global_norm = GlobalNorm(context, self.shards)
         self._verdict = Verdict(context, self.shards, self.scale, policy=terms.nonfinite)
@@ -90,7 +93,7 @@ class ShardedOptimizer(Optimizer):
         self._offloaded = self._make_offloaded()
         self._ahead = Ahead(self.inner, context.scratch, self._stepped_here, self._update_ahead)
         by_host = [] if self._offloaded is None else [self._offloaded.host.take_back]
-        self._unpublished = Unpublished([self._ahead.take_back, *by_host])
+        self._unpublished = Unpublished([self._ahead.take_back, *by_host], self.habit)
 
     def _make(self) -> Optimizer:
         num_labels = 1 + max(self._recipe.labels.values(), default=0)
@@ -170,6 +173,7 @@ class ShardedOptimizer(Optimizer):
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
         self._recipe.note_step(self.inner)
+        self.habit.begin_step()
         self._before_step()
         for unit in self._units:
             for group in unit.trainable:
@@ -182,21 +186,18 @@ class ShardedOptimizer(Optimizer):
                 if all(group.gradients.result is None for group in unit.trainable):
                     unit.wait()  # it was not used: nobody has heard yet what became of its last update
             self._verdict.hear()
-            norm = self._global_norm(self._units, self._norms_of)
+            norm = self._global_norm(self._units, self._norms_of, self.habit.says)
+            self.habit.hear(self._global_norm.told)
             self._norm = norm / self.scale.value
             self._verdict.ask(self._units, norm, self._norms_at_once)
             may_step = self._may_step(norm)
-            clip = self._clip_factor(self._norm)
-            done = self._ahead.commit(may_step, clip)
-            if may_step:
-                to_step = partial(self._to_step, unseen=self._global_norm.unseen)
-                for unit in () if self._offloaded is None else self._offloaded.step(self._units, norm, to_step):
-                    self._unpublished.add(unit, self._arrival(unit))
-                for chunk in chunks(self._units):
-                    self._update([unit for unit in chunk if unit.index not in done], clip)
-                    for unit in chunk:
-                        self._unpublished.remove(unit)
-                        self._after_update(unit, self._arrival(unit))
+            clip = clip_factor(self._norm, self._clip)
+            with self._hooks.around() if may_step else contextlib.nullcontext():
+                self.habit.check_options()
+                done = self._ahead.commit(may_step, clip)
+                if may_step:
+                    self._apply(norm, clip, done)
+            self.habit.end_step()
             # Where the kernels were told on the device, so are others.
             was_used = torch.isfinite(norm) if self._verdict.is_open else may_step
             together = True
@@ -209,10 +210,25 @@ class ShardedOptimizer(Optimizer):
             self.scale.update(self.overflow)
         self.count_states()
 
-    def settle(self) -> None:
-        """Hear what became of the last step; raises if its gradients were not finite, or if an update failed."""
+    def _apply(self, norm: Tensor, clip: Tensor | None, done: set[int]) -> None:
+        """Update all units but those that are `done`, and start sending them."""
+        to_step = partial(self._to_step, unseen=self._global_norm.unseen)
+        for unit in () if self._offloaded is None else self._offloaded.step(self._units, norm, to_step):
+            self._unpublished.add(unit, self._arrival(unit))
+        for chunk in chunks(self._units):
+            self._update([unit for unit in chunk if unit.index not in done], clip)
+            for unit in chunk:
+                self._unpublished.remove(unit)
+                self._after_update(unit, self._arrival(unit))
+
+    def settle(self, *, but_begun: bool = False) -> None:
+        """Hear what became of the last step; raises if its gradients were not finite, or if an update failed.
+
+        `but_begun`: what was begun for the next one by "auto" is given up soon.
+        """
         for unit in self._units:
-            unit.wait()
+            if not (but_begun and self.habit.has_begun(unit)):
+                unit.wait()
         self._verdict.hear()
 
     def states_of(self, unit: Unit, *, changes: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -259,6 +275,7 @@ class ShardedOptimizer(Optimizer):
         if not unit.trainable:
             return
         self._units = sorted([*self._units, unit], key=lambda other: other.index)
+        self.habit.take(unit)
         if self._offloaded is not None:
             self._offloaded.host.descent.enter(unit)
         for shard in self.shards.enter(unit):
@@ -271,6 +288,7 @@ class ShardedOptimizer(Optimizer):
 
     def leave(self, unit: Unit) -> None:
         """Forget a unit and its state."""
+        self.habit.leave(unit)
         if self._offloaded is not None:
             self._offloaded.leave(unit)
         if self._store is not None:
@@ -300,10 +318,11 @@ class ShardedOptimizer(Optimizer):
             self._offloaded.take(unit, is_complete=is_complete)
         if is_complete:
             self._ahead.update(unit)
-        self._unpublished.begin(unit, self._arrival(unit))
+        self._unpublished.begin(unit, self._arrival(unit), is_complete=is_complete)
 
     def gradients_change(self, unit: Unit) -> None:
         """Somebody changes a unit's gradients before the step."""
+        self.habit.see_gradients(unit)
         self._unpublished.take_back(unit)
         if self._offloaded is not None:
             self._offloaded.gradients_change(unit)
@@ -325,6 +344,7 @@ class ShardedOptimizer(Optimizer):
                 break
             if needed:
                 self._offloaded.move_up(unit, self.scalar)
+                self.habit.leave(unit)
                 moved.append(unit.name)
         self._num_states = -1
         self.count_states()
@@ -337,7 +357,8 @@ class ShardedOptimizer(Optimizer):
             trainer.zero_grad(set_to_none)
 
     def forget_gradients(self) -> None:
-        """Forget the gradients of this boundary. An update at once that they began is not taken back."""
+        """Forget the gradients of this boundary. An update at once is not taken back, and by "auto" an error."""
+        self.habit.meet("gradients were dropped")
         self._forget_gradients(False, together=True)
 
     def _forget_gradients(self, was_used: bool | Tensor, *, together: bool) -> None:
@@ -350,6 +371,7 @@ class ShardedOptimizer(Optimizer):
             for group in unit.trainable:
                 group.gradients.clear(was_used)
         self.shards.hang_no_gradients(False)
+        self.habit.forget()
 
     def global_norm(self) -> Tensor | None:
         """The norm of the whole averaged gradient at the last step, before clipping."""
@@ -370,13 +392,6 @@ class ShardedOptimizer(Optimizer):
                 shard.group.gradients.arrive()  # it may be a sum on the host that is still being made
                 norm, is_whole = norm_of(shard)
                 yield norm.to(self._context.device.torch_device), is_whole
-
-    def _clip_factor(self, norm: Tensor) -> Tensor | None:
-        """What to multiply gradients by; None if nothing has to be clipped and the host can know that for free."""
-        if self._clip <= 0:
-            return None
-        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
-        return None if factor.device.type == "cpu" and float(factor) == 1.0 else factor
 
     def _may_step(self, norm: Tensor) -> bool:
         """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know."""
@@ -442,7 +457,7 @@ class ShardedOptimizer(Optimizer):
             for label, param_group in enumerate(self.param_groups):
                 mine = [shard for shard in shards if shard.label == label]
                 param_group["params"] = [shard.tensor for shard in mine if shard.hang_gradient(factor, again=again)]
-            self._step_inner()
+            self._hooks.step()
         finally:
             for param_group, tensors in zip(self.param_groups, every, strict=True):
                 param_group["params"] = tensors
@@ -466,13 +481,7 @@ class ShardedOptimizer(Optimizer):
             return
         self._num_states = len(self.state)
         for unit in self._units:
-            sizes: Counter[Tier] = Counter()
-            for group in unit.groups:
-                sizes.update(group.master_bytes())
-            for shard in self.shards.of(unit):
-                for value in list(self.state.get(shard.tensor, {}).values()):  # a worker may be changing it
-                    if isinstance(value, Tensor | Compact):
-                        sizes[shard.group.row.optimizer.tier] += value.nbytes
+            sizes = bytes_of_state(unit, self.shards, self.state)
             for tier in Tier:
                 self._context.account.set(State.OPTIMIZER, unit.name, tier, sizes[tier])
 

@@ -7,6 +7,7 @@ state alone), or joins another parameter group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwell.layout import Piece
+from shardwell.memory import Tier
 from shardwell.native import Compact
 from shardwell.optim.given import NoGradient
 from shardwell.unit import Group, Unit
@@ -192,3 +194,15 @@ def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+def bytes_of_state(unit: Unit, shards: Shards, state: Mapping[Tensor, dict[str, Any]]) -> Counter[Tier]:
+    """Of a unit's masters and optimizer state on this rank, by tier."""
+    sizes: Counter[Tier] = Counter()
+    for group in unit.groups:
+        sizes.update(group.master_bytes())
+    for shard in shards.of(unit):
+        for value in list(state.get(shard.tensor, {}).values()):  # a worker may be changing it
+            if isinstance(value, Tensor | Compact):
+                sizes[shard.group.row.optimizer.tier] += value.nbytes
+    return sizes

@@ -55,6 +55,7 @@ class Gradients:
         self._comm, self._scratch = comm, scratch
         self.state = GradState.NONE
         self.result = None
+        self.commit = row.commit  # when what is made of them becomes the truth
         self._lodging: Callable[[], None] | None = None  # waits for a result that lives in memory of somebody else
         self.hands_over = False  # somebody else adds up the gradients of several micro-steps
         self._handed: tuple[Tensor, float] | None = None  # what is to be added, and what it is multiplied by first
@@ -365,7 +366,7 @@ class Gradients:
         """Forget everything, also a reduce that nobody will read. `was_used`: they were applied."""
         self.settle()
         if self._lost is not None:
-            self._lost.end_step(was_used if self._row.commit is not Commit.AT_ONCE else True)
+            self._lost.end_step(was_used if self.commit is not Commit.AT_ONCE else True)
         self.seen = [False] * len(self.seen)
         self._came_last = [False] * len(self.seen)
         self._drop_result()

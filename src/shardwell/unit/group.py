@@ -384,6 +384,11 @@ class Group:
         """Its optimizer state rests there, or on disk."""
         return self.trainable and self.row.optimizer.tier is not Tier.DEVICE
 
+    def commit_by(self, commit: Commit) -> None:
+        """Updates become the truth at another time from now on."""
+        self.row = replace(self.row, commit=commit)
+        self.gradients.commit = commit
+
     def raise_masters(self) -> None:
         """Masters that rest on the host or on disk go to the device for good."""
         if self.halves is not None:
@@ -393,7 +398,8 @@ class Group:
             self.chest = None
         before = self._apart
         assert before is not None
-        self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE), commit=Commit.AFTER_NORM)
+        self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE))
+        self.commit_by(Commit.AFTER_NORM)
         self._apart = self._buffer(State.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
         self._apart.tensor.copy_(before.tensor)
         before.drop()

@@ -31,6 +31,7 @@ class Commit(enum.Enum):
     AT_ONCE = "at once"
     AFTER_NORM = "after the norm is known"
     SHADOW = "into a shadow slot, committed after the norm"
+    AUTO = "at once where steps have shown to be plain, else after the norm"  # until the optimizer has it: see Habit
 
 
 @dataclass(frozen=True)

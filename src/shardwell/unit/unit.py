@@ -76,6 +76,7 @@ class Unit:
         self._arrival: Arrival | None = None  # an update that nobody has waited for yet
         self._update: Arrival | None = None  # the same, also of a unit whose publish waits for it
         self.is_ahead = False  # of a step: on some ranks at least, its update was begun. The same on all ranks
+        self.is_watched = False  # whoever uses it between a backward and its step is noticed
         self._is_hidden = False  # parameters that rest whole are away: they may hold what will never be true
         for group in groups:
             for parameter in group.parameters:
@@ -190,7 +191,7 @@ class Unit:
     @property
     def may_be_hidden(self) -> bool:
         """Updates of it are begun before it is known that they may be."""
-        return any(group.row.commit is Commit.SHADOW for group in self.trainable)
+        return self.is_watched or any(group.row.commit is Commit.SHADOW for group in self.trainable)
 
     def reveal(self) -> None:
         """Let everybody see what is true, of this rank's part: what may not become true is taken back."""
@@ -218,7 +219,8 @@ class Unit:
         """Free what may be freed, unless somebody holds it; true if that freed anything."""
         if not self.releasable or self.held or self.residency is Residency.RELEASED:
             return False
-        self.wait()
+        if self.residency is Residency.GATHERING or not self._is_hidden:  # who gives it back does not look at it
+            self.wait()
         if self.keeps_frozen:
             for group in self.releasable:
                 if not group.trainable and group.is_exact:
