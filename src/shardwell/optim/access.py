@@ -50,6 +50,10 @@ class Access:
         with self._group.opened_master():
             return self._assemble(self._group.precision.master, self._part(self._group.master))
 
+    def assembled(self, mine: Tensor) -> Tensor:
+        """ND, from what all ranks have like their masters, `mine` of it on this one."""
+        return self._assemble(mine.dtype, self._part(mine))
+
     def local_master(self) -> Tensor | None:
         """1D, this rank's part; None if it holds none."""
         self._unit.hear_update()
