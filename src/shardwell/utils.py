@@ -5,6 +5,8 @@ tensors; all ranks must call them, with the same values. The `local` ones give a
 it holds none) and talk to nobody. Gradients exist between a backward and its step, averaged and without the loss scale;
 those that are not averaged yet, because their boundary is to come, are refused to one rank alone.
 Momenta and the like exist after the first step.
+
+`ExponentialMovingAverage` keeps an average of an engine's parameters, in shards.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwell.engine.average import ExponentialMovingAverage
 from shardwell.errors import ShardwellError
 from shardwell.optim.access import reading
 from shardwell.unit.cut import is_leaf, set_leaf
@@ -101,4 +104,7 @@ def _of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> l
     return found
 
 
-__all__ = [name for name in list(globals()) if name.startswith("safe_") or name.endswith("leaf_modules")]
+__all__ = [
+    "ExponentialMovingAverage",
+    *(name for name in list(globals()) if name.startswith("safe_") or name.endswith("leaf_modules")),
+]

@@ -29,7 +29,7 @@ from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
 from shardwell.engine.precision import dtype_of, mixed_dtype
 from shardwell.engine.refit import Builder, refit
 from shardwell.engine.room import room_for_frozen
-from shardwell.engine.states import load_whole_state, whole_state
+from shardwell.engine.states import load_whole_state, snapshot, whole_state
 from shardwell.engine.trace import Trace
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
@@ -402,6 +402,11 @@ class Engine(nn.Module):
         with self._context.failing_together("state_dict"):
             found = self.module.state_dict(*args, **kwargs)
             return whole_state(found, self._flow.units, keeps=not rank0_only or self.global_rank == 0)
+
+    def parameters_snapshot(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Whole values of all parameters by name, in fp32, in host memory. All ranks must call it."""
+        with self._context.failing_together("parameters_snapshot"):
+            return snapshot(self._flow.units, keeps=not rank0_only or self.global_rank == 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Set the model's state from whole tensors, such as `state_dict` gives. All ranks pass the same ones."""

@@ -30,6 +30,19 @@ def whole_state(found: Mapping[str, Any], units: Iterable[Unit], *, keeps: bool)
     return {key: whole[id(value)] if id(value) in whole else _on_host(value) for key, value in found.items()}
 
 
+def snapshot(units: Iterable[Unit], *, keeps: bool) -> dict[str, Tensor]:
+    """Copy the masters of all parameters to host memory, whole, by name: fp32 where the model computes in 16 bits."""
+    found: dict[str, Tensor] = {}
+    for unit in units:
+        for group in unit.groups:
+            for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+                value = Access(parameter).master()
+                if keeps:
+                    is_half = value.dtype in (torch.float16, torch.bfloat16)
+                    found[slot.name] = value.to("cpu", torch.float32 if is_half else value.dtype, copy=True)
+    return found
+
+
 def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
     """Set parameters and buffers from whole tensors."""
     missing, unexpected = sorted(set(mine) - set(given)), sorted(set(given) - set(mine))

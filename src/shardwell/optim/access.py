@@ -50,6 +50,10 @@ class Access:
         with self._group.opened_master():
             return self._assemble(self._group.precision.master, self._part(self._group.master))
 
+    def assembled(self, mine: Tensor) -> Tensor:
+        """ND, from what all ranks have like their masters, `mine` of it on this one."""
+        return self._assemble(mine.dtype, self._part(mine))
+
     def local_master(self) -> Tensor | None:
         """1D, this rank's part; None if it holds none."""
         self._unit.hear_update()
@@ -271,7 +275,7 @@ class Access:
         value: Any = local.get(key)
         if bool((has == _ODD).any()):  # before parts: one of a single element cannot tell
             text = json.dumps(state_to_json(value, None, f"{self._slot.name}: {key}")) if kind == _ODD else ""
-            told = self._tell(text, int((has == _ODD).int().argmax()), key)
+            told = self._share_text(text, int((has == _ODD).int().argmax()), key)
             return Kept(state_from_json(json.loads(told), where, f"{self._slot.name}: {key}"))
         if bool((has == _PART).any()):
             return self._assemble(self._group.precision.master, value if kind == _PART else None)
@@ -291,7 +295,7 @@ class Access:
             return _PART
         return _NUMBER if is_usual(local[key], optimizer.scalar(shard.tensor, None, 0.0)) else _ODD
 
-    def _tell(self, text: str, source: int, what: str) -> str:
+    def _share_text(self, text: str, source: int, what: str) -> str:
         """One rank's text, on all of them."""
         world = self._group.context.world
         where = self._group.context.device.torch_device
@@ -314,7 +318,7 @@ class Access:
         world.sum_scalar(size, f"READ {self._slot.name} names")
         if not bool(size.any()):
             return {}
-        told = self._tell(names, int(size.argmax()), "names")
+        told = self._share_text(names, int(size.argmax()), "names")
         with self._unit.optimizer.states_of(self._unit):
             return {key: self._state(key) for key in told.split("\n")}
 
