@@ -153,7 +153,7 @@ def test_nan_leaves_parameters_untouched_without_waiting_for_the_device(ranks: R
 
 
 def nccl_nan_later() -> tuple[list[int], bool, bool]:
-    """Steps that were counted as left out, behind each of three; and whether the bad one and the next one changed it."""
+    """Steps counted as left out behind each of three; and whether the bad one and the next one changed something."""
     engine, data = nccl_engine(3, bf16={"enabled": True})
     for _ in range(FIRST_STEPS):
         engine.backward(engine(data[0]))
