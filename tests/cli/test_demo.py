@@ -56,6 +56,11 @@ def test_traffic_follows_the_formula(numbers: dict[str, Any]) -> None:
         assert stage["received_per_step"]["payload"] == pytest.approx(stage["formula"]["received"], rel=2e-3)
 
 
+def test_what_rank_0_says_at_the_start_is_printed(run: Run) -> None:
+    assert "at the start, rank 0 says of stage 3:" in run[0].stdout
+    assert "- on each rank: parameters " in run[0].stdout
+
+
 def test_the_verdict_is_printed(run: Run) -> None:
     assert "tolerance 1e-03): pass" in " ".join(run[0].stdout.split())
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
+from shardwell.optim import ShardedOptimizer
 from shardwell.optim.verdict import FIRST_STEPS, MOST_IN_A_ROW
 from tests.models import Gpt, batches, whole_parameters, zero
 from tests.ranks import Ranks
@@ -132,3 +133,20 @@ def test_a_fixed_loss_scale_that_never_fits_is_told(caplog: pytest.LogCaptureFix
         for _ in range(MOST_IN_A_ROW):
             step(engine)
     assert [r.getMessage() for r in caplog.records if "50 of them in a row" in r.getMessage()]
+
+
+def test_a_step_that_the_kernels_left_out_is_counted_when_the_host_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardedOptimizer, "_can_veto", True)  # as on CUDA: torch's fused kernels are told
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(1)).engine
+    for _ in range(FIRST_STEPS):
+        step(engine)
+    before = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    step(engine, NAN)
+    assert engine.skipped_steps == 0
+    assert all(torch.equal(before[name], parameter) for name, parameter in engine.module.named_parameters())
+    step(engine)
+    assert engine.skipped_steps == 1
+    assert not torch.equal(before["head.weight"], engine.module.head.weight)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
+from shardwell.optim.verdict import FIRST_STEPS
 from tests.models import Gpt, batches, whole_parameters, zero
 from tests.parity.loops import Case, all_sharded, distance, plainly
 from tests.ranks import Ranks
@@ -149,6 +150,29 @@ def test_nan_leaves_parameters_untouched_without_waiting_for_the_device(ranks: R
     text, untouched = ranks.run(1, nccl_nan)[0]
     assert "not applied" in text
     assert untouched
+
+
+def nccl_nan_later() -> tuple[list[int], bool, bool]:
+    """Steps counted as left out behind each of three; and whether the bad one and the next one changed something."""
+    engine, data = nccl_engine(3, bf16={"enabled": True})
+    for _ in range(FIRST_STEPS):
+        engine.backward(engine(data[0]))
+        engine.step()
+    before, counts, changed = whole_parameters(engine.module), [], []
+    for factor in (float("nan"), 1.0, 1.0):
+        engine.backward(engine(data[1]) * factor)
+        engine.step()
+        counts.append(engine.skipped_steps)
+        after = whole_parameters(engine.module)
+        changed.append(any(not torch.equal(before[name], after[name]) for name in before))
+    return counts, changed[0], changed[1]
+
+
+def test_a_bad_batch_later_is_left_out_and_counted_when_the_host_hears_of_it(ranks: Ranks) -> None:
+    counts, bad_changed, good_changed = ranks.run(1, nccl_nan_later)[0]
+    assert counts[1:] == [1, 1]  # heard at the step behind it, if nobody looked before
+    assert not bad_changed
+    assert good_changed
 
 
 def resting_bytes(stage: int, bf16: bool) -> tuple[int, int]:

@@ -105,6 +105,16 @@ def test_an_old_spelling_against_the_new_one_contradicts() -> None:
         ({"zero_optimization.stage": 2}, "zero_optimization.stage", 2),
         ({"zero_optimization.offload_param.max_in_cpu": 5}, "zero_optimization.offload_param.max_in_cpu", 5),
         ({"gradient_clipping": None}, "gradient_clipping", 0.0),
+        ({"gradient_clipping": False}, "gradient_clipping", 0.0),
+        ({"bfloat16": True}, "bf16.enabled", True),
+        ({"optimizer": {}}, "optimizer", None),
+        ({"scheduler": False}, "scheduler", None),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size", 0),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": 0.9 * 1025 * 1025}},
+            "zero_optimization.stage3_prefetch_bucket_size",
+            945562,
+        ),
         ({"zero_optimization": {"reduce_bucket_size": None}}, "zero_optimization.reduce_bucket_size", 500_000_000),
         ({"zero_optimization": {"offload_param": {"device": None}}}, "zero_optimization.offload_param.device", "none"),
         (
@@ -232,3 +242,31 @@ def test_the_users_dictionary_is_left_alone() -> None:
     before = json.dumps(written)
     load(written)
     assert json.dumps(written) == before
+
+
+# As Accelerate, Transformers, TRL and Lightning write them.
+CLIENTS = {
+    "accelerate": """{"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "nvme_path": null},
+        "offload_param": {"device": "none", "nvme_path": null}, "stage3_gather_16bit_weights_on_model_save": false},
+        "gradient_clipping": 1.0, "steps_per_print": Infinity, "bf16": {"enabled": true}, "fp16": {"enabled": false},
+        "zero_allow_untested_optimizer": true}""",
+    "trl": """{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8},
+        "zero_optimization.reduce_bucket_size": 1024, "zero_optimization.stage3_param_persistence_threshold": 320,
+        "zero_optimization.stage3_prefetch_bucket_size": 1843.2, "train_micro_batch_size_per_gpu": 1}""",
+    "transformers at evaluation": """{"zero_optimization": {"stage": 3}, "scheduler": {"type": "WarmupLR", "params":
+        {"warmup_min_lr": 0, "warmup_max_lr": 5e-05, "warmup_num_steps": 0}}}""",
+    "lightning": """{"activation_checkpointing": {"partition_activations": false, "cpu_checkpointing": false,
+        "contiguous_memory_optimization": false, "synchronize_checkpoint_boundary": false},
+        "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": false, "overlap_events": true,
+        "thread_count": 1},
+        "zero_allow_untested_optimizer": true, "zero_optimization": {"stage": 3, "contiguous_gradients": true,
+        "overlap_comm": true, "allgather_partitions": true, "reduce_scatter": true, "allgather_bucket_size": 200000000,
+        "reduce_bucket_size": 200000000, "sub_group_size": 1000000000000, "offload_optimizer": {"device": "nvme",
+        "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": false}}, "train_micro_batch_size_per_gpu": 1}""",
+}
+
+
+@pytest.mark.parametrize("client", sorted(CLIENTS))
+def test_files_as_clients_write_them_are_accepted(client: str) -> None:
+    load(CLIENTS[client], world_size=2)

@@ -124,5 +124,8 @@ def _show(console: Console, results: list[StageResult], verdict: Verdict, ranks:
         for result in results:
             console.print(f"\n[bold]stage {result.stage}, one step[/bold]")
             console.print(Text(result.trace or ""))
+    if results:
+        console.print(f"at the start, rank 0 says of stage {results[-1].stage}:")
+        console.print(Text("".join(f"  - {line}\n" for line in results[-1].startup.splitlines())))
     console.print(results_table(results, ranks, bf16))
     console.print(loss_line(results, verdict))

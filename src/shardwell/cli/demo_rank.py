@@ -119,6 +119,7 @@ def train(job: Job, stage: int, text: Tensor, rank: int, num_ranks: int, reporte
         gradient_norms=norms,
         seconds=time.perf_counter() - began,
         trace=trace if job.trace else None,
+        startup=engine.startup_report,
         **_largest_over_ranks(measured),
     )
     engine.destroy()

@@ -41,6 +41,7 @@ class StageResult:
     before_update: dict[str, int]  # all gradients are averaged
     received_per_step: dict[str, int]
     trace: str | None = None
+    startup: str = ""  # what rank 0 said at the start
 
     @property
     def rest(self) -> int:

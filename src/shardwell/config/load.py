@@ -70,7 +70,10 @@ def load(source: Source, *, world_size: int | None = None) -> Config:
     if isinstance(source, Config):
         return _finish(source, Findings("Config"), dict(source.origins), world_size)
     where, origin, raw = _read(source)
-    spoken = translated(raw)
+    try:
+        spoken = translated(raw)
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be a configuration") from None
     found = Findings(where, spoken.problems, notes=spoken.notes)
     clean = _screen(spoken.content, Config, "", found)
     config = _validate(clean, found).with_notes(found.notes)

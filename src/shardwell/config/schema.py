@@ -30,6 +30,7 @@ from shardwell.config.values import (
     Schedule,
     Share,
     ShareOrAuto,
+    Size,
     Stage,
     StepsOrNever,
     TagValidation,
@@ -158,10 +159,8 @@ class OffloadParamConfig(Block):
     buffer_count: PositiveCount = Field(
         default=5, description="Pinned slots for shards on their way from disk, as large as the largest."
     )
-    buffer_size: PositiveCount = Field(
-        default=100_000_000, description="No effect: slots are as large as they must be."
-    )
-    max_in_cpu: Count = Field(
+    buffer_size: Size = Field(default=100_000_000, description="No effect: slots are as large as they must be.")
+    max_in_cpu: Size = Field(
         default=1_000_000_000,
         description="With nvme: elements of each rank that rest on the host instead, from the model's begin.",
     )
@@ -193,24 +192,24 @@ class ZeroConfig(Block):
     contiguous_gradients: Flag = Field(default=True, description="No effect: gradients are always contiguous.")
     reduce_scatter: Flag = Field(default=True, description="No effect: gradients are always reduced by scatter.")
     allgather_partitions: Flag = Field(default=True, description="No effect: parameters are always all-gathered.")
-    reduce_bucket_size: PositiveCount = Field(default=500_000_000, description="No effect: one reduction per unit.")
-    allgather_bucket_size: PositiveCount = Field(default=500_000_000, description="No effect: one gather per unit.")
+    reduce_bucket_size: Size = Field(default=500_000_000, description="No effect: one reduction per unit.")
+    allgather_bucket_size: Size = Field(default=500_000_000, description="No effect: one gather per unit.")
     overlap_comm: Flag | None = Field(default=None, description="No effect: communication always overlaps compute.")
     round_robin_gradients: Flag = Field(default=False, description="No effect: every rank's share is equal already.")
     ignore_unused_parameters: Flag = Field(default=True, description="No effect: unused parameters are never an error.")
-    sub_group_size: PositiveCount = Field(default=1_000_000_000, description="No effect: the step runs unit by unit.")
+    sub_group_size: Size = Field(default=1_000_000_000, description="No effect: the step runs unit by unit.")
     offload_optimizer: OffloadOptimizerConfig = Field(
         default=OffloadOptimizerConfig(), description="Where the optimizer's state rests."
     )
     offload_param: OffloadParamConfig = Field(default=OffloadParamConfig(), description="Where parameter shards rest.")
-    stage3_max_live_parameters: Count = Field(
+    stage3_max_live_parameters: Size = Field(
         default=1_000_000_000, description="Parameters that may be whole at once before prefetch waits."
     )
-    stage3_max_reuse_distance: Count = Field(
+    stage3_max_reuse_distance: Size = Field(
         default=0,
         description="Keep a unit whole until backward if fewer parameters run in between; 0 = release always.",
     )
-    stage3_prefetch_bucket_size: Count = Field(
+    stage3_prefetch_bucket_size: Size = Field(
         default=50_000_000,
         description="0 = no prefetch; else the next unit is gathered while one runs, whatever its size.",
     )
@@ -218,7 +217,7 @@ class ZeroConfig(Block):
         default="auto",
         description="Smaller parameters stay whole on every rank; auto = 100,000, and 1% of the model in all.",
     )
-    stage3_model_persistence_threshold: Count | None = Field(
+    stage3_model_persistence_threshold: Size | None = Field(
         default=None, description="Most parameters that may stay whole in total; null = no limit."
     )
     stage3_gather_16bit_weights_on_model_save: Flag = Field(

@@ -16,6 +16,7 @@ from shardwell.config.text import Object
 from shardwell.config.values import flag, plain
 
 _ZERO = "zero_optimization."
+_NAMED = ("optimizer", "scheduler")  # blocks that must name something, unless they are not there
 
 # Old spelling -> the key that has its value now.
 RENAMED: dict[str, str] = {
@@ -65,11 +66,15 @@ class Translation:
 
     def switch_blocks(self) -> None:
         """true and false where a block belongs."""
+        if self.content.get("gradient_clipping") is False:
+            self.content["gradient_clipping"] = 0.0
         stages = {"zero_optimization": {"stage": 1}}  # as it was before there were stages
         for key, block in _blocks(Config, ""):
             value = flag(_get(self.content, key))
             if value is False:
                 self._put(key, {})
+            if key in _NAMED and _get(self.content, key) == {}:
+                del self.content[key]
             elif value is True and ("enabled" in block.model_fields or key in stages):
                 meaning = stages.get(key, {"enabled": True})
                 self._put(key, dict(meaning))
@@ -111,6 +116,7 @@ def translated(raw: Mapping[str, Any]) -> Translation:
     found.open_dots()
     found.switch_blocks()
     found.rename()
+    found.switch_blocks()  # whose old names are gone now
     return found
 
 

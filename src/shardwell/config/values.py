@@ -33,6 +33,7 @@ def number(value: Any) -> Any:
     return value
 
 
+_LARGE = 1000  # from here on a fraction of an element is a rounding error
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 
 
@@ -51,6 +52,12 @@ def _whole(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("expected a whole number")
     return value
+
+
+def _size(value: Any) -> Any:
+    """A number of elements that somebody computed, such as 0.9 times a product, may have a fraction."""
+    value = number(value)
+    return int(value) if isinstance(value, float) and _LARGE <= value < math.inf else _whole(value)
 
 
 def _real(value: Any) -> Any:
@@ -148,6 +155,7 @@ _DTYPES = {  # other spelling -> ours
 
 
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Real = Annotated[float, BeforeValidator(_real), Field(ge=0)]
 PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0)]
