@@ -280,7 +280,7 @@ def built(path: str, upside_down: bool) -> dict[str, Any]:
     config = configured({**on_disk(Path(path), **SEATS), "offload_param": below}, auto(28, 62))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with shardwell.zero.Init(config=config):
+        with shardwell.zero.Init(config=config, remote_device="none"):
             torch.manual_seed(0)
             model = Stack()
     finally:

@@ -27,6 +27,9 @@ class Net(nn.Module):
     def meddle(self) -> None:
         pass
 
+    def after(self) -> None:
+        """Between construction and training."""
+
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.second(torch.tanh(self.first(x))))
         return self.last(self.norm(self.third(x)))
@@ -261,9 +264,10 @@ class ForwardFirst(Net):
         nn.init.normal_(self.first.bias)
         loss.backward()
         with torch.no_grad():
-            for parameter in self.parameters():
-                assert parameter.grad is not None
-                parameter -= 0.01 * parameter.grad
+            for layer in (self.first, self.second, self.third, self.norm):
+                for parameter in layer.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.01 * parameter.grad
         self.zero_grad()
 
 
@@ -317,7 +321,37 @@ class Odd(Net):
         return super().forward(x) * own + self.strided.sum() * self.turned.mean()
 
 
-BUILDERS: dict[str, type[nn.Module]] = {
+class AfterForward(ForwardFirst):
+    def meddle(self) -> None:
+        pass
+
+    def after(self) -> None:
+        super().meddle()
+        SavedItself.meddle(self)
+
+
+class AfterMoves(Net):
+    def after(self) -> None:
+        self.half()
+        self.double()
+        self.second.to("cpu")
+        self.second.weight.data = self.second.weight.data.clone()
+        self.first.bias.data, self.second.bias.data = self.second.bias.data, self.first.bias.data
+
+
+class AfterStates(Net):
+    def after(self) -> None:
+        twin = copy.deepcopy(self)
+        state = {key: values * 0.5 for key, values in twin.state_dict().items()}
+        self.load_state_dict(state)
+        parametrizations.weight_norm(self.second)
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(self.parameters()) + 0.1, self.parameters())
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        assert sum(float(parameter.norm()) for parameter in self.parameters()) > 0
+        assert "away" in repr(self.first.weight) or "Parameter" in repr(self.first.weight)
+
+
+BUILDERS: dict[str, type[Net]] = {
     kind.__name__: kind
     for kind in list(globals().values())
     if isinstance(kind, type) and issubclass(kind, Net) and kind is not Net

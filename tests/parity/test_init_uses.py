@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwell
 from tests.models import whole_parameters, zero
-from tests.parity.births import BUILDERS, train
+from tests.parity.births import BUILDERS, Net, train
 from tests.ranks import Ranks
 
 
-def build(name: str) -> nn.Module:
+def build(name: str) -> Net:
     torch.manual_seed(0)
     with in_double():
         return BUILDERS[name]()
@@ -24,6 +24,8 @@ def build(name: str) -> nn.Module:
 
 def plain(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     model = build(name)
+    with in_double():
+        model.after()
     born = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -49,6 +51,8 @@ def in_double() -> Iterator[None]:
 def born(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     with shardwell.zero.Init(config=zero(3)):
         model = build(name)
+    with in_double():
+        model.after()
     values = whole_parameters(model)
     engine, *_ = shardwell.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=zero(3)

@@ -129,8 +129,7 @@ class Newborn:
         self._held = 0
         self._is_whole = True
         self._is_folded = False  # for all ranks, though it may still be whole here
-        self._has_left = False  # for a unit
-        self._twins: list[weakref.ref[Newborn]] = []  # had the same memory, by `.data`, when one of them was folded
+        self._bonds: list[list[str]] = []  # each with another that had the same memory: who of both is in a unit
         self._dealt: Tensor | None = None  # this rank's part of what was folded, while somebody may still write to it
         guard.keep(parameter, self)
         self._take(parameter.data)
@@ -220,10 +219,11 @@ class Newborn:
         is_ours = values.untyped_storage()._cdata == flat.untyped_storage()._cdata and values.dtype == flat.dtype
         if is_ours and tuple(values.shape) == slot.shape and (values.stride() == slot.stride or not values.numel()):
             return
-        self._twins = []
+        self._bonds = []
         for other in self._nursery.sharing(self, values):
-            self._twins.append(weakref.ref(other))
-            other._twins.append(weakref.ref(self))
+            bond: list[str] = []
+            self._bonds.append(bond)
+            other._bonds.append(bond)
         self._flat.abandon()
         self._free_shard()
         if not values.is_meta:
@@ -234,14 +234,16 @@ class Newborn:
         with torch._C.DisableTorchFunctionSubclass():
             return bool(self.parameter.untyped_storage()._cdata == storage)
 
-    def _check_twins(self) -> None:
-        for twin in (twin() for twin in self._twins):
-            if twin is not None and twin._has_left:
+    def _check_bonds(self) -> None:
+        """Values that two parameters shared are two copies now: fine, unless both are in the model."""
+        for bond in self._bonds:
+            if bond:
                 raise ShardwellError(
-                    f"parameters {self._name} and {twin._name} had one memory, by `.data =`: in plain PyTorch a change "
+                    f"parameters {bond[0]} and {self._name} had one memory, by `.data =`: in plain PyTorch a change "
                     "of one is a change of the other, but split parameters cannot share. Make them one parameter "
                     "(module.weight = other.weight), or copy the values (module.weight.data.copy_(other.weight.data))."
                 )
+            bond.append(self._name)
 
     def _deal(self) -> None:
         """Rank 0's values are everyone's: each rank keeps its shard of them."""
@@ -335,10 +337,9 @@ class Newborn:
 
     def surrender(self, parameter: nn.Parameter) -> Tensor:
         self.belong_to(parameter)
-        self._check_twins()
+        self._check_bonds()
         self._nursery.unfold(self, meet=False)
         self._nursery.forget(self)
-        self._has_left = True
         guard.let_go(parameter)
         self._free_shard()
         return parameter.data
