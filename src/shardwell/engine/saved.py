@@ -30,12 +30,13 @@ _Unpack = Callable[[Any], Tensor]
 class SavedView:
     """A view of a group's flat buffer, without the buffer."""
 
-    __slots__ = ("group", "offset", "shape", "stride", "unit", "updates", "version", "whose")
+    __slots__ = ("group", "is_parameter", "offset", "shape", "stride", "unit", "updates", "version", "whose")
 
     def __init__(self, unit: Unit, group: Group, tensor: Tensor, whose: Tensor | None) -> None:
         self.unit, self.group = unit, group
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.whose, self.version = whose, tensor._version  # the parameter that shares its count of changes
+        self.is_parameter = tensor is whose
         self.updates = unit.num_updates
 
     def see(self) -> Tensor:
@@ -44,6 +45,8 @@ class SavedView:
             raise _changed(f"the parameters of unit '{self.unit.name or '(root)'}' were updated by step()")
         if self.whose is not None and self.whose._version != self.version:
             raise _changed(_versions(self.whose, self.version))
+        if self.whose is not None and self.is_parameter:
+            return self.whose
         return self.group.flat.tensor.as_strided(self.shape, self.stride, self.offset)
 
 
@@ -104,14 +107,13 @@ class SavedViews:
 
     # ---------------------------------------------------------------------------------------------- in and out
 
-    def _describe(self, tensor: Tensor) -> SavedView | None:
+    def _group_of(self, tensor: Tensor) -> tuple[Unit, Group] | None:
         try:
-            found = self._groups.get(tensor.untyped_storage()._cdata)
+            return self._groups.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None  # no strided tensor, or one that a transform wraps
-        if found is None:
-            return None
-        unit, group = found
+
+    def _describe(self, tensor: Tensor, unit: Unit, group: Group) -> SavedView | None:
         flat = group.flat.tensor
         if flat.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
             return None  # the storage of another tensor, where that of an earlier buffer was
@@ -121,12 +123,11 @@ class SavedViews:
         return SavedView(unit, group, tensor, base if id(base) in self._parameters else None)
 
     def _pack(self, tensor: Tensor) -> Any:
-        view = self._describe(tensor)
-        if view is not None:
+        found = self._group_of(tensor)
+        if found is not None and (view := self._describe(tensor, *found)) is not None:
             return view
-        version = tensor._version
         # A node's own result would hold the node that holds it.
-        return (tensor.detach() if tensor.requires_grad else tensor), version
+        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is SavedView:
@@ -147,7 +148,8 @@ class SavedViews:
         """Hooks that hand others what is no view of a unit."""
 
         def both(tensor: Tensor) -> Any:
-            return self._describe(tensor) or pack(tensor)
+            found = self._group_of(tensor)
+            return (self._describe(tensor, *found) if found is not None else None) or pack(tensor)
 
         def back(packed: Any) -> Tensor:
             return self._see(packed) if type(packed) is SavedView else unpack(packed)
