@@ -20,8 +20,9 @@ from torch.profiler import record_function
 
 from shardwell.engine.nested import tensors_in
 from shardwell.engine.order import Order
+from shardwell.engine.saved import SavedViews
 from shardwell.engine.trace import Action, Event, Trace
-from shardwell.errors import BackwardError
+from shardwell.errors import BackwardError, ReleasedParameterError
 from shardwell.memory.pages import Pages
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.habit import Beginning
@@ -38,6 +39,15 @@ class Limits:
     prefetches: bool
     live: int
     reuse_distance: int
+
+
+@dataclass
+class Call:
+    """A unit's forward that runs."""
+
+    unit: Unit
+    is_counted: bool  # among those that hold the unit
+    is_hooked: bool = False  # what autograd saves goes through hooks that it switched on
 
 
 def current_task() -> int:
@@ -81,6 +91,9 @@ class Flow:
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
         self._graph_was_used = False  # a backward went through it
         self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
+        self.saved = SavedViews(self.need)
+        self.calls: list[Call] = []  # the innermost last
+        self._seen: list[Unit] = []  # released, but somebody looked at them
         self.take(units)
 
     def take(self, units: Sequence[Unit]) -> None:
@@ -92,6 +105,7 @@ class Flow:
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
         self._lifts = any(unit.is_liftable for unit in units)
+        self.saved.take(released)
         for unit in units:
             unit.fetch, unit.average, unit.adopt = self.lend, self.average, self.adopt
         if self.views is not None:
@@ -107,26 +121,29 @@ class Flow:
     def running(self, inputs: Any = ()) -> Iterator[None]:
         """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
-        if self.backward_begins is not None and torch.is_grad_enabled():
-            self._num_forwards += 1
-            self._is_chained = self._is_chained or any(tensor.requires_grad for tensor in tensors_in(inputs))
-        self._graph_was_used = False
-        self._in_model, self.has_met_scale = True, False
-        self._drop_leftovers()
-        self.take_edits()
+        if current_task() == -1:  # otherwise the whole model is recomputed, and its units are in their backward
+            if self.backward_begins is not None and torch.is_grad_enabled():
+                self._num_forwards += 1
+                self._is_chained = self._is_chained or any(tensor.requires_grad for tensor in tensors_in(inputs))
+            self._graph_was_used = self.has_met_scale = False
+            self._drop_leftovers()
+            self.take_edits()
+        before, self._in_model = self._in_model, True
         try:
             yield
         finally:
-            self._in_model = False
+            self._in_model = before
             if self.pages is not None:
                 self.pages.pace.pause()
 
     def _drop_leftovers(self) -> None:
         self._forward.start()
         self._let_go()
+        self.saved.clear()
+        self.calls.clear()
         for unit in self.units:
-            if unit.in_forward or unit.in_backward:
-                unit.in_forward, unit.in_backward = 0, False
+            if unit.in_forward or unit.inside or unit.in_backward:
+                unit.in_forward, unit.inside, unit.in_backward = 0, 0, False
                 self.release(unit)
 
     def _let_go(self) -> None:
@@ -162,6 +179,11 @@ class Flow:
         if not self._used_again_soon(unit):
             self.release(unit)
 
+    def abandon_forward(self, unit: Unit) -> None:
+        """A unit's forward ended in an error, which somebody may catch."""
+        unit.in_forward = max(unit.in_forward - 1, 0)
+        self.release(unit)
+
     def _used_again_soon(self, unit: Unit) -> bool:
         if self.limits.reuse_distance <= 0 or not torch.is_grad_enabled():
             return False
@@ -169,6 +191,8 @@ class Flow:
         return after is not None and 2 * after < self.limits.reuse_distance
 
     def _make_whole(self, unit: Unit, order: Order) -> None:
+        if self._seen:
+            self._look_at_seen()
         if self.pages is not None and unit.releasable and order.last is not unit:
             self.pages.pace.enter()
         expected = order.visit(unit) if unit.releasable else None
@@ -212,10 +236,21 @@ class Flow:
             self.note(Action.GATHER, unit)
             with record_function(f"shardwell::GATHER {unit.name}"):
                 unit.gather()
+            self.saved.find(unit)
 
     def release(self, unit: Unit) -> None:
         if unit.release():
             self.note(Action.RELEASE, unit)
+            if unit.is_seen:
+                self._seen.append(unit)
+
+    def _look_at_seen(self) -> None:
+        """Free released units whose last view is gone. A view of what a module returned goes when that was copied."""
+        seen, self._seen = self._seen, []
+        for unit in seen:
+            unit.free_unseen()
+            if unit.is_seen:
+                self._seen.append(unit)
 
     def keep_frozen(self, most: int) -> None:
         """Let frozen parameters stay whole from now on, unit after unit, up to so many elements."""
@@ -233,7 +268,7 @@ class Flow:
         Its views may be saved for backward by operations that no hook sees. Only while all ranks do the same thing
         anyway: in a forward or backward, or while a loss is made of what a forward gave.
         """
-        in_pass = current_task() != -1 or self._in_model or any(other.in_forward for other in self.units)
+        in_pass = current_task() != -1 or self._in_model or any(u.in_forward or u.inside for u in self.units)
         if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
             return False
         unit.lent = True
@@ -243,6 +278,7 @@ class Flow:
 
     def enter_inside(self, unit: Unit) -> None:
         """A part of a unit's module is called; if not by the module itself, the unit is lent."""
+        unit.inside += 1
         if not unit.in_forward and unit.residency is not Residency.WHOLE:
             self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
             unit.lent = True
@@ -250,7 +286,9 @@ class Flow:
             unit.wait()
 
     def leave_inside(self, unit: Unit) -> None:
-        if unit.lent and not unit.in_forward:
+        """A part is done, or failed; loans end with the outermost."""
+        unit.inside = max(unit.inside - 1, 0)
+        if unit.lent and not unit.inside and not unit.in_forward:
             self.end_forward()
 
     def end_forward(self) -> None:
@@ -292,6 +330,22 @@ class Flow:
         unit.reveal()  # a graph that is gone through again saved what was before
         if unit.releasable:
             self._make_whole(unit, self._backward)
+
+    def need(self, unit: Unit) -> None:
+        """Autograd reads what it saved of a unit, whether anybody announced that or not."""
+        where = f"unit '{unit.name or '(root)'}'"
+        if self._by_name.get(unit.name) is not unit:
+            raise BackwardError(
+                f"{where} was built anew after the forward of this backward, because the model was changed in between: "
+                "run the forward again"
+            )
+        if current_task() != -1:
+            self.enter_backward(unit, keeps_graph=torch.is_grad_enabled())
+        elif not self.lend(unit):
+            raise ReleasedParameterError(
+                f"a graph saved parameters of {where}, but they are released: read what a graph has saved inside "
+                "`with shardwell.zero.GatheredParameters(parameters):`"
+            )
 
     def _meet(self, unit: Unit) -> None:
         """Remember in which graph task a unit was seen, and look after it when the task ends."""
@@ -496,5 +550,6 @@ class Flow:
 
     def after_update(self, unit: Unit, arrival: Arrival | None = None) -> None:
         self.note(Action.STEP, unit)
+        unit.num_updates += 1
         if unit.publish(arrival):
             self.note(Action.PUBLISH, unit)

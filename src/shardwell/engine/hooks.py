@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwell.engine.flow import Flow
+from shardwell.engine.flow import Call, Flow, current_task
 from shardwell.engine.nested import map_tensors, tensors_in
 from shardwell.unit import Group, Unit
 
@@ -37,6 +37,7 @@ def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = [
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(after, with_kwargs=True),
+        unit.module.register_forward_hook(_Hook(_end_forward, flow, unit), always_call=True),
     ]
     if not unit.name:
         handles += _attach_inside(flow, unit)
@@ -51,13 +52,13 @@ def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:
 
 
 def _attach_inside(flow: Flow, root: Unit) -> list[RemovableHandle]:
-    """Hook the modules whose own parameters are the root's: `generate`, for one, calls parts of a model directly."""
+    """Hook the modules with parameters of the root's: `generate`, for one, calls parts of a model directly."""
     owned = {id(parameter) for group in root.releasable for parameter in group.parameters}
     handles: list[RemovableHandle] = []
     for module in root.module.modules():
-        if module is not root.module and any(id(p) in owned for p in module._parameters.values()):
-            handles.append(module.register_forward_pre_hook(_Hook(_enter_inside, flow, root)))
-            handles.append(module.register_forward_hook(_Hook(_leave_inside, flow, root)))
+        if module is not root.module and any(id(p) in owned for p in module.parameters()):
+            handles.append(module.register_forward_pre_hook(_Hook(_enter_inside, flow, root), prepend=True))
+            handles.append(module.register_forward_hook(_Hook(_leave_inside, flow, root), always_call=True))
     return handles
 
 
@@ -82,14 +83,21 @@ def _leave_inside(flow: Flow, root: Unit, module: nn.Module, args: Any, output: 
 
 
 def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    call = Call(unit, is_counted=current_task() == -1)
+    flow.calls.append(call)
     flow.enter_forward(unit)
-    if torch.is_grad_enabled():
-        # Autograd runs what was recorded last first. So when the gradient of any input is known, everything that this
-        # forward recorded has run. A leaf's gradient says nothing about that order: then the end of the graph task ends
-        # the unit (reentrant checkpointing runs a graph task of its own for each unit).
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda grad: flow.end_backward(unit))
+    if not torch.is_grad_enabled():
+        return
+    if unit.releasable:
+        call.is_hooked = flow.saved.push()
+    if unit.in_forward > 1:
+        return  # it called itself, and is done when the outermost is
+    # Autograd runs what was recorded last first. So when the gradient of any input is known, everything that this
+    # forward recorded has run. A leaf's gradient says nothing about that order: then the end of the graph task ends
+    # the unit (reentrant checkpointing runs a graph task of its own for each unit).
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda grad: flow.end_backward(unit))
 
 
 def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -98,6 +106,8 @@ def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs:
     ):  # of memory that is about to be freed
         output = map_tensors(output, lambda tensor: tensor.clone() if _is_view(unit, tensor) else tensor)
     flow.leave_forward(unit)
+    if flow.calls and flow.calls[-1].unit is unit:
+        flow.calls[-1].is_counted = False
     if (unit.releasable or unit.is_named or unit.may_be_hidden) and torch.is_grad_enabled():
         nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
         for node in nodes:
@@ -105,6 +115,17 @@ def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs:
             # reduced and released before this one is gathered.
             node.register_prehook(lambda grads: flow.enter_backward(unit, keeps_graph=torch.is_grad_enabled()))
     return output
+
+
+def _end_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    """Called also if the forward failed."""
+    if not flow.calls or flow.calls[-1].unit is not unit:
+        return
+    call = flow.calls.pop()
+    if call.is_hooked:
+        flow.saved.pop()
+    if call.is_counted:
+        flow.abandon_forward(unit)
 
 
 def _is_view(unit: Unit, tensor: Tensor) -> bool:

@@ -36,14 +36,26 @@ class Buffer:
             self.tensor = device.empty(numel, dtype, entry[2], pinned=False)
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
+        self.is_seen = False  # it is not present, but somebody looks at the bytes, so they are there
         account.add(*entry, self.nbytes)
 
     def drop(self) -> None:
-        if self.present:
+        if self.present or self.is_seen:
             self.tensor.untyped_storage().resize_(0)
-            self.present = False
+            self.present = self.is_seen = False
             account, entry = self._books
             account.remove(*entry, self.nbytes)
+
+    def drop_unseen(self, num_own: int) -> None:
+        """As `drop`, but the bytes stay while more tensors look at them than `num_own`: reading freed ones crashes.
+
+        A buffer that was seen may be asked again.
+        """
+        if self.num_views > num_own:
+            self.is_seen = self.is_seen or self.present
+            self.present = False
+        else:
+            self.drop()
 
     @property
     def num_views(self) -> int:
@@ -63,8 +75,8 @@ class Buffer:
         self.tensor = self.tensor.new_empty(0)
 
     def grow(self) -> None:
-        if not self.present:
+        if not self.present and not self.is_seen:
             self.tensor.untyped_storage().resize_(self.nbytes)
-            self.present = True
             account, entry = self._books
             account.add(*entry, self.nbytes)
+        self.present, self.is_seen = True, False

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch.utils.checkpoint import _StopRecomputationError
+
 from shardwell.comm import Axis, Collectives
 from shardwell.errors import NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import Account, Device, Scratch
@@ -32,10 +34,12 @@ class Context:
     def failing_together(self, where: str, *, common: tuple[type[ShardwellError], ...] = ()) -> Iterator[None]:
         """An error on this rank would leave the others waiting: tell them before it goes up.
 
-        Of `common` errors they know: all ranks raise those.
+        Of `common` errors they know: all ranks raise those. The signal by which torch ends a recomputation is none.
         """
         try:
             yield
+        except _StopRecomputationError:
+            raise
         except Exception as error:
             is_common = isinstance(error, (PeerError, NonFiniteError, *common))
             if self.world.agreement is not None and not is_common:

@@ -74,7 +74,7 @@ def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
     modules = dict(model.named_modules())
     tiles = _tiles(model) & chosen
     return [
-        Cut(name, module, owned[name], name in tiles, bool(name) and wanted.match(name, module))
+        Cut(name, module, owned[name], name in tiles, wanted.match(name, module))
         for name, module in modules.items()
         if owned.get(name)
     ]
@@ -82,8 +82,10 @@ def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
 
 def _chosen(model: nn.Module, wanted: Names) -> set[str]:
     """Names of the modules that become units, the root aside."""
-    explicit = {name for name, module in model.named_modules() if name and wanted.match(name, module)}
     _check_all_matched(model, wanted)
+    if wanted.match("", model):
+        return set()  # all of it is one unit
+    explicit = {name for name, module in model.named_modules() if wanted.match(name, module)}
     # inside a named unit nothing is cut further, so that it is gathered as a whole
     explicit = {name for name in explicit if not any(_inside(name, other) for other in explicit if other != name)}
     inside_explicit = {name for name, _ in model.named_modules() if any(_inside(name, other) for other in explicit)}

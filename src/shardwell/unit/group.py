@@ -305,8 +305,13 @@ class Group:
             self.shard.let_go()
 
     def release(self) -> None:
-        """Free the whole parameters."""
-        self.flat.drop()
+        """Free the whole parameters, unless somebody looks at views of them; may be asked again."""
+        self.flat.drop_unseen(self._num_views)
+
+    @property
+    def is_seen(self) -> bool:
+        """It was released, and somebody still looks at it."""
+        return self.flat.is_seen and self.flat.num_views > self._num_views
 
     def keep_whole(self) -> None:
         """Never release again: nothing changes these parameters, and a shard of numbers is a slice of the whole."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -60,10 +61,13 @@ class Unit:
         self._sort()
         self.residency = Residency.RELEASED if self.releasable else Residency.WHOLE
         self.in_forward = 0  # running forwards that hold it
+        self.inside = 0  # running forwards of parts of it
+        self.num_updates = 0  # of its parameters, since it was built
         self.in_backward = False
         self.opened = 0  # GatheredParameters contexts that hold it
         self._was_opened = False  # since it was gathered: the user may have views of it
         self._is_exact = False  # was gathered as it rests
+        self._keeps_quiet = False  # about views that the user keeps
         self.misfit = False  # a parameter was given another shape
         self.lent = False  # somebody outside its module may still look at it
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
@@ -88,7 +92,17 @@ class Unit:
 
     @property
     def held(self) -> bool:
-        return bool(self.in_forward or self.in_backward or self.opened or self.lent)
+        return bool(self.in_forward or self.inside or self.in_backward or self.opened or self.lent)
+
+    @property
+    def is_seen(self) -> bool:
+        """It was released, but somebody looks at views of it, so its memory stays."""
+        return any(group.is_seen for group in self.releasable)
+
+    def free_unseen(self) -> None:
+        """Free what nobody looks at any more."""
+        for group in self.releasable if self.residency is Residency.RELEASED else ():
+            group.release()
 
     def _move(self, residency: Residency) -> None:
         assert residency in _ALLOWED[self.residency], f"{self.name}: {self.residency} -> {residency}"
@@ -101,6 +115,7 @@ class Unit:
         is_coded = exact and not self._is_exact and any(group.row.gather_codec for group in self.releasable)
         if self.residency is not Residency.RELEASED and not is_coded:
             return False
+        self._tell_of_views()
         self.wait()
         self._move(Residency.GATHERING)
         self._is_exact = exact
@@ -109,6 +124,19 @@ class Unit:
             for group in self.releasable:
                 self._pending.append(group.gather(exact=exact or group in frozen_too))
         return True
+
+    def _tell_of_views(self) -> None:
+        """Say once that somebody keeps a view of its parameters."""
+        if self._keeps_quiet or not self.is_seen:
+            return
+        self._keeps_quiet = True
+        warnings.warn(
+            f"a view of a parameter of unit '{self.name or '(root)'}' was kept when the unit was released: each rank "
+            "then holds only its shard, but this unit's whole memory stays as long as the view does. Outside of the "
+            "unit's forward and backward the view shows what was true when the unit was last whole. Make such views "
+            "anew in each forward, or keep copies of them (`clone`).",
+            stacklevel=2,
+        )
 
     @contextlib.contextmanager
     def _released_on_error(self) -> Iterator[None]:
