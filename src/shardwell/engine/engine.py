@@ -34,6 +34,7 @@ from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Context
+from shardwell.unit.edits import look
 
 _carried = SimpleNamespace(scale=1.0)  # the loss scale of the running backward's gradients outside of models
 
@@ -353,6 +354,7 @@ class Engine(nn.Module):
 
     def fit_to_model(self) -> None:
         """Refit if the model was changed, and keep the state of what is only frozen for now."""
+        look(self._flow.units)
         if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
             self._refit(keep_frozen_state=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwell.comm import Pending
 from shardwell.errors import ReleasedParameterError, ShardwellError
-from shardwell.unit import guard
+from shardwell.unit import edits, guard
 from shardwell.unit.cut import Cut
 from shardwell.unit.group import Group
 from shardwell.unit.table import Commit
@@ -68,6 +68,7 @@ class Unit:
         self.lent = False  # somebody outside its module may still look at it
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
+        self.look: Callable[[], None] | None = None  # at all units, for values that were changed by hand
         self.optimizer: Any = None  # who steps it
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user's that nobody gave
         self.has_news = False  # gradients came in this backward
@@ -289,6 +290,7 @@ class Unit:
         with self._failing_together():
             self.gather(exact=True)
             self.wait()
+            self.take_over_edits()
             self.opened += 1
             self._was_opened = True
             try:
@@ -298,6 +300,11 @@ class Unit:
                 self.close(None)
                 raise
 
+    def take_over_edits(self) -> None:
+        """Values that were changed by hand are those that whoever looks from now on sees."""
+        if self.look is not None:
+            self.look()
+
     def _failing_together(self) -> contextlib.AbstractContextManager[None]:
         return self.groups[0].context.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
 
@@ -306,7 +313,7 @@ class Unit:
         try:
             with self._failing_together():
                 self.hear_update()  # it was begun while the unit was open, from what was before
-                fitting = [group.take_replaced(modifier_rank) for group in self.groups]
+                fitting = [edits.bring_home(group, modifier_rank) for group in self.groups]
                 for group in self.groups:
                     if modifier_rank is not None:
                         group.write_back(modifier_rank)
