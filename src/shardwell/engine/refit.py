@@ -21,6 +21,7 @@ from shardwell.optim import Recipe, ShardedOptimizer
 from shardwell.optim.access import Access
 from shardwell.optim.build import NO_LABEL
 from shardwell.unit import Cut, Group, Unit, guard
+from shardwell.unit.edits import look_closely
 
 
 @dataclass
@@ -46,6 +47,7 @@ def refit(
     units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | None, keep_frozen_state: bool
 ) -> list[Unit]:
     """The units of the model as it is now. What was trained and is frozen for now may keep what training needs."""
+    look_closely(units)
     cuts = builder.cut()
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
@@ -125,6 +127,7 @@ def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dic
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
+    unit.look = None  # what becomes of its parameters now is nobody's edit
     with contextlib.ExitStack() as stack:
         if optimizer is not None and unit.trainable:
             stack.enter_context(optimizer.states_of(unit))
