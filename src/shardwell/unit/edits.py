@@ -70,7 +70,13 @@ def look(units: Sequence[Unit]) -> None:
 @torch.no_grad()
 def look_closely(units: Sequence[Unit]) -> None:
     """Take over what was put in the place of parameters. Units with a parameter of another shape are misfits then."""
-    found = [Replaced(unit, group, index) for unit in units for group in unit.groups for index in group.places.left()]
+    found = [
+        Replaced(unit, group, index)
+        for unit in units
+        if unit.look is not None  # else it is being taken apart
+        for group in unit.groups
+        for index in group.places.left()
+    ]
     if not found:
         return
     with torch._C.DisableTorchFunctionSubclass():
