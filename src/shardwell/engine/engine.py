@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
 from shardwell.engine.checkpoints import Checkpoints
+from shardwell.engine.ending import Given, can_gather
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
@@ -48,6 +49,7 @@ class Engine(nn.Module):
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
+    _given: Given  # what the model was before
     offload: Offload  # what is updated on the host, and when that commits
     lr_scheduler: Any
     _flow: Flow
@@ -83,6 +85,7 @@ class Engine(nn.Module):
         self._scale: LossScale = NoScale()
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
         self._checkpoints = Checkpoints(self)
+        self._is_destroyed = False
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -354,6 +357,8 @@ class Engine(nn.Module):
 
     def fit_to_model(self) -> None:
         """Refit if the model was changed, and keep the state of what is only frozen for now."""
+        if self._is_destroyed:
+            raise ShardwellError("this engine was destroyed: hand its model to initialize again")
         look(self._flow.units)
         if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
             self._refit(keep_frozen_state=True)
@@ -457,20 +462,42 @@ class Engine(nn.Module):
 
     # ---------------------------------------------------------------------------------------------------- the end
 
-    def destroy(self) -> None:
-        """Unhook the model and drop gradients and optimizer state. Parameters of released units stay away."""
+    def destroy(self, *, whole: bool = True) -> None:
+        """Give the model back as an ordinary one with whole parameters, and drop gradients and optimizer state.
+
+        All ranks must call it: they gather. It may be handed to `initialize` again. With `whole=False`, and while an
+        error is on its way or a rank has failed, nothing is gathered, and parameters of released units stay away.
+        """
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
         self.finish_saving()
         for handles in self._handles.values():
             _remove(handles)
         self._handles.clear()
         for module in self._compiled:
             module.__dict__.pop("forward", None)
-        self._flow.clear_gradients()
+        if whole and can_gather(self._context):
+            self.zero_grad()
+            self._flow.end_loans()
+            with self._context.failing_together("destroy"):
+                self._given.give_back(self.module, self._flow.units, self.optimizer, self._context)
+            self._flow.take([])
+        else:
+            self._flow.clear_gradients()
+            if self.optimizer is not None:
+                self.optimizer.forget_gradients()
         if self.optimizer is not None:
-            self.optimizer.forget_gradients()
             self.optimizer.state.clear()
         self._context.close()
         self.trim()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardwellError(
+            "an engine cannot be copied or pickled: it is one rank's part of a job. Use engine.save_checkpoint, or "
+            "engine.state_dict() for the model's values; copy.deepcopy(engine.module) inside "
+            "`with shardwell.zero.GatheredParameters(engine.module.parameters()):` is an ordinary model."
+        )
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have, the model may have."""

@@ -61,7 +61,7 @@ def refit(
         for unit in units:
             if unit.name not in fitting:
                 labels.update(_labels_of_the_gone(unit, present, builder.recipe))
-                remembered.update(_take_apart(unit, optimizer))
+                remembered.update(take_apart(unit, optimizer))
     unused = iter(sorted({unit.index for unit in units} ^ set(range(len(units) + len(cuts)))))
     now = []
     for one in cuts:
@@ -117,7 +117,7 @@ def _label_newcomers(one: Cut, labels: dict[str, int], recipe: Recipe | None) ->
             recipe.labels[id(parameter)] = labels[name]
 
 
-def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
+def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
     """Make a unit's parameters ordinary ones with their masters as values; returns their optimizer state."""
     if any(any(group.gradients.seen) for group in unit.trainable):
         raise ModelChangedError(

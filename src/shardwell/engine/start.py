@@ -20,6 +20,7 @@ from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_g
 from shardwell.comm.hops import Hops, ranks_per_node
 from shardwell.comm.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
+from shardwell.engine.ending import Given
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.loader import ShardedLoader
@@ -40,6 +41,7 @@ from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
 from shardwell.optim.sharded import Terms
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
+from shardwell.unit.admission import check_model
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
 from shardwell.unit.nursery import meet_for_initialize
@@ -76,6 +78,7 @@ def initialize(
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
+    check_model(model)
     source = config if config is not None else config_params
     source = source if source is not None else getattr(args, "deepspeed_config", None)
     where = _device_for(model, device)
@@ -92,6 +95,7 @@ def initialize(
     _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
+    given = Given(model)
     units = build_units(cuts, settings, recipe, context, offload)
     _place_buffers(model, settings, context)
     flow = _flow(units, settings, context)
@@ -110,7 +114,7 @@ def initialize(
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
-    engine.offload = offload
+    engine.offload, engine._given = offload, given
     _meet_the_user(engine, flow)
     if world.rank == 0 and (offload.commits or settings.shardwell.placement == "auto"):
         logging.getLogger("shardwell").info("%s", offload)

@@ -46,9 +46,12 @@ class Places:
 
     def left(self) -> list[int]:
         """Which parameters are no views of their places, whatever they are."""
+        pairs = zip(self._parameters, self.views, strict=True)
+        if self._flat.tensor.is_meta:  # where nobody can tell one memory from another
+            return [index for index, (parameter, view) in enumerate(pairs) if parameter.shape != view.shape]
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 index
-                for index, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True))
+                for index, (parameter, view) in enumerate(pairs)
                 if not parameter.is_set_to(view) and view.numel() + parameter.numel()
             ]

@@ -272,9 +272,10 @@ class Unit:
         if guard.is_away(parameter) and not (self.fetch is not None and self.fetch(self)):
             raise ReleasedParameterError(
                 f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "
-                f"only its shard of unit '{self.name}'. Read or change them inside "
-                "`with shardwell.zero.GatheredParameters(parameter):`. In a forward, and in a loss until its step, "
-                "they come by themselves."
+                f"only its shard of unit '{self.name}'. Read them inside "
+                "`with shardwell.zero.GatheredParameters(parameter):`, change them there with modifier_rank=0, or get "
+                "and set all of them with engine.state_dict() and engine.load_state_dict(). In a forward, and in a "
+                "loss until its step, they come by themselves."
             )
 
     def served(self, parameter: nn.Parameter) -> None:
@@ -282,9 +283,13 @@ class Unit:
 
     def surrender(self, parameter: nn.Parameter) -> Tensor:
         raise ShardwellError(
-            f"parameter {self._name_of(parameter)} belongs to another engine already: a model can be handed to "
-            "initialize once."
+            f"parameter {self._name_of(parameter)} belongs to another engine already. Call destroy() of that engine "
+            "before the model is handed to initialize again."
         )
+
+    def __reduce__(self) -> Any:
+        """A copy of a parameter, or one in a file, belongs to nobody."""
+        return type(None), ()
 
     def open(self) -> None:
         with self._failing_together():
