@@ -141,7 +141,7 @@ def plain_run(num_ranks: int) -> list[dict[str, Tensor]]:
 def check(found: list[dict[str, Any]], num_ranks: int, most: float) -> None:
     for (how, when), values, expected in zip(SCENES, found, plain_run(num_ranks), strict=True):
         for name, value in values.items():
-            error = float((torch.as_tensor(value).double() - expected[name]).abs().max())
+            error = float((torch.as_tensor(value).cpu().double() - expected[name]).abs().max())
             assert error < most, f"{how} before a {when}: {name} is off by {error}"
 
 
