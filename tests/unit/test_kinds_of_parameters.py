@@ -38,7 +38,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.first.weight
-        assert type(weight) is Marked, type(weight)
+        assert isinstance(weight, Marked)
         return self.second(torch.tanh(nn.functional.linear(x, weight.doubled()))).square().mean()
 
 
