@@ -13,6 +13,7 @@ As in DDP, every rank is expected to change the same values in the same way.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -214,3 +215,38 @@ def edits_of(groups: Iterable[Group]) -> list[tuple[Group, Callable[[], bool]]]:
 
 def _is_set(read: Later) -> bool:
     return bool(read.get())
+
+
+# ------------------------------------------------------------------------------- changes of what will be released
+
+
+def versions(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """How often each was changed in place; what the engine does to their memory does not count."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_version, parameters))
+
+
+_version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+def is_unlike_its_shard(group: Group) -> bool:
+    """Whether whole parameters are not what rests, where that is cheap to know. They were gathered as they rest."""
+    shard = group.shard
+    if shard is None or group.is_encoded or shard.page is not None or shard.tensor.is_meta:
+        return False
+    start, end = group.layout.shard_range(group.context.world.place)
+    mine = group.flat.tensor[start:end]
+    if shard.tensor.device != mine.device:
+        return False
+    rounded = narrow(shard.tensor, torch.empty_like(mine)) if shard.tensor.dtype != mine.dtype else shard.tensor
+    return not torch.equal(rounded.view(torch.uint8), mine.view(torch.uint8))
+
+
+def warn_of_lost(unit: str, names: list[str]) -> None:
+    logging.getLogger("shardwell").warning(
+        "%s of unit '%s' changed in place while whole for a moment, and the change is lost: each rank holds only its "
+        "shard. Change parameters inside `with shardwell.zero.GatheredParameters(parameters, modifier_rank=0):`, or "
+        "use engine.load_state_dict; what a forward changes by itself belongs in a buffer.",
+        ", ".join(f"'{name}'" for name in names) or "a parameter",
+        unit or "(root)",
+    )

@@ -65,6 +65,8 @@ class Unit:
         self._was_opened = False  # since it was gathered: the user may have views of it
         self._is_exact = False  # was gathered as it rests
         self.misfit = False  # a parameter was given another shape
+        self._versions = edits.versions(self._parameters(groups))
+        self._has_warned = False  # of changes that are lost
         self.lent = False  # somebody outside its module may still look at it
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
@@ -231,6 +233,7 @@ class Unit:
         return True
 
     def _drop(self) -> None:
+        self._look_for_lost_changes()
         if self._was_opened:
             for group in self.releasable:
                 group.spare_views()
@@ -239,6 +242,20 @@ class Unit:
         guard.send_away(self._parameters(self.releasable))
         for group in self.releasable:
             group.release()
+
+    def _look_for_lost_changes(self, *, closely: bool = False) -> None:
+        """Whole parameters are about to be freed: what was changed in place would be heard of no more."""
+        now = edits.versions(self._parameters(self.groups))
+        is_lost = closely and any(edits.is_unlike_its_shard(group) for group in self.releasable)
+        if (is_lost or now != self._versions) and not self._has_warned:
+            slots = [slot for group in self.groups for slot in group.layout.slots]
+            freed = {id(slot) for group in self.releasable for slot in group.layout.slots}
+            changed = zip(slots, now, self._versions, strict=True)
+            names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
+            if names or is_lost:
+                self._has_warned = True
+                edits.warn_of_lost(self.name, names)
+        self._versions = now
 
     def publish(self, arrival: Arrival | None = None) -> bool:
         """Start sending the updated slices of groups that rest whole; readers wait for it.
@@ -322,6 +339,10 @@ class Unit:
                 for group in self.groups:
                     if modifier_rank is not None:
                         group.write_back(modifier_rank)
+                if modifier_rank is not None:
+                    self._versions = edits.versions(self._parameters(self.groups))
+                elif self.opened == 1 and all(fitting):
+                    self._look_for_lost_changes(closely=True)
         finally:
             for group in self.groups if self.opened == 1 else ():
                 group.close_for_writing()
