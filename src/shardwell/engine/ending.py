@@ -8,9 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from shardwell.engine.flow import Flow
 from shardwell.engine.refit import take_apart
 from shardwell.optim import ShardedOptimizer
 from shardwell.unit import Context, Unit
+
+DESTROYED = "this engine was destroyed: hand its model to initialize again"
+NO_COPY = (
+    "an engine cannot be copied or pickled: it is one rank's part of a job. Use engine.save_checkpoint, or "
+    "engine.state_dict() for the model's values; copy.deepcopy(engine.module) inside "
+    "`with shardwell.zero.GatheredParameters(engine.module.parameters()):` is an ordinary model."
+)
 
 
 class Given:
@@ -20,8 +28,29 @@ class Given:
         self._parameters = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
 
+    def end(
+        self, model: nn.Module, flow: Flow, optimizer: ShardedOptimizer | None, context: Context, *, whole: bool
+    ) -> None:
+        """Give the model back, whole if that is wanted and can be, and let go of everything else."""
+        is_whole = whole and _can_gather(context)
+        if is_whole:
+            flow.finish_for_nobody()
+        if optimizer is not None:
+            optimizer.forget_gradients()
+        for group in (group for unit in flow.units for group in unit.trainable):
+            group.gradients.clear()
+        flow.clear_gradients()
+        if is_whole:
+            flow.end_loans()
+            with context.failing_together("destroy"):
+                self._give_back(model, flow.units, optimizer, context)
+            flow.take([])
+        if optimizer is not None:
+            optimizer.state.clear()
+        context.close()
+
     @torch.no_grad()
-    def give_back(
+    def _give_back(
         self, model: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer | None, context: Context
     ) -> None:
         """Make parameters whole, one unit after the other, and forget the optimizer's state. All ranks must do so.
@@ -40,7 +69,7 @@ class Given:
             buffer.data = buffer.data.to(self._buffers.get(name, buffer.dtype))
 
 
-def can_gather(context: Context) -> bool:
+def _can_gather(context: Context) -> bool:
     """Whether all ranks can be expected to come along: not if one has failed, or this one is about to."""
     has_failed = context.world.agreement is not None and context.world.agreement.has_failed
     return not has_failed and sys.exc_info()[0] is None

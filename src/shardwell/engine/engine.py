@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
 from shardwell.engine.checkpoints import Checkpoints
-from shardwell.engine.ending import Given, can_gather
+from shardwell.engine.ending import DESTROYED, NO_COPY, Given
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.hooks import attach
@@ -358,7 +358,7 @@ class Engine(nn.Module):
     def fit_to_model(self) -> None:
         """Refit if the model was changed, and keep the state of what is only frozen for now."""
         if self._is_destroyed:
-            raise ShardwellError("this engine was destroyed: hand its model to initialize again")
+            raise ShardwellError(DESTROYED)
         look(self._flow.units)
         if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
             self._refit(keep_frozen_state=True)
@@ -468,36 +468,19 @@ class Engine(nn.Module):
         All ranks must call it: they gather. It may be handed to `initialize` again. With `whole=False`, and while an
         error is on its way or a rank has failed, nothing is gathered, and parameters of released units stay away.
         """
-        if self._is_destroyed:
-            return
-        self._is_destroyed = True
-        self.finish_saving()
-        for handles in self._handles.values():
-            _remove(handles)
-        self._handles.clear()
-        for module in self._compiled:
-            module.__dict__.pop("forward", None)
-        if whole and can_gather(self._context):
-            self.zero_grad()
-            self._flow.end_loans()
-            with self._context.failing_together("destroy"):
-                self._given.give_back(self.module, self._flow.units, self.optimizer, self._context)
-            self._flow.take([])
-        else:
-            self._flow.clear_gradients()
-            if self.optimizer is not None:
-                self.optimizer.forget_gradients()
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
-        self._context.close()
-        self.trim()
+        if not self._is_destroyed:
+            self._is_destroyed = True
+            self.finish_saving()
+            for handles in self._handles.values():
+                _remove(handles)
+            self._handles.clear()
+            for module in self._compiled:
+                module.__dict__.pop("forward", None)
+            self._given.end(self.module, self._flow, self.optimizer, self._context, whole=whole)
+            self.trim()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardwellError(
-            "an engine cannot be copied or pickled: it is one rank's part of a job. Use engine.save_checkpoint, or "
-            "engine.state_dict() for the model's values; copy.deepcopy(engine.module) inside "
-            "`with shardwell.zero.GatheredParameters(engine.module.parameters()):` is an ordinary model."
-        )
+        raise ShardwellError(NO_COPY)
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have, the model may have."""

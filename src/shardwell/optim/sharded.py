@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwell.errors import ModelChangedError, NonFiniteError, ShardwellError
+from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import State, Tier
 from shardwell.native import Compact
 from shardwell.optim.ahead import Ahead, Unpublished, commit_of
@@ -32,7 +32,7 @@ from shardwell.optim.store import Store
 from shardwell.optim.verdict import Verdict
 from shardwell.optim.whole import OverShards, needs_whole
 from shardwell.unit import Context, Group, Unit, guard
-from shardwell.unit.edits import look_closely
+from shardwell.unit.edits import look_before_step
 from shardwell.unit.table import Commit
 
 
@@ -170,7 +170,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
-        self._take_over_edits()
+        look_before_step(self._units)
         self._recipe.note_step(self.inner)
         self._before_step()
         for unit in self._units:
@@ -210,15 +210,6 @@ class ShardedOptimizer(Optimizer):
         if self.scale.is_on:
             self.scale.update(self.overflow)
         self.count_states()
-
-    def _take_over_edits(self) -> None:
-        look_closely(self._units)
-        for unit in self._units:
-            if unit.misfit:
-                raise ModelChangedError(
-                    f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. "
-                    "Change the model after engine.step() or engine.zero_grad()."
-                )
 
     def settle(self) -> None:
         """Hear what became of the last step; raises if its gradients were not finite, or if an update failed."""

@@ -88,6 +88,17 @@ def look_closely(units: Sequence[Unit]) -> None:
             one.group.take_in(one.index, value)
 
 
+def look_before_step(units: Sequence[Unit]) -> None:
+    """Take over what was put in the place of parameters since their gradients were made."""
+    look_closely(units)
+    for unit in units:
+        if unit.misfit:
+            raise ModelChangedError(
+                f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
+                "the model after engine.step() or engine.zero_grad()."
+            )
+
+
 def _fits(one: Replaced) -> bool:
     """Whether its values can be taken over; with another shape, its unit has to be built anew."""
     slot, data, place = one.slot, one.parameter.data, one.group.places.views[one.index]

@@ -232,7 +232,7 @@ class Newborn:
     def looks_at(self, storage: int) -> bool:
         """Whether the parameter has this memory now."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter.untyped_storage()._cdata == storage
+            return bool(self.parameter.untyped_storage()._cdata == storage)
 
     def _check_twins(self) -> None:
         for twin in (twin() for twin in self._twins):
