@@ -52,7 +52,10 @@ def split(master: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def join(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
-    """The inverse of `split`: fp32 `out` from bf16 `high` and int16 `low`."""
+    """The inverse of `split`: fp32 `out` from bf16 `high` and int16 `low`.
+
+    If `high` was changed since, `out` still rounds to it.
+    """
     if out.is_meta:
         return out
     if out.is_cuda:
@@ -63,10 +66,12 @@ def join(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
     bits = out.view(torch.int32)
     bits.copy_(high.view(torch.int16))
     bits.bitwise_left_shift_(16)
-    nan = torch.isnan(high)
     bits.add_(low)
-    # The canonical NaN has room below it: adding a remainder may turn it into an infinity. Keep it a NaN.
-    out.masked_fill_(nan, float("nan"))
+    # A NaN stays one, whatever is added. Any other NaN is a zero with a negative remainder or an infinity with a
+    # positive one: no half of each other, the upper one was set by hand.
+    nan = torch.isnan(out)
+    if nan.any():
+        out.copy_(torch.where(nan, high.to(out.dtype), out))
     return out
 
 

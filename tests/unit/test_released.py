@@ -200,3 +200,57 @@ def test_a_view_kept_from_gathered_parameters_keeps_its_values() -> None:
     assert torch.equal(view, copy_)
     with shardwell.zero.GatheredParameters(weight):
         assert not torch.equal(weight, copy_)
+
+
+def edited_at_stage_3(how: str, caplog: pytest.LogCaptureFixture) -> str:
+    engine = released_engine()
+    weight = engine.module.blocks[1].out.weight
+    if how == "read only":
+        with shardwell.zero.GatheredParameters(weight), torch.no_grad():
+            weight.mul_(2.0)
+    elif how == "read only, data":
+        with shardwell.zero.GatheredParameters(weight):
+            weight.data.mul_(2.0)
+    elif how == "a module's own":
+        out = engine.module.blocks[1].out
+        out.register_forward_pre_hook(lambda *args: [None, weight.detach().mul_(2.0)][0])
+        engine(batches(1, 4)[0])
+    elif how == "modifier":
+        with shardwell.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.mul_(2.0)
+        engine(batches(1, 4)[0])
+    elif how == "nothing":
+        engine.backward(engine(batches(1, 4)[0]))
+        engine.step()
+        with shardwell.zero.GatheredParameters(weight):
+            weight.sum()
+        engine.state_dict()
+    return caplog.text
+
+
+@pytest.mark.parametrize("how", ["read only", "read only, data", "a module's own"])
+def test_a_change_that_is_lost_is_told(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert "modifier_rank=0" in edited_at_stage_3(how, caplog)
+
+
+@pytest.mark.parametrize("how", ["modifier", "nothing"])
+def test_what_is_not_lost_is_not_warned_of(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert not edited_at_stage_3(how, caplog)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: nn.init.zeros_(m.head.weight),
+        lambda m: m.load_state_dict(Gpt().state_dict()),
+        lambda m: m.blocks[0].out.reset_parameters(),
+        lambda m: m.double(),
+        lambda m: setattr(m.head.weight, "data", torch.zeros(29, 16)),
+        lambda m: m.head.weight.data.copy_(torch.zeros(29, 16)),
+        lambda m: nn.utils.vector_to_parameters(torch.zeros(10**5), m.parameters()),
+    ],
+)
+def test_a_released_parameter_is_not_changed_in_silence(edit: Any) -> None:
+    engine = released_engine()
+    with pytest.raises((shardwell.errors.ReleasedParameterError, RuntimeError), match=r"engine.load_state_dict\(\)"):
+        edit(engine.module)

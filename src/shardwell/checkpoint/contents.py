@@ -71,6 +71,7 @@ class Contents:
         self._opened: Group | Unit | None = None  # a group's masters, or a unit's state, are readable
         for unit in units:
             unit.wait()
+            unit.take_over_edits()
             for group in unit.groups:
                 if group.trainable or not exclude_frozen:
                     self._add_masters(group)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
 from shardwell.engine.checkpoints import Checkpoints
+from shardwell.engine.ending import DESTROYED, ModelBefore
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.given_loader import GivenLoader
@@ -36,6 +37,7 @@ from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Context
+from shardwell.unit.edits import look
 
 _carried = SimpleNamespace(scale=1.0)  # the loss scale of the running backward's gradients outside of models
 
@@ -49,6 +51,7 @@ class Engine(nn.Module):
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
+    _before: ModelBefore
     offload: Offload  # what is updated on the host, and when that commits
     startup_report: str = ""  # what `initialize` had to say: see `report.py`
     lr_scheduler: Any
@@ -86,6 +89,7 @@ class Engine(nn.Module):
         self._scale: LossScale = NoScale()
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
         self._checkpoints = Checkpoints(self)
+        self._is_destroyed = False
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -374,6 +378,9 @@ class Engine(nn.Module):
 
     def fit_to_model(self) -> None:
         """Refit if the model was changed, and keep the state of what is only frozen for now."""
+        if self._is_destroyed:
+            raise ShardwellError(DESTROYED)
+        look(self._flow.units)
         if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
             self._refit(keep_frozen_state=True)
 
@@ -485,21 +492,22 @@ class Engine(nn.Module):
 
     # ---------------------------------------------------------------------------------------------------- the end
 
-    def destroy(self) -> None:
-        """Unhook the model and drop gradients and optimizer state. Parameters of released units stay away."""
-        self.finish_saving()
-        for handles in self._handles.values():
-            _remove(handles)
-        self._handles.clear()
-        for module in self._compiled:
-            module.__dict__.pop("forward", None)
-        self._flow.clear_gradients()
-        if self.optimizer is not None:
-            self.optimizer.habit.excuse()
-            self.optimizer.forget_gradients()
-            self.optimizer.state.clear()
-        self._context.close()
-        self.trim()
+    def destroy(self, *, whole: bool = True) -> None:
+        """Give the model back as an ordinary one with whole parameters, and drop gradients and optimizer state.
+
+        All ranks must call it: they gather. It may be handed to `initialize` again. With `whole=False`, and while an
+        error is on its way or a rank has failed, nothing is gathered, and parameters of released units stay away.
+        """
+        if not self._is_destroyed:
+            self._is_destroyed = True
+            self.finish_saving()
+            for handles in self._handles.values():
+                _remove(handles)
+            self._handles.clear()
+            for module in self._compiled:
+                module.__dict__.pop("forward", None)
+            self._before.end(self.module, self._flow, self.optimizer, self._context, whole=whole)
+            self.trim()
 
     _is_accelerate_prepared = ready_for_accelerate
     __reduce_ex__ = refuse_pickling

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.habit import Beginning
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Group, Residency, Unit
+from shardwell.unit.edits import look_closely
 from shardwell.unit.table import ReduceAt
 from shardwell.unit.unit import Arrival
 
@@ -108,6 +110,7 @@ class Flow:
         self.saved.take(released)
         for unit in units:
             unit.fetch, unit.average, unit.adopt = self.lend, self.average, self.adopt
+            unit.look = partial(look_closely, units)
         if self.views is not None:
             self.views.take(units)
 

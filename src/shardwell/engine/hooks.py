@@ -25,10 +25,15 @@ class _Hook:
     def __call__(self, *args: Any) -> Any:
         return self._call(*args) if self._call is not None else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        copy = object.__new__(_Hook)
-        copy._call = None
-        return copy
+    def __reduce__(self) -> Any:
+        """As copies and files have it."""
+        return _without_call, ()
+
+
+def _without_call() -> _Hook:
+    hook = object.__new__(_Hook)
+    hook._call = None
+    return hook
 
 
 def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:

@@ -21,6 +21,7 @@ from shardwell.optim import Recipe, ShardedOptimizer
 from shardwell.optim.access import Access
 from shardwell.optim.build import NO_LABEL
 from shardwell.unit import Cut, Group, Unit, guard
+from shardwell.unit.edits import look_closely
 
 
 @dataclass
@@ -46,6 +47,7 @@ def refit(
     units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | None, keep_frozen_state: bool
 ) -> list[Unit]:
     """The units of the model as it is now. What was trained and is frozen for now may keep what training needs."""
+    look_closely(units)
     cuts = builder.cut()
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
@@ -59,7 +61,7 @@ def refit(
         for unit in units:
             if unit.name not in fitting:
                 labels.update(_labels_of_the_gone(unit, present, builder.recipe))
-                remembered.update(_take_apart(unit, optimizer))
+                remembered.update(take_apart(unit, optimizer))
     unused = iter(sorted({unit.index for unit in units} ^ set(range(len(units) + len(cuts)))))
     now = []
     for one in cuts:
@@ -115,7 +117,7 @@ def _label_newcomers(one: Cut, labels: dict[str, int], recipe: Recipe | None) ->
             recipe.labels[id(parameter)] = labels[name]
 
 
-def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
+def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
     """Make a unit's parameters ordinary ones with their masters as values; returns their optimizer state."""
     if any(any(group.gradients.seen) for group in unit.trainable):
         raise ModelChangedError(
@@ -125,6 +127,7 @@ def _take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dic
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
+    unit.look = None  # what becomes of its parameters now is nobody's edit
     with contextlib.ExitStack() as stack:
         if optimizer is not None and unit.trainable:
             stack.enter_context(optimizer.states_of(unit))

@@ -21,6 +21,7 @@ from shardwell.comm.hops import Hops, ranks_per_node
 from shardwell.comm.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.buffers import place_buffers
+from shardwell.engine.ending import ModelBefore
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.given_loader import GivenLoader, loader_like, with_batch_of
@@ -45,6 +46,7 @@ from shardwell.optim.scale import DynamicScale, LossScale, NoScale, Rules
 from shardwell.optim.sharded import Terms
 from shardwell.optim.verdict import Nonfinite
 from shardwell.unit import Context, Cut, Group, Precision, Unit, cut, row_for
+from shardwell.unit.admission import check_model
 from shardwell.unit.cut import Names
 from shardwell.unit.group import Member
 from shardwell.unit.nursery import meet_for_initialize
@@ -81,6 +83,7 @@ def initialize(
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
+    check_model(model)
     source = config if config is not None else config_params
     source = source if source is not None else getattr(args, "deepspeed_config", None)
     where = _device_for(model, device)
@@ -98,6 +101,7 @@ def initialize(
     _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
+    before = ModelBefore(model)
     units = build_units(cuts, settings, recipe, context, offload)
     kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
     place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
@@ -117,7 +121,7 @@ def initialize(
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
-    engine.offload = offload
+    engine.offload, engine._before = offload, before
     _meet_the_user(engine, flow)
     engine._scale = _loss_scale(settings)
     flow.loss_scale = engine._scale

@@ -35,6 +35,7 @@ class Access:
         if not isinstance(keeper, Unit):
             raise ShardwellError("this parameter does not belong to a model that was given to initialize")
         self._unit = keeper
+        keeper.take_over_edits()
         self._group, self._slot = _locate(keeper, parameter)
         self._piece = self._own_piece()
 

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from shardwell.config import OptimizerConfig
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
+from shardwell.optim.elementwise import check_factory, check_kind, check_object
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon, muon_groups
 from shardwell.optim.whole import needs_whole
 
 NO_LABEL = -1  # trainable, but in no parameter group: reduced and never stepped
-_NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "SparseAdam"}
 _OWN: dict[str, type[Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}  # win over torch's of the same name
 _WITH_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 
@@ -62,11 +62,20 @@ def recipe_for(
     if isinstance(optimizer, torch.optim.Muon):
         return _from_torch_muon(optimizer)
     if isinstance(optimizer, Optimizer):
+        check_object(optimizer, device)
         return _from_object(optimizer)
+    if optimizer is not None and not callable(optimizer):
+        raise ShardwellError(
+            f"the optimizer is a {type(optimizer).__name__}, which is neither a torch.optim.Optimizer nor a class or a "
+            "function that makes one. A wrapper around an optimizer cannot be cut into shards: pass the optimizer that "
+            "it wraps, and do what the wrapper adds after engine.step()."
+        )
     groups = _parameter_groups(model, model_parameters)
     if optimizer is not None:
         kind = Muon if optimizer is torch.optim.Muon else optimizer
-        return replace(_from_factory(kind, groups, device), num_states=_num_states(kind, groups))
+        recipe = replace(_from_factory(kind, groups, device), num_states=_num_states(kind, groups))
+        check_factory(recipe.make, groups, device)
+        return recipe
     if block is not None:
         factory, options = by_name(block, device)
         if factory is Muon:
@@ -103,7 +112,7 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
         if options.pop("adam_w_mode", True):
             name = "AdamW"
     factory = _OWN.get(name) or getattr(torch.optim, name)
-    _check_elementwise(factory)
+    check_kind(factory)
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     known = set(inspect.signature(factory).parameters) - {"params"}
@@ -164,7 +173,6 @@ def _spelled(name: str) -> str:
 
 
 def _from_object(optimizer: Optimizer) -> Recipe:
-    _check_elementwise(type(optimizer))
     if any(_steps_taken(state) for state in optimizer.state.values()):
         raise ShardwellError(
             f"the {type(optimizer).__name__} that was passed has taken steps already; its state cannot be split. "
@@ -202,7 +210,7 @@ def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
 
 
 def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device) -> Recipe:
-    _check_elementwise(factory)
+    check_kind(factory)
     labels = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
     def make(shards: list[list[Tensor]]) -> Optimizer:
@@ -210,7 +218,6 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device
         made = factory([{**group, "params": tensors} for group, tensors in zip(groups, shards, strict=True)])
         if not isinstance(made, Optimizer):
             raise ShardwellError(f"the optimizer factory returned {type(made).__name__}, not a torch.optim.Optimizer")
-        _check_elementwise(type(made))
         return made
 
     def is_collective() -> bool:
@@ -244,12 +251,3 @@ def _num_states(kind: Any, groups: Iterable[dict[str, Any]]) -> int:
     if kind in (torch.optim.Adagrad, Lion):
         return 1
     return 2 + any(group.get("amsgrad") for group in groups)
-
-
-def _check_elementwise(kind: Any) -> None:
-    names = {base.__name__ for base in getattr(kind, "__mro__", ())}
-    if bad := sorted(names & _NOT_ELEMENTWISE):
-        raise ShardwellError(
-            f"{bad[0]} is not elementwise: it needs whole tensors where shardwell has shards. Use an elementwise "
-            "optimizer (Adam, AdamW, Lion, SGD, Adagrad, RMSprop, ...), or Lamb or Muon, which know shards."
-        )

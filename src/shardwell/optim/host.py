@@ -28,7 +28,7 @@ its spare time the reader brings what the next step will need first.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -50,7 +50,8 @@ from shardwell.optim.shards import Shard
 from shardwell.optim.speculation import Caution, Options, Shadow, are_same, covers
 from shardwell.optim.store import Seat, Store, blank
 from shardwell.rounding import narrow
-from shardwell.unit import Context, Unit
+from shardwell.unit import Context, Group, Unit
+from shardwell.unit.edits import brought_down, edits_of, note_digest, take_over_in_place
 
 
 class Factor(Protocol):
@@ -88,6 +89,7 @@ class Job:
     added: list[Ticket]  # what the gradients are the sum of
     after: Mark  # what the device was given before: it still reads the old parameters
     born: list[Shard]  # those that had no state before
+    edits: list[tuple[Group, Callable[[], bool]]]  # whose parameters may have been changed by hand
     assumed: float | None = None  # the factor of an update that was done before the norm was known
     shadow: Shadow | None = None  # where that went
     seat: Seat | None = None  # where masters and state are that rest on disk
@@ -209,14 +211,16 @@ class HostUpdates:
         results = {shard.group: shard.group.gradients.result for shard in ready}
         parcel, added = self.descent.take(unit, {g: result for g, result in results.items() if result is not None})
         own = [options[shard.label] for shard in ready]
-        job = self._jobs[unit.index] = Job(unit, ready, own, parcel, added, self._context.device.now(), born, assumed)
-        after = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
+        edits = edits_of({shard.group: None for shard in ready})
+        after = self._context.device.now()
+        job = self._jobs[unit.index] = Job(unit, ready, own, parcel, added, after, born, edits, assumed)
+        begin = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
         job.tickets.append(Ticket())
         if ready and self.store is not None and self._reader is not None and self.store.seats(unit):
             self._order.append(unit)
-            self._reader.submit(lambda: self._fetch(job, factor, after), urgency=unit.index)
+            self._reader.submit(lambda: self._fetch(job, factor, begin), urgency=unit.index)
         else:
-            self._pass_on(job, factor, after)
+            self._pass_on(job, factor, begin)
 
     def _born(self, shard: Shard, options: Options) -> dict[str, Any]:
         """The state before the first step."""
@@ -282,6 +286,7 @@ class HostUpdates:
             if job.final is not None and job.final.known.has_passed:
                 job.assumed, job.is_settled, factor = None, True, job.final  # too late to speculate
                 job.options = job.latest
+            self._take_over_edits(job)
             if job.assumed is not None:
                 job.shadow = self._shadow_of(job)
                 self._step(job, job.assumed)
@@ -292,6 +297,13 @@ class HostUpdates:
         finally:
             self.descent.end(job.parcel, job.up)
             self._clear_seat(job, changed=is_stepped)
+
+    @torch.no_grad()
+    def _take_over_edits(self, job: Job) -> None:
+        """What was changed by hand since the last update is the truth that this one begins with."""
+        for group, may_be in job.edits:
+            if may_be():
+                take_over_in_place(group, brought_down(group, job.after))
 
     @torch.no_grad()
     def _step(self, job: Job, factor: float) -> None:
@@ -305,9 +317,16 @@ class HostUpdates:
                     job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
                     if slot is None:  # who is let in may need one
                         self._worker.let_in(job.unit.index)
+            self._note_digests(job)
         finally:
             if slot is not None:
                 self._outbox.give(slot, job.up)
+
+    def _note_digests(self, job: Job) -> None:
+        with self._context.device.uploads.after(job.up):
+            for group, _ in job.edits:
+                note_digest(group)
+        job.up = self._context.device.uploads.mark()  # who waits for it compares with them next
 
     def _outs(self, job: Job) -> tuple[list[Tensor], Tensor | None]:
         """Where each shard's updated parameters are written, 1D in the compute dtype; and the slot that they are in.
@@ -419,6 +438,7 @@ class HostUpdates:
         for shard, out in zip(job.shards, outs, strict=True):
             narrow(shard.tensor, out)
             job.up = shard.group.send_up(out, shard.start, job.after)
+        self._note_digests(job)
         if slot is not None:
             self._outbox.give(slot, job.up)
 

@@ -32,6 +32,7 @@ from shardwell.optim.store import Store
 from shardwell.optim.verdict import Nonfinite, Verdict
 from shardwell.optim.whole import OverShards, needs_whole
 from shardwell.unit import Context, Group, Unit, guard
+from shardwell.unit.edits import look_before_step
 from shardwell.unit.table import Commit
 
 
@@ -172,6 +173,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
+        look_before_step(self._units)
         self._recipe.note_step(self.inner)
         self.habit.begin_step()
         self._before_step()

@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.comm import Kind, Pending
-from shardwell.layout import Run, Slot, Spec, dense_stride, lay_out
+from shardwell.layout import Run, Spec, dense_stride, lay_out
 from shardwell.memory import Buffer, Mark, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.pages import Page
 from shardwell.rounding import join, narrow, split
-from shardwell.unit import guard
+from shardwell.unit import edits, guard
 from shardwell.unit.context import Context
 from shardwell.unit.gradients import Gradients
+from shardwell.unit.places import Places
 from shardwell.unit.second import SecondCopy
 from shardwell.unit.shard import Shard
 from shardwell.unit.table import Commit, Precision, Row
@@ -49,6 +50,7 @@ class Group:
     """The buffers of some parameters of one unit, placed as their row says."""
 
     parameters: list[nn.Parameter]  # in slot order
+    places: Places  # in `flat`
     gradients: Gradients
     runs: list[tuple[Run, Tensor]]  # this rank's stretches of the masters, 1D, one per optimizer parameter group
 
@@ -74,6 +76,8 @@ class Group:
         self.chest: Chest | None = None  # that those, or the remainder, are in if they rest on disk
         self._joined: Buffer | None = None  # masters that are whole numbers only while somebody looks
         self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
+        self.digest: Tensor | None = None  # of what rests, where masters cannot be compared with it at every step
+        self._num_openings = 0  # of the masters
         self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
         self._make_room_for_the_truth()
         self._take_over(context)
@@ -108,15 +112,17 @@ class Group:
         if self.precision.is_mixed:
             whole = context.device.empty(self.layout.padded, self.precision.master)
         whole[self.layout.numel :].zero_()
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+        self.places = Places(self.flat, self.layout, self.parameters)
+        for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
             kept = guard.is_kept(parameter)
             values = guard.keeper_of(parameter).surrender(parameter) if kept else parameter.data
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
-            self._hang(parameter, slot)
+            self.places.hang(index)
         self._num_views = self.flat.num_views  # the parameters, the buffer itself, and nobody else
         context.world.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
+        edits.note_digest(self)
         if self.row.released:
             self.flat.drop()
             guard.send_away(self.parameters)
@@ -161,16 +167,24 @@ class Group:
             *([self.chest] if self.chest is not None else []),
         ]
 
-    def _hang(self, parameter: nn.Parameter, slot: Slot) -> None:
-        """Make a parameter a view of the flat buffer."""
-        parameter.data = self.flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+    def take_in(self, index: int, values: Tensor) -> None:
+        """A parameter was given other memory: its values are those (of its shape), and it is a view again.
+
+        Where a value did not change, a master keeps its lower half.
+        """
+        slot, (start, end) = self.layout.slots[index], self.own
+        before = self.flat.tensor[slot.offset : slot.end].clone()
+        self.places.hang(index).copy_(values)
+        if self.remainder is not None and not self.row.released:
+            first, last = max(slot.offset, start), min(slot.end, end)
+            changed = before[first - slot.offset : last - slot.offset] != self.flat.tensor[first:last]
+            self.remainder.tensor[first - start : last - start].masked_fill_(changed, 0)
 
     def spare_views(self) -> None:
         """If somebody still looks at the whole parameters, leave them that memory: freeing it would crash them."""
         if self.flat.num_views > self._num_views:
             self.flat.leave()
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-                self._hang(parameter, slot)
+            self.places.hang_all()
 
     def write(self, whole: Tensor) -> None:
         """Make `whole` (1D, padded, in the master dtype) the truth. `flat` must be present, and is filled."""
@@ -251,25 +265,6 @@ class Group:
 
     def close_for_writing(self) -> None:
         self._before = None
-
-    def take_replaced(self, source: int | None) -> bool:
-        """Parameters whose `.data` was replaced by a tensor of the same shape are taken in; false if one has another.
-
-        Parameters of another shape do not fit into this group any more.
-        """
-        fits = True
-        here = self.flat.tensor.untyped_storage()._cdata
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            if tuple(parameter.shape) != slot.shape:
-                fits = False
-                if source is not None:
-                    parameter.data = parameter.data.to(self.context.device.torch_device).contiguous()
-                    self.context.world.broadcast(parameter.data, source, Kind.GATHER, f"WRITE {slot.name}")
-            elif slot.numel and parameter.untyped_storage()._cdata != here:
-                values = parameter.data
-                self._hang(parameter, slot)
-                parameter.data.copy_(values)
-        return fits
 
     def free(self) -> None:
         """Let go of everything; the parameters belong to somebody else."""
@@ -408,6 +403,7 @@ class Group:
         self._apart = self._buffer(State.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
         self._apart.tensor.copy_(before.tensor)
         before.drop()
+        self.digest = None
         self._cut_anew()
 
     def _set_apart(self) -> None:
@@ -471,9 +467,21 @@ class Group:
             if self._joined is not None:
                 stack.callback(self._joined.drop)
                 self._join(self._joined)
+            if self._num_openings == 0:  # inside of another one, masters may be ahead of what rests
+                edits.take_over_in_place(self)
+            self._num_openings += 1
+            stack.callback(self._count_closing)
             if changes:
                 stack.callback(self._take_over_masters)
             yield
+
+    def _count_closing(self) -> None:
+        self._num_openings -= 1
+
+    @property
+    def may_be_edited_apart(self) -> bool:
+        """Whoever changes a parameter does not change its master with it."""
+        return self._apart is not None and not self.row.released
 
     def _join(self, joined: Buffer) -> None:
         """Fill masters that are whole numbers only while somebody looks."""

@@ -118,7 +118,7 @@ def keeper_or_none(parameter: nn.Parameter) -> Keeper | None:
 
 
 def is_kept(parameter: nn.Parameter) -> bool:
-    return "_shardwell_keeper" in parameter.__dict__
+    return parameter.__dict__.get("_shardwell_keeper") is not None
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:

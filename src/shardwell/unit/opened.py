@@ -16,10 +16,10 @@ from shardwell.unit.nursery import Newborn
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
     """Make parameters whole on every rank inside the context. All ranks must enter it.
 
-    With `modifier_rank`, that rank's changes are everyone's afterwards. Without it the context is for reading: a change
-    would be lost where the unit is released, and stay on this rank alone where it is not. Frozen parameters that rest
-    in codes are seen decoded, and what is changed of them is encoded again. Views of the parameters must not be used
-    after the context: their memory is gone.
+    With `modifier_rank`, that rank's changes are everyone's afterwards. Without it the context is for reading: where
+    the unit is released a change is lost, with a warning, and where it is not it counts if all ranks make it. Frozen
+    parameters that rest in codes are seen decoded, and what is changed of them is encoded again. Views of the
+    parameters must not be used after the context: their memory is gone.
     """
 
     def __init__(

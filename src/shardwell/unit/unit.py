@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwell.comm import Pending
 from shardwell.errors import ReleasedParameterError, ShardwellError
-from shardwell.unit import guard
+from shardwell.unit import edits, guard
 from shardwell.unit.cut import Cut
 from shardwell.unit.group import Group
 from shardwell.unit.table import Commit
@@ -69,9 +69,12 @@ class Unit:
         self._is_exact = False  # was gathered as it rests
         self._keeps_quiet = False  # about views that the user keeps
         self.misfit = False  # a parameter was given another shape
+        self._versions = edits.versions(self._parameters(groups))
+        self._has_warned = False  # of changes that are lost
         self.lent = False  # somebody outside its module may still look at it
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
+        self.look: Callable[[], None] | None = None  # at all units, for values that were changed by hand
         self.optimizer: Any = None  # who steps it
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user's that nobody gave
         self.has_news = False  # gradients came in this backward
@@ -260,6 +263,7 @@ class Unit:
         return True
 
     def _drop(self) -> None:
+        self._look_for_lost_changes()
         if self._was_opened:
             for group in self.releasable:
                 group.spare_views()
@@ -268,6 +272,20 @@ class Unit:
         guard.send_away(self._parameters(self.releasable))
         for group in self.releasable:
             group.release()
+
+    def _look_for_lost_changes(self, *, closely: bool = False) -> None:
+        """Whole parameters are about to be freed: what was changed in place would be heard of no more."""
+        now = edits.versions(self._parameters(self.groups))
+        is_lost = closely and any(edits.is_unlike_its_shard(group) for group in self.releasable)
+        if (is_lost or now != self._versions) and not self._has_warned:
+            slots = [slot for group in self.groups for slot in group.layout.slots]
+            freed = {id(slot) for group in self.releasable for slot in group.layout.slots}
+            changed = zip(slots, now, self._versions, strict=True)
+            names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
+            if names or is_lost:
+                self._has_warned = True
+                edits.warn_of_lost(self.name, names)
+        self._versions = now
 
     def publish(self, arrival: Arrival | None = None) -> bool:
         """Start sending the updated slices of groups that rest whole; readers wait for it.
@@ -301,9 +319,10 @@ class Unit:
         if guard.is_away(parameter) and not (self.fetch is not None and self.fetch(self)):
             raise ReleasedParameterError(
                 f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "
-                f"only its shard of unit '{self.name}'. Read or change them inside "
-                "`with shardwell.zero.GatheredParameters(parameter):`. In a forward, and in a loss until its step, "
-                "they come by themselves."
+                f"only its shard of unit '{self.name}'. Read them inside "
+                "`with shardwell.zero.GatheredParameters(parameter):`, change them there with modifier_rank=0, or get "
+                "and set all of them with engine.state_dict() and engine.load_state_dict(). In a forward, and in a "
+                "loss until its step, they come by themselves."
             )
 
     def served(self, parameter: nn.Parameter) -> None:
@@ -311,14 +330,19 @@ class Unit:
 
     def surrender(self, parameter: nn.Parameter) -> Tensor:
         raise ShardwellError(
-            f"parameter {self._name_of(parameter)} belongs to another engine already: a model can be handed to "
-            "initialize once."
+            f"parameter {self._name_of(parameter)} belongs to another engine already. Call destroy() of that engine "
+            "before the model is handed to initialize again."
         )
+
+    def __reduce__(self) -> Any:
+        """A copy of a parameter, or one in a file, belongs to nobody."""
+        return type(None), ()
 
     def open(self) -> None:
         with self._failing_together():
             self.gather(exact=True)
             self.wait()
+            self.take_over_edits()
             self.opened += 1
             self._was_opened = True
             try:
@@ -328,6 +352,11 @@ class Unit:
                 self.close(None)
                 raise
 
+    def take_over_edits(self) -> None:
+        """Values that were changed by hand are those that whoever looks from now on sees."""
+        if self.look is not None:
+            self.look()
+
     def _failing_together(self) -> contextlib.AbstractContextManager[None]:
         return self.groups[0].context.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
 
@@ -336,10 +365,14 @@ class Unit:
         try:
             with self._failing_together():
                 self.hear_update()  # it was begun while the unit was open, from what was before
-                fitting = [group.take_replaced(modifier_rank) for group in self.groups]
+                fitting = [edits.bring_home(group, modifier_rank) for group in self.groups]
                 for group in self.groups:
                     if modifier_rank is not None:
                         group.write_back(modifier_rank)
+                if modifier_rank is not None:
+                    self._versions = edits.versions(self._parameters(self.groups))
+                elif self.opened == 1 and all(fitting):
+                    self._look_for_lost_changes(closely=True)
         finally:
             for group in self.groups if self.opened == 1 else ():
                 group.close_for_writing()

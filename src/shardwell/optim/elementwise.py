@@ -1,0 +1,175 @@
+"""Is an optimizer elementwise? Only then do stretches of masters, cut anywhere, step as whole parameters would.
+
+Of torch's own and shardwell's that is known. Any other one is tried: it takes steps over small tensors, whole, and over
+the same numbers as two ranks would hold them. A rule that looks at shapes, at norms, or from one parameter to another
+gives other numbers then, and is refused. So is what cannot be tried, unless the optimizer, or its class, says
+`elementwise = True`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwell.errors import ShardwellError
+from shardwell.memory import Device
+from shardwell.optim.lion import Lion
+from shardwell.optim.whole import needs_whole
+
+Make = Callable[[list[list[Tensor]]], Optimizer]  # over the tensors of each parameter group
+
+_KNOWN = {
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adadelta),
+    *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop),
+    *(torch.optim.Rprop, Lion),
+}
+_KNOWN_ELSEWHERE = {  # some of them run on GPUs only, or need a process group
+    "apex.optimizers.fused_adagrad.FusedAdagrad",
+    "apex.optimizers.fused_adam.FusedAdam",
+    "apex.optimizers.fused_sgd.FusedSGD",
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion",
+    "deepspeed.ops.lion.fused_lion.FusedLion",
+    "transformers.optimization.AdamW",
+}
+_REFUSED = {"LBFGS", "Adafactor", "SparseAdam"}
+_SHAPES = {0: (), 1: (13,), 2: (6, 5), 3: (3, 4, 5), 4: (4, 3, 3, 2)}
+_NUM_STEPS = 12  # rules may begin to differ after a few
+_SCALES = (1.0, 1e-3, 30.0)  # of gradients: rules may clip
+_WAY_OUT = (
+    "Use an elementwise optimizer (Adam, AdamW, Lion, SGD, Adagrad, RMSprop, ...), or Lamb or Muon, which know shards."
+)
+
+
+def check_kind(kind: Any) -> None:
+    """Refuse what is known not to be elementwise."""
+    names = {base.__name__ for base in getattr(kind, "__mro__", ())}
+    if bad := sorted(names & _REFUSED):
+        raise ShardwellError(
+            f"{bad[0]} is not elementwise: it needs whole tensors where shardwell has shards. {_WAY_OUT}"
+        )
+
+
+def check_object(optimizer: Optimizer, device: Device) -> None:
+    """Refuse the user's optimizer if it is not elementwise. It is not changed."""
+    check_kind(type(optimizer))
+    if not _is_known(optimizer):
+        dims = [sorted({parameter.ndim for parameter in group["params"]}) for group in optimizer.param_groups]
+        _try(lambda tensors: _twin(optimizer, tensors), type(optimizer).__name__, dims, device)
+
+
+def check_factory(make: Make, groups: Sequence[dict[str, Any]], device: Device) -> None:
+    """Refuse what a factory makes if it is not elementwise."""
+    dims = [sorted({parameter.ndim for parameter in group["params"]}) for group in groups]
+    made = make([[nn.Parameter(torch.zeros(4, device=device.torch_device))] for _ in groups])
+    check_kind(type(made))
+    if not _is_known(made):
+        _try(make, type(made).__name__, dims, device)
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return (
+        kind in _KNOWN
+        or f"{kind.__module__}.{kind.__qualname__}" in _KNOWN_ELSEWHERE
+        or needs_whole(optimizer)
+        or bool(getattr(optimizer, "elementwise", False))
+    )
+
+
+def _twin(optimizer: Optimizer, tensors: list[list[Tensor]]) -> Optimizer:
+    """An optimizer with the same settings over other tensors. What it calls when it is stepped is left out."""
+    memo: dict[int, Any] = {}
+    for group, others in zip(optimizer.param_groups, tensors, strict=True):
+        memo.update({id(parameter): others[0] for parameter in group["params"]})
+    twin = object.__new__(type(optimizer))
+    left_out = {"state", "param_groups", "step"}
+    for key, value in optimizer.__dict__.items():
+        if key.startswith("_optimizer_"):
+            twin.__dict__[key] = OrderedDict()
+        elif key not in left_out:
+            twin.__dict__[key] = copy.deepcopy(value, memo)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**{key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}, "params": list(others)}
+        for group, others in zip(optimizer.param_groups, tensors, strict=True)
+    ]
+    return twin
+
+
+def _try(make: Make, name: str, dims: list[list[int]], device: Device) -> None:
+    if device.is_virtual:
+        return
+    remedy = (
+        f"{_WAY_OUT} If you know that {name} may be stepped in pieces of parameters, set `elementwise = True` on it or "
+        "on its class."
+    )
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            is_elementwise = _gives_the_same(make, dims, device)
+    except Exception as error:
+        raise ShardwellError(
+            f"it is not known whether {name} is elementwise, and small steps to find out failed with "
+            f"{type(error).__name__}: {error}. {remedy}"
+        ) from error
+    if not is_elementwise:
+        raise ShardwellError(
+            f"{name} is not elementwise: over pieces of parameters, which is what a rank holds, its steps give other "
+            f"numbers than over whole ones. {remedy}"
+        )
+    logging.getLogger("shardwell").info(
+        "%s was tried on small tensors: it is elementwise, and steps pieces of parameters as whole ones.", name
+    )
+
+
+def _gives_the_same(make: Make, dims: list[list[int]], device: Device) -> bool:
+    """Whether steps over whole tensors and over what two ranks would hold of them come to the same."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [[_SHAPES[min(dim, 4)] for dim in (own or [1]) for _ in range(2)] for own in dims]
+    whole = [[torch.randn(shape, generator=generator) for shape in own] for own in shapes]
+    flat = [torch.cat([tensor.reshape(-1) for tensor in own]) for own in whole]
+    halves = [[own[: own.numel() // 2 + 1] for own in flat], [own[own.numel() // 2 + 1 :] for own in flat]]
+    runs = [
+        _Run(make, whole, device),
+        *(_Run(make, [[own] for own in half], device) for half in halves),
+    ]
+    for step in range(_NUM_STEPS):
+        scale = _SCALES[step % len(_SCALES)]
+        gradients = [[torch.randn(shape, generator=generator) * scale for shape in own] for own in shapes]
+        joined = [torch.cat([tensor.reshape(-1) for tensor in own]) for own in gradients]
+        runs[0].step(gradients)
+        runs[1].step([[own[: own.numel() // 2 + 1]] for own in joined])
+        runs[2].step([[own[own.numel() // 2 + 1 :]] for own in joined])
+    first, second = (run.values() for run in runs[1:])
+    return all(
+        torch.allclose(expected, torch.cat([one, other]), rtol=1e-4, atol=1e-5, equal_nan=True)
+        for expected, one, other in zip(runs[0].values(), first, second, strict=True)
+    )
+
+
+class _Run:
+    """An optimizer over copies of some tensors."""
+
+    def __init__(self, make: Make, tensors: list[list[Tensor]], device: Device) -> None:
+        where = device.torch_device
+        self._parameters = [[nn.Parameter(t.detach().clone().to(where)) for t in own] for own in tensors]
+        self._optimizer = make([list(own) for own in self._parameters])
+
+    def step(self, gradients: list[list[Tensor]]) -> None:
+        for own, theirs in zip(self._parameters, gradients, strict=True):
+            for parameter, gradient in zip(own, theirs, strict=True):
+                parameter.grad = gradient.clone().to(parameter.device)
+        self._optimizer.step()
+
+    def values(self) -> list[Tensor]:
+        """1D, of each parameter group."""
+        return [torch.cat([parameter.detach().reshape(-1) for parameter in own]) for own in self._parameters]
