@@ -8,7 +8,8 @@ that one*. While the next token is the one in the book it is issued unchecked, a
 - A rank about to deviate from the book waits until every rank has deviated in the same way. The others, which follow
   the book, will never come: after the time limit the deviator raises, naming what they are doing.
 
-A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it.
+A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it. One that
+ends leaves a word on how far it came, for those that go on and then miss it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _ADVICE = (
     "Make all ranks run the same modules in the same order, or name the module that chooses between paths as one unit "
     "(zero_optimization.leaf_module)."
 )
+_END = "end"
 
 
 class Agreement:
@@ -185,9 +187,15 @@ class Agreement:
         while time.monotonic() < deadline:
             try:
                 self.look_for_failures()
+                if (ended := self._ended_ranks()) is not None:
+                    words = ended
+                    self._tell("lost", words)
+                    break
             except ShardwellError as known:
                 return known
             except Exception:  # the store went down with its host
+                words += ". The store that ranks leave words in is gone, too: the process that holds it (rank 0's, or "
+                words += "the launcher's) has ended."
                 self._cut_links()
                 break
             time.sleep(0.05)
@@ -195,6 +203,25 @@ class Agreement:
             self._tell("lost", words)
         self._failure = PeerError, words
         return PeerError(words)
+
+    def end(self, words: str) -> None:
+        """Leave a word that this rank takes part in nothing more, if it has not failed: how it ended, and when."""
+        if self._active and self._failure is None:
+            with contextlib.suppress(Exception):  # the store may have gone down with its host
+                self._store.set(f"{_END}/{self._mesh.rank}", words)
+
+    def _ended_ranks(self) -> str | None:
+        """What ranks that have ended said, with the way out; None if none has."""
+        others = (rank for rank in range(self._mesh.size) if rank != self._mesh.rank)
+        ended = [rank for rank in others if self._store.check([f"{_END}/{rank}"])]
+        if not ended:
+            return None
+        said = "; ".join(f"rank {rank} {self._store.get(f'{_END}/{rank}').decode()}" for rank in ended)
+        return (
+            f"{said}; rank {self._mesh.rank} goes on and waits for what it would bring. Give all ranks the same number "
+            "of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop inside `with "
+            "engine.join():`, where ranks may have different numbers of them."
+        )
 
     @property
     def has_failed(self) -> bool:

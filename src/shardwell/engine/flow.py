@@ -70,7 +70,7 @@ class Flow:
     ) -> None:
         self.limits = limits
         self.pages = pages  # for parameters on disk
-        self.num_ranks = num_ranks
+        self.num_ranks = self.num_averaged = num_ranks  # the latter: that gradients are averaged over
         self.accumulation_steps = accumulation_steps
         self.is_boundary = True
         self.sync = True  # off inside no_sync
@@ -396,7 +396,7 @@ class Flow:
     @property
     def _scale(self) -> float:
         """What makes a sum over ranks and micro-steps their average."""
-        return 1.0 / (self.num_ranks * (self.accumulation_steps if self.divide_by_steps else 1))
+        return 1.0 / (self.num_averaged * (self.accumulation_steps if self.divide_by_steps else 1))
 
     def _adds_up(self, group: Group) -> bool:
         """Whether gradients of several micro-steps meet here before they are reduced.
