@@ -55,6 +55,7 @@ class Agreement:
         self._num_meetings = 0
         self.advice = _ADVICE  # what to do about a divergence
         self._failure: tuple[type[ShardwellError], str] | None = None  # an error would keep all that it went through
+        self.advise: Callable[[str, str], str] | None = None  # the same, of what two ranks were about to run
         self._store: Any = None
         if self._active:
             store = dist.distributed_c10d._get_default_store()
@@ -91,7 +92,7 @@ class Agreement:
         revision = self._revisions.get(self._place, 0)
         key = f"turn/{self._edition}/{self._place}/{revision}"
         self._check(self._store.compare_set(key, "", self._signed(token)).decode(), token)
-        self._wait_for_all(key, token, f"; the step so far leads to '{expected}'")
+        self._wait_for_all(key, token, expected)
         self._revisions[self._place] = revision + 1
         self._write(token)
 
@@ -105,8 +106,12 @@ class Agreement:
             self._num_meetings += 1
             self._wait_for_all(f"meeting/{self._num_meetings}", token, limited=limited)
 
-    def _wait_for_all(self, key: str, token: str, else_: str = "", *, limited: bool = True) -> None:
-        """Return when all ranks are here; after the time limit, raise with the names of those that are not."""
+    def _wait_for_all(self, key: str, token: str, expected: str = "", *, limited: bool = True) -> None:
+        """Return when all ranks are here; after the time limit, raise with the names of those that are not.
+
+        `expected` is what the book says, if it says something else.
+        """
+        else_ = f"; the step so far leads to '{expected}'" if expected else ""
         self._store.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._store.add(f"{key}/count", 1)
         deadline = time.monotonic() + self._time_limit
@@ -118,7 +123,8 @@ class Agreement:
                 raise self.fail(
                     DivergenceError(
                         f"ranks diverge: rank {self._mesh.rank} is about to run '{token}', but rank(s) "
-                        f"{_listed(others)} did not join it within {self._time_limit:g} s{else_}. {self.advice}"
+                        f"{_listed(others)} did not join it within {self._time_limit:g} s{else_}. "
+                        f"{self._way_out(token, expected)}"
                     )
                 )
             time.sleep(pause)
@@ -131,9 +137,12 @@ class Agreement:
             raise self.fail(
                 DivergenceError(
                     f"ranks diverge: rank {self._mesh.rank} is about to run '{token}' where rank {rank} runs "
-                    f"'{theirs}'. {self.advice}"
+                    f"'{theirs}'. {self._way_out(token, theirs)}"
                 )
             )
+
+    def _way_out(self, ours: str, theirs: str) -> str:
+        return self.advice if self.advise is None else self.advise(ours, theirs)
 
     def _signed(self, token: str) -> str:
         return f"{self._mesh.rank} {token}"

@@ -51,7 +51,7 @@ class Join:
         num_with, num_with_nothing = (int(count) for count in counts.tolist())
         if num_with and num_with_nothing:
             raise ShardwellError(
-                f"{num_with_nothing} of {world.mesh.size} ranks had no batch at all inside `engine.join()`, so they have "
+                f"{num_with_nothing} of {world.mesh.size} ranks had no batch at all inside `engine.join()`: they have "
                 "nothing to repeat while the others train. Give each rank one batch at least."
             )
         self._engine._flow.num_averaged = world.mesh.size if self._divides_by_all else max(num_with, 1)
