@@ -54,6 +54,7 @@ class Agreement:
         self._place = 0  # a rolling hash over the last tokens
         self._num_meetings = 0
         self.advice = _ADVICE  # what to do about a divergence
+        self._num_moves = 0  # tokens so far, the same on all ranks at the same place
         self._failure: tuple[type[ShardwellError], str] | None = None  # an error would keep all that it went through
         self.advise: Callable[[str, str], str] | None = None  # the same, of what two ranks were about to run
         self._store: Any = None
@@ -118,6 +119,7 @@ class Agreement:
         pause = 1e-4
         while arrived < self._mesh.size:
             self.look_for_failures()
+            self.look_for_ends(self._num_moves + bool(expected))  # a deviation is not counted yet
             if limited and time.monotonic() > deadline:
                 others = [r for r in range(self._mesh.size) if not self._store.check([f"{key}/{r}"])]
                 raise self.fail(
@@ -155,6 +157,7 @@ class Agreement:
         self._book[self._place] = token
 
     def _move(self, token: str) -> None:
+        self._num_moves += 1
         code = zlib.crc32(token.encode()) + 1
         self._recent.append(code)
         place = (self._place * _BASE + code) % _PRIME
@@ -196,10 +199,8 @@ class Agreement:
         while time.monotonic() < deadline:
             try:
                 self.look_for_failures()
-                if (ended := self._ended_ranks()) is not None:
-                    words = ended
-                    self._tell("lost", words)
-                    break
+                if (ended := self._ended_ranks(self._num_moves)) is not None:
+                    return self._missing(ended)
             except ShardwellError as known:
                 return known
             except Exception:  # the store went down with its host
@@ -217,15 +218,25 @@ class Agreement:
         """Leave a word that this rank takes part in nothing more, if it has not failed: how it ended, and when."""
         if self._active and self._failure is None:
             with contextlib.suppress(Exception):  # the store may have gone down with its host
-                self._store.set(f"{_END}/{self._mesh.rank}", words)
+                self._store.set(f"{_END}/{self._mesh.rank}", f"{self._num_moves} {words}")
 
-    def _ended_ranks(self) -> str | None:
-        """What ranks that have ended said, with the way out; None if none has."""
+    def look_for_ends(self, needed: int | None = None) -> None:
+        """Raise if a rank has ended and will never take part in what this one does, which all ranks have to do."""
+        if self._active and (words := self._ended_ranks(needed or self._num_moves)) is not None:
+            raise self._missing(words)
+
+    def _missing(self, words: str) -> PeerError:
+        self._tell("lost", words)
+        self._failure = PeerError, words
+        return PeerError(words)
+
+    def _ended_ranks(self, needed: int) -> str | None:
+        """What ranks that ended before so many tokens have said, with the way out; None if none has."""
         others = (rank for rank in range(self._mesh.size) if rank != self._mesh.rank)
         ended = [rank for rank in others if self._store.check([f"{_END}/{rank}"])]
-        if not ended:
+        words = [(rank, *self._store.get(f"{_END}/{rank}").decode().split(" ", 1)) for rank in ended]
+        if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):
             return None
-        said = "; ".join(f"rank {rank} {self._store.get(f'{_END}/{rank}').decode()}" for rank in ended)
         return (
             f"{said}; rank {self._mesh.rank} goes on and waits for what it would bring. Give all ranks the same number "
             "of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop inside `with "
