@@ -36,6 +36,11 @@ _ADVICE = (
     "Make all ranks run the same modules in the same order, or name the module that chooses between paths as one unit "
     "(zero_optimization.leaf_module)."
 )
+_NO_RETURN = (
+    "All ranks stop where one fails, because the others wait for what it would bring: an error that is caught does not "
+    "bring this engine back. Start again from the last checkpoint, and leave out what may fail (a bad batch, say) "
+    "before the forward."
+)
 _END = "end"
 
 
@@ -175,7 +180,7 @@ class Agreement:
     def fail(self, error: ShardwellError) -> ShardwellError:
         """Tell the peers why this rank stops, wake those that wait for it, and refuse to go on here."""
         if self._active and self._failure is None:
-            self._failure = type(error), str(error)
+            self._failure = type(error), f"{error} (on this rank, {self._mesh.rank}). {_NO_RETURN}"
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
         return error
 
@@ -259,7 +264,7 @@ class Agreement:
             return
         kind, rank, words = self._store.get(_FAILURE).decode().split(" ", 2)
         known = {"divergence": DivergenceError(words), "lost": PeerError(words)}
-        found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}")
+        found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}. {_NO_RETURN}")
         self._failure = type(found), str(found)
         self._cut_links()
         raise found
