@@ -5,6 +5,7 @@ The engine takes that route, on which the host waits for no hop, for every backe
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -113,7 +114,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
             total += loss.item() / run.accumulation
         if number < SETTLED:
             losses.append(total)
-        else:
+        if number in (SETTLED, STEPS - 1):
             held.append((engine.memory().total(), bytes_in_use(device)))
     engine.destroy()
     return {"losses": losses, "held": held, "numel": sum(p.numel() for p in model.parameters())}
@@ -128,6 +129,8 @@ def bytes_in_use(device: torch.device) -> int:
 
 def everything(device: torch.device, stages: tuple[int, ...]) -> list[dict[str, Any]]:
     """All runs, each with what plain PyTorch gives, as this rank sees them."""
+    gc.collect()
+    gc.freeze()  # what there is already need not be looked at for each count
     found = []
     for run in (run for stage in stages for run in runs(stage)):
         answer = train(run, device)
@@ -143,7 +146,7 @@ def everything(device: torch.device, stages: tuple[int, ...]) -> list[dict[str, 
 def complaints(found: list[dict[str, Any]]) -> Iterator[str]:
     """What is wrong with the answers of a rank."""
     for answer in found:
-        limit = 2e-2 if answer["dtype"] == "bf16" else 1e-5  # sums of bf16 products have another order
+        limit = 5e-3 if answer["dtype"] == "bf16" else 1e-5  # sums of bf16 products have another order
         for step, (loss, plain) in enumerate(zip(answer["losses"], answer.get("plain", answer["losses"]), strict=True)):
             if not abs(loss - plain) <= limit * abs(plain):
                 yield f"{answer['run']}: the loss of step {step} is {loss}, and {plain} in plain PyTorch"

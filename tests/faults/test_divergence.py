@@ -119,6 +119,32 @@ def test_a_rank_that_raises_in_forward_takes_the_others_with_it(ranks: Ranks, st
     assert other["seconds"] < LIMIT + 4
 
 
+def catch_and_go_on(stage: int) -> list[str]:
+    """Rank 1 skips a batch that its forward cannot take; what each rank hears from then on."""
+    model = Gpt()
+    config = zero(stage, shardwell={"divergence_timeout": LIMIT})
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    good, bad, heard = batches(1, 2)[0], torch.full((2, 9), 1000), []
+    for batch in (good, bad if dist.get_rank() else good, good):
+        try:
+            engine.backward(engine(batch))
+            engine.step()
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    return heard
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_catches_its_error_and_goes_on_hears_what_to_do_as_all_do(ranks: Ranks, stage: int) -> None:
+    other, culprit = ranks.run(2, catch_and_go_on, stage, limit=40)
+    assert culprit[0].startswith("IndexError")
+    assert "IndexError in forward" in culprit[1]
+    assert "on this rank, 1" in culprit[1]
+    assert "rank 1 failed first: IndexError in forward" in other[0]
+    for words in (culprit[1], other[0]):
+        assert "Start again from the last checkpoint, and leave out what may fail" in words
+
+
 def use_after_failure() -> str:
     first = raise_in_forward(3, "forward")
     assert first["error"]

@@ -24,7 +24,7 @@ fp16.hysteresis 2  fp16.consecutive_hysteresis false  fp16.min_loss_scale 1.0
 torch_autocast.enabled false  torch_autocast.dtype "bf16"  torch_autocast.lower_precision_safe_modules null
 activation_checkpointing.partition_activations false  activation_checkpointing.cpu_checkpointing false
 activation_checkpointing.number_checkpoints null  activation_checkpointing.profile false
-shardwell.divergence_timeout 60.0  shardwell.nonfinite "auto"
+shardwell.divergence_timeout 60.0  shardwell.nonfinite "auto"  shardwell.find_unused_parameters false
 shardwell.placement "asked"  shardwell.device_room 0.25  shardwell.host_room 0.1
 shardwell.device_memory "auto"  shardwell.host_memory "auto"  shardwell.disk_memory "auto"
 shardwell.shard_at_world_one false  shardwell.keep_pages true  shardwell.keep_frozen "auto"

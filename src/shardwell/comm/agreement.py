@@ -8,7 +8,8 @@ that one*. While the next token is the one in the book it is issued unchecked, a
 - A rank about to deviate from the book waits until every rank has deviated in the same way. The others, which follow
   the book, will never come: after the time limit the deviator raises, naming what they are doing.
 
-A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it.
+A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it. One that
+ends leaves a word on how far it came, for those that go on and then miss it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ _ADVICE = (
     "Make all ranks run the same modules in the same order, or name the module that chooses between paths as one unit "
     "(zero_optimization.leaf_module)."
 )
+_NO_RETURN = (
+    "All ranks stop where one fails, because the others wait for what it would bring: an error that is caught does not "
+    "bring this engine back. Start again from the last checkpoint, and leave out what may fail (a bad batch, say) "
+    "before the forward."
+)
+_END = "end"
 
 
 class Agreement:
@@ -52,7 +59,9 @@ class Agreement:
         self._place = 0  # a rolling hash over the last tokens
         self._num_meetings = 0
         self.advice = _ADVICE  # what to do about a divergence
+        self._num_moves = 0  # tokens so far, the same on all ranks at the same place
         self._failure: tuple[type[ShardwellError], str] | None = None  # an error would keep all that it went through
+        self.advise: Callable[[str, str], str] | None = None  # the same, of what two ranks were about to run
         self._store: Any = None
         if self._active:
             store = dist.distributed_c10d._get_default_store()
@@ -89,7 +98,7 @@ class Agreement:
         revision = self._revisions.get(self._place, 0)
         key = f"turn/{self._edition}/{self._place}/{revision}"
         self._check(self._store.compare_set(key, "", self._signed(token)).decode(), token)
-        self._wait_for_all(key, token, f"; the step so far leads to '{expected}'")
+        self._wait_for_all(key, token, expected)
         self._revisions[self._place] = revision + 1
         self._write(token)
 
@@ -103,20 +112,26 @@ class Agreement:
             self._num_meetings += 1
             self._wait_for_all(f"meeting/{self._num_meetings}", token, limited=limited)
 
-    def _wait_for_all(self, key: str, token: str, else_: str = "", *, limited: bool = True) -> None:
-        """Return when all ranks are here; after the time limit, raise with the names of those that are not."""
+    def _wait_for_all(self, key: str, token: str, expected: str = "", *, limited: bool = True) -> None:
+        """Return when all ranks are here; after the time limit, raise with the names of those that are not.
+
+        `expected` is what the book says, if it says something else.
+        """
+        else_ = f"; the step so far leads to '{expected}'" if expected else ""
         self._store.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._store.add(f"{key}/count", 1)
         deadline = time.monotonic() + self._time_limit
         pause = 1e-4
         while arrived < self._mesh.size:
             self.look_for_failures()
+            self.look_for_ends(self._num_moves + bool(expected))  # a deviation is not counted yet
             if limited and time.monotonic() > deadline:
                 others = [r for r in range(self._mesh.size) if not self._store.check([f"{key}/{r}"])]
                 raise self.fail(
                     DivergenceError(
                         f"ranks diverge: rank {self._mesh.rank} is about to run '{token}', but rank(s) "
-                        f"{_listed(others)} did not join it within {self._time_limit:g} s{else_}. {self.advice}"
+                        f"{_listed(others)} did not join it within {self._time_limit:g} s{else_}. "
+                        f"{self._way_out(token, expected)}"
                     )
                 )
             time.sleep(pause)
@@ -129,9 +144,12 @@ class Agreement:
             raise self.fail(
                 DivergenceError(
                     f"ranks diverge: rank {self._mesh.rank} is about to run '{token}' where rank {rank} runs "
-                    f"'{theirs}'. {self.advice}"
+                    f"'{theirs}'. {self._way_out(token, theirs)}"
                 )
             )
+
+    def _way_out(self, ours: str, theirs: str) -> str:
+        return self.advice if self.advise is None else self.advise(ours, theirs)
 
     def _signed(self, token: str) -> str:
         return f"{self._mesh.rank} {token}"
@@ -144,6 +162,7 @@ class Agreement:
         self._book[self._place] = token
 
     def _move(self, token: str) -> None:
+        self._num_moves += 1
         code = zlib.crc32(token.encode()) + 1
         self._recent.append(code)
         place = (self._place * _BASE + code) % _PRIME
@@ -161,7 +180,7 @@ class Agreement:
     def fail(self, error: ShardwellError) -> ShardwellError:
         """Tell the peers why this rank stops, wake those that wait for it, and refuse to go on here."""
         if self._active and self._failure is None:
-            self._failure = type(error), str(error)
+            self._failure = type(error), f"{error} (on this rank, {self._mesh.rank}). {_NO_RETURN}"
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
         return error
 
@@ -185,9 +204,13 @@ class Agreement:
         while time.monotonic() < deadline:
             try:
                 self.look_for_failures()
+                if (ended := self._ended_ranks(self._num_moves)) is not None:
+                    return self._missing(ended)
             except ShardwellError as known:
                 return known
             except Exception:  # the store went down with its host
+                words += ". The store that ranks leave words in is gone, too: the process that holds it (rank 0's, or "
+                words += "the launcher's) has ended."
                 self._cut_links()
                 break
             time.sleep(0.05)
@@ -195,6 +218,35 @@ class Agreement:
             self._tell("lost", words)
         self._failure = PeerError, words
         return PeerError(words)
+
+    def end(self, words: str) -> None:
+        """Leave a word that this rank takes part in nothing more, if it has not failed: how it ended, and when."""
+        if self._active and self._failure is None:
+            with contextlib.suppress(Exception):  # the store may have gone down with its host
+                self._store.set(f"{_END}/{self._mesh.rank}", f"{self._num_moves} {words}")
+
+    def look_for_ends(self, needed: int | None = None) -> None:
+        """Raise if a rank has ended and will never take part in what this one does, which all ranks have to do."""
+        if self._active and (words := self._ended_ranks(needed or self._num_moves)) is not None:
+            raise self._missing(words)
+
+    def _missing(self, words: str) -> PeerError:
+        self._tell("lost", words)
+        self._failure = PeerError, words
+        return PeerError(words)
+
+    def _ended_ranks(self, needed: int) -> str | None:
+        """What ranks that ended before so many tokens have said, with the way out; None if none has."""
+        others = (rank for rank in range(self._mesh.size) if rank != self._mesh.rank)
+        ended = [rank for rank in others if self._store.check([f"{_END}/{rank}"])]
+        words = [(rank, *self._store.get(f"{_END}/{rank}").decode().split(" ", 1)) for rank in ended]
+        if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):
+            return None
+        return (
+            f"{said}; rank {self._mesh.rank} goes on and waits for what it would bring. Give all ranks the same number "
+            "of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop inside `with "
+            "engine.join():`, where ranks may have different numbers of them."
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -212,7 +264,7 @@ class Agreement:
             return
         kind, rank, words = self._store.get(_FAILURE).decode().split(" ", 2)
         known = {"divergence": DivergenceError(words), "lost": PeerError(words)}
-        found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}")
+        found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}. {_NO_RETURN}")
         self._failure = type(found), str(found)
         self._cut_links()
         raise found

@@ -376,6 +376,8 @@ class Collectives:
             if self.agreement is not None:
                 self.agreement.look_for_failures()
             if times >= _FIRST_PROBE and times & (times - 1) == 0:  # ever less often: what is posted stays there
+                if self.agreement is not None:
+                    self.agreement.look_for_ends()
                 self._guarded(self._probe)
 
         return look

@@ -353,6 +353,11 @@ def _check_built(config: Config, found: Findings) -> None:
             f"{_show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
             'parameters rest sharded, and can be offloaded, only at stage 3; use "none"'
         )
+    if config.shardwell.find_unused_parameters and zero.stage == 3 and not found.broken("zero_optimization.stage"):
+        refused["shardwell.find_unused_parameters"] = (
+            "true contradicts zero_optimization.stage 3: all ranks bring their part of a module that one of them runs; "
+            "use stage 2, or name the module that chooses in zero_optimization.leaf_module"
+        )
     copies = zero.zero_hpz_partition_size
     if copies not in (1, "auto") and zero.stage != 3 and not found.broken("zero_optimization.stage"):
         refused["zero_optimization.zero_hpz_partition_size"] = (

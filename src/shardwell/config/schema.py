@@ -266,6 +266,10 @@ class ShardwellConfig(Block):
     divergence_timeout: PositiveReal = Field(
         default=60.0, description="Seconds to wait for a rank before its collectives are compared with the others'."
     )
+    find_unused_parameters: Flag = Field(
+        default=False,
+        description="Ranks may run different modules, at stages 0 to 2: gradients are averaged when backward is over.",
+    )
     nonfinite: Literal["auto", "error", "skip"] = Field(
         default="auto",
         description="On inf or NaN gradients: raise, or skip the step; auto = raise in the first 10 steps, then skip; "

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
+from shardwell.engine import ends
 from shardwell.engine.checkpoints import Checkpoints
 from shardwell.engine.ending import DESTROYED, ModelBefore
 from shardwell.engine.fingerprint import Fingerprint
@@ -23,6 +24,7 @@ from shardwell.engine.flow import Flow
 from shardwell.engine.given_loader import GivenLoader
 from shardwell.engine.hooks import attach
 from shardwell.engine.inputs import Inputs, mover
+from shardwell.engine.join import Join, joined
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.nested import alias_with, map_tensors
 from shardwell.engine.odd_uses import StepWatch, ready_for_accelerate, refuse_pickling
@@ -90,11 +92,15 @@ class Engine(nn.Module):
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
         self._checkpoints = Checkpoints(self)
         self._is_destroyed = False
+        self._join: Join | None = None  # a loop over uneven data
+        ends.watch(self)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
+        if self._join is not None and torch.is_grad_enabled():
+            self._join.begin(args, kwargs)
         self.fit_to_model()
         if self._watch is not None:
             self._watch = self._watch.saw_forward(self)
@@ -261,6 +267,13 @@ class Engine(nn.Module):
             yield
         finally:
             self._flow.sync = True
+
+    def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
+        """A context for a loop over uneven data: ranks that are out of batches stand in until all are.
+
+        One forward, backward and step for each batch. The average is over all ranks, or over those that have data.
+        """
+        return joined(self, divide_by_initial_world_size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this boundary.
@@ -507,6 +520,7 @@ class Engine(nn.Module):
             for module in self._compiled:
                 module.__dict__.pop("forward", None)
             self._before.end(self.module, self._flow, self.optimizer, self._context, whole=whole)
+            ends.tell(self._agreement, self.micro_steps)
             self.trim()
 
     _is_accelerate_prepared = ready_for_accelerate

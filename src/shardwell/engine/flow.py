@@ -70,10 +70,12 @@ class Flow:
     ) -> None:
         self.limits = limits
         self.pages = pages  # for parameters on disk
-        self.num_ranks = num_ranks
+        self.num_ranks = self.num_averaged = num_ranks  # the latter: that gradients are averaged over
         self.accumulation_steps = accumulation_steps
         self.is_boundary = True
         self.sync = True  # off inside no_sync
+        self.paths_differ = False  # ranks may run different units: all are reduced at the boundary, in a fixed order
+        self._is_ending = False  # that boundary is being ended
         self.divide_by_steps = True
         self.trace: Trace | None = None
         self.gradients_reduced: Callable[[Unit, bool], None] | None = None  # whom to tell, and whether at the boundary
@@ -396,7 +398,7 @@ class Flow:
     @property
     def _scale(self) -> float:
         """What makes a sum over ranks and micro-steps their average."""
-        return 1.0 / (self.num_ranks * (self.accumulation_steps if self.divide_by_steps else 1))
+        return 1.0 / (self.num_averaged * (self.accumulation_steps if self.divide_by_steps else 1))
 
     def _adds_up(self, group: Group) -> bool:
         """Whether gradients of several micro-steps meet here before they are reduced.
@@ -404,6 +406,8 @@ class Flow:
         They then do so in the dtype for that, also on a rank whose first gradient comes with the last micro-step: what
         travels must be alike on all ranks.
         """
+        if self.paths_differ:
+            return self.accumulation_steps > 1 or self._kept_back
         over_steps = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.BOUNDARY
         return over_steps or self._kept_back or not self._reduces_now(group)
 
@@ -412,6 +416,8 @@ class Flow:
         self._kept_back = True
 
     def _reduces_now(self, group: Group) -> bool:
+        if self.paths_differ:
+            return self._is_ending
         return self.sync and (self.is_boundary or group.row.reduce_at is ReduceAt.MICRO_STEP)
 
     def end_backward(self, unit: Unit) -> None:
@@ -431,7 +437,8 @@ class Flow:
     def _reduce(self, unit: Unit, group: Group) -> None:
         self._finish_reduces(self._reduced_before(group))
         self.note(Action.REDUCE, unit)
-        accumulates = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.MICRO_STEP
+        by_steps = group.row.reduce_at is ReduceAt.MICRO_STEP and not self.paths_differ
+        accumulates = self.accumulation_steps > 1 and by_steps
         with torch.no_grad(), record_function(f"shardwell::REDUCE {unit.name}"):
             group.gradients.reduce(
                 self._scale,
@@ -480,7 +487,7 @@ class Flow:
                 if unit.in_backward or unit.has_news:
                     self.end_backward(unit)
         self._tasks.discard(task)
-        self._sums_wait = self._sums_wait or not (self.sync and self.is_boundary)
+        self._sums_wait = self._sums_wait or self.paths_differ or not (self.sync and self.is_boundary)
         if not self._tasks:
             self.hang_gradients()
 
@@ -513,7 +520,7 @@ class Flow:
 
     def set_gradient(self, unit: Unit, group: Group, index: int, grad: Tensor) -> None:
         """A gradient that the user set counts as one of this rank's: it is averaged over the ranks."""
-        scale = self.loss_scale.value / self.num_ranks
+        scale = self.loss_scale.value / self.num_averaged
         is_last = self.is_boundary and self.sync
         group.gradients.absorb(index, grad.clone(), scale, stays=self._adds_up(group), is_last=is_last)
         unit.has_news = self._sums_wait = True
@@ -523,13 +530,14 @@ class Flow:
     def finish(self) -> None:
         """The boundary: everything that backward started is finished; what was kept back until now is reduced."""
         sync, boundary = self.sync, self.is_boundary
-        self.sync = self.is_boundary = True
+        self.sync = self.is_boundary = self._is_ending = True
         try:
             for unit in self.units:
-                unit.has_news = unit.has_news or any(group.gradients.is_partial for group in unit.trainable)
+                has_sums = any(group.gradients.is_partial for group in unit.trainable)
+                unit.has_news = unit.has_news or has_sums or (self.paths_differ and bool(unit.trainable))
             self.end_passes()
         finally:
-            self.sync, self.is_boundary, self._kept_back = sync, boundary, False
+            self.sync, self.is_boundary, self._kept_back, self._is_ending = sync, boundary, False, False
             self._sums_wait = False
 
     def end_passes(self) -> None:
@@ -545,7 +553,11 @@ class Flow:
         """As `finish`, but nobody is told of gradients: they are not wanted any more. A graph may still be."""
         told, self.gradients_reduced = self.gradients_reduced, None
         try:
-            self.finish()
+            if self.paths_differ:  # what a rank has it need not show the others first
+                self.end_passes()
+                self._kept_back = self._sums_wait = False
+            else:
+                self.finish()
         finally:
             self.gradients_reduced = told
         if self._graph_was_used:

@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype, settle_
 from shardwell.engine.refit import Builder
 from shardwell.engine.report import Given, announce
 from shardwell.engine.trial import settled
+from shardwell.engine.way_out import way_out
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Scratch
 from shardwell.memory.device import default_device
@@ -123,6 +125,7 @@ def initialize(
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
     engine.offload, engine._before = offload, before
     _meet_the_user(engine, flow)
+    agreement.advise = partial(way_out, model, settings.zero_optimization.stage)
     engine._scale = _loss_scale(settings)
     flow.loss_scale = engine._scale
     checkpointing.follow(settings, model)
@@ -158,7 +161,9 @@ def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
             limits.live,
             needed,
         )
-    return Flow(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
+    flow = Flow(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
+    flow.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
+    return flow
 
 
 def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> ShardedOptimizer:

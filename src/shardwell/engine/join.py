@@ -1,0 +1,96 @@
+"""Uneven data: a rank that is out of batches stands in for itself until the others are, too.
+
+Before each forward all ranks say whether they have a batch. One that has none repeats its last one: what the others do
+together with it goes on, and its gradients are zeros. So the sum is that of the ranks that had data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwell.engine.nested import tensors_in
+from shardwell.errors import ShardwellError
+
+if TYPE_CHECKING:
+    from shardwell.engine.engine import Engine
+
+
+class Join:
+    """One loop over data of which ranks may have different numbers of batches."""
+
+    def __init__(self, engine: Engine, divide_by_initial_world_size: bool) -> None:
+        self._engine, self._divides_by_all = engine, divide_by_initial_world_size
+        self._batch: tuple[Any, Any] | None = None  # the last one
+        self._began_at = -1  # the micro-step of the last forward
+        self._is_shadow = False
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """A forward with gradients begins on this rank."""
+        if self._is_shadow:
+            return
+        if self._began_at == self._engine.micro_steps:
+            raise ShardwellError(
+                "two forwards with gradients before a step inside `engine.join()`: ranks without data repeat one "
+                "forward, one backward and one step for each batch of the others. Call engine.step() after each "
+                "backward, or give all ranks the same number of batches."
+            )
+        self._began_at = self._engine.micro_steps
+        self._batch = args, kwargs
+        self._ask(has_data=True)
+
+    def _ask(self, *, has_data: bool) -> bool:
+        """Whether some rank has data; all ranks ask at once."""
+        world = self._engine._context.world
+        has_nothing = not has_data and self._batch is None
+        counts = torch.tensor([has_data, has_nothing], dtype=torch.float64, device=world.device.torch_device)
+        world.sum_scalar(counts, "JOIN")
+        num_with, num_with_nothing = (int(count) for count in counts.tolist())
+        if num_with and num_with_nothing:
+            raise ShardwellError(
+                f"{num_with_nothing} of {world.mesh.size} ranks had no batch at all inside `engine.join()`: they have "
+                "nothing to repeat while the others train. Give each rank one batch at least."
+            )
+        self._engine._flow.num_averaged = world.mesh.size if self._divides_by_all else max(num_with, 1)
+        return num_with > 0
+
+    def shadow(self) -> None:
+        """This rank is out of data: do what the others do until all are."""
+        self._is_shadow = True
+        while self._ask(has_data=False):
+            self._repeat()
+
+    def _repeat(self) -> None:
+        assert self._batch is not None
+        engine, (args, kwargs) = self._engine, self._batch
+        buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]  # a batch counts once in them
+        output = engine(*args, **kwargs)
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        engine.backward(torch.stack([_nothing_of(tensor) for tensor in outputs]).sum())
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        engine.step()
+
+
+def _nothing_of(output: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradients are zeros, whatever was computed."""
+    return output.nan_to_num(0.0, 0.0, 0.0).float().sum() * 0.0
+
+
+@contextlib.contextmanager
+def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]:
+    """What `Engine.join` gives."""
+    if engine._join is not None:
+        raise ShardwellError("engine.join() is open already: one loop over data is inside one of them")
+    engine._join = Join(engine, divide_by_initial_world_size)
+    try:
+        with engine._context.failing_together("a loop inside engine.join()"):
+            yield
+        engine._join.shadow()
+    finally:
+        engine._join = None
+        engine._flow.num_averaged = engine.world_size
