@@ -87,3 +87,30 @@ def test_gradients_of_each_row_go_through_the_engine_in_fp16() -> None:
     expected = [torch.autograd.grad(loss(row), row)[0] for row in x.clone().requires_grad_().unbind()]
     assert found.isfinite().all()
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_each_row_go_through_the_engine_with_nothing_gathered(stage: int) -> None:
+    engine, model = engine_at(stage), plain()
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    found = vmap(grad(lambda row: engine(row[None]).square().sum()))(x)
+    expected = vmap(grad(lambda row: model(row[None]).square().sum()))(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_that_uses_torch_func_itself_is_refused_with_the_way_out() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = vmap(grad(lambda row: self.inner(row).sum()))(x)
+            return found
+
+    model = nn.Sequential(Force(), Force()).double()
+    config = zero(3, shardwell={"shard_at_world_one": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
+    with pytest.raises(shardwell.ShardwellError, match="in its own forward"):
+        engine(torch.randn(4, WIDTH, dtype=torch.float64))

@@ -23,6 +23,7 @@ from shardwell.engine.nested import tensors_in
 from shardwell.engine.order import Order
 from shardwell.engine.saved import SavedViews
 from shardwell.engine.trace import Action, Event, Trace
+from shardwell.engine.transforms import named_refusals, outside_transforms
 from shardwell.errors import BackwardError, ReleasedParameterError
 from shardwell.memory.pages import Pages
 from shardwell.optim.gradient_views import GradientViews
@@ -135,7 +136,8 @@ class Flow:
             self.take_edits()
         before, self._in_model = self._in_model, True
         try:
-            yield
+            with named_refusals():
+                yield
         finally:
             self._in_model = before
             if self.pages is not None:
@@ -239,7 +241,7 @@ class Flow:
     def _gather(self, unit: Unit) -> None:
         if unit.residency is Residency.RELEASED:
             self.note(Action.GATHER, unit)
-            with record_function(f"shardwell::GATHER {unit.name}"):
+            with outside_transforms(), record_function(f"shardwell::GATHER {unit.name}"):
                 unit.gather()
             self.saved.find(unit)
 
