@@ -299,6 +299,22 @@ def test_meta_parameters_are_left_alone_until_they_have_values() -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_a_model_of_which_a_part_has_no_values_is_refused() -> None:
+    with shardwell.zero.Init(device="cpu"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    with pytest.raises(ShardwellError, match=r"'1.weight' is on the meta device.*to_empty"):
+        shardwell.initialize(model=model, config=zero(3))
+
+
+def test_pickling_a_model_is_refused_in_words_and_its_state_can_be_saved(tmp_path: Path) -> None:
+    with shardwell.zero.Init(device="cpu"):
+        model = Gpt()
+    with pytest.raises(ShardwellError, match=r"cannot be pickled.*state_dict"):
+        torch.save(model, tmp_path / "model")
+    torch.save(model.state_dict(), tmp_path / "state")
+    assert torch.load(tmp_path / "state").keys() == model.state_dict().keys()
+
+
 def test_layers_that_are_copied_are_split_too() -> None:
     with shardwell.zero.Init(device="cpu"):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), num_layers=3)

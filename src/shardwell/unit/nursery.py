@@ -13,6 +13,7 @@ import itertools
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -316,6 +317,12 @@ class Newborn:
                 self._hang()
             self._flat.drop()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardwellError(
+            f"a model that is built in zero.Init cannot be pickled: this rank has a shard of {self._name} and links "
+            "to others. Save `model.state_dict()`, which all ranks must call, or use the engine's save_checkpoint."
+        )
+
     # ------------------------------------------------------------------------------------------ as a keeper
 
     def belong_to(self, parameter: nn.Parameter) -> None:
@@ -360,5 +367,11 @@ def meet_for_initialize(model: nn.Module) -> None:
     """All ranks have left the nursery behind, or one of them has failed there: it is told before anybody else waits."""
     keepers = [guard.keeper_or_none(parameter) for parameter in model.parameters()]
     agreements = {id(k.agreement): k.agreement for k in keepers if isinstance(k, Newborn)}
+    blank = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if agreements and blank:
+        raise ShardwellError(
+            f"parameter '{blank[0]}' is on the meta device and has no values, but others of the model have some. Fill "
+            "it (module.to_empty(device=...), then an initialiser or load_state_dict), or build all of it on meta."
+        )
     for agreement in agreements.values():
         agreement.meet("initialize", limited=False)
