@@ -135,4 +135,5 @@ def _differences(config: Config) -> Iterator[Note]:
 
 def is_deepspeeds(config: Config) -> bool:
     """Whether a file was made for DeepSpeed: it has keys that only DeepSpeed acts on."""
-    return bool(config.notes) or any(True for _ in _unused(config))
+    described = (info.description or "" for key, info in _fields(config, "") if _is_given(config, key))
+    return bool(config.notes) or any(text.startswith(_NO_EFFECT) for text in described)
