@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 from tests.allowed.operations import OPERATIONS
 from tests.allowed.page import PAGE, failures, found, written
@@ -16,7 +17,11 @@ def main(words: list[str]) -> int:
     operations = [one for one in OPERATIONS if not names or any(word in one.name for word in names)]
     pool = Ranks()
     try:
-        results = {column: found(pool, column, operations) for column in columns}
+        results = {}
+        for column in columns:
+            results[column] = found(pool, column, operations)
+            kinds = Counter(result.kind for result in results[column].values())
+            print(f"{column}: {dict(kinds)}", flush=True)
     finally:
         pool.close()
     if words:

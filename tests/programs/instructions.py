@@ -181,6 +181,10 @@ class ZeroGrad(Instruction):
     how: str  # engine, module, optimizer, each
     zeros: bool  # set_to_none=False
 
+    @property
+    def tag(self) -> str:
+        return "zero_grad:zeros" if self.zeros else f"zero_grad:{self.how}"
+
     def perform(self, world: World) -> None:
         if self.how == "each":
             for parameter in world.models[self.who].parameters():

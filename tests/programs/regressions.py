@@ -2,4 +2,119 @@
 
 from __future__ import annotations
 
-REGRESSIONS: list[str] = []
+REGRESSIONS: list[str] = [
+    """
+    stage=2 ranks=1
+    forward(b, g, tensor, 1)
+    forward(a, g, tensor, 0)
+    backward(b, loss, first, False)
+    backward(a, engine, first, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=0 ranks=1
+    forward(c, g, tensor, 3)
+    backward(c, loss, first, False)
+    clip(g, norm, 0.05)
+    """,
+    """
+    stage=0 ranks=1
+    forward(b, g, tensor, 2)
+    backward(b, loss, first, False)
+    clip(g, value, 0.5)
+    """,
+    """
+    stage=1 ranks=1
+    forward(a, g, tensor, 2)
+    backward(a, loss, first, False)
+    grad(g, add_, blocks.1.up.weight, 84)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=1 ranks=1
+    grad(g, set, blocks.1.down.weight, 93)
+    step(g)
+    forward(b, g, tensor, 3)
+    """,
+    """
+    stage=3 ranks=1 offload=params
+    forward(a, g, tensor, 5)
+    backward(a, loss, first, False)
+    forward(c, g, tensor, 7)
+    """,
+    """
+    stage=2 ranks=1 offload=cpu
+    forward(b, g, tensor, 6)
+    backward(b, engine, first, False)
+    evaluate(g, no_grad, 2)
+    """,
+    """
+    stage=2 ranks=1 dtype=float32 offload=nvme
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    look(g, gathered)
+    """,
+    """
+    stage=2 ranks=1 engines=2
+    forward(b, d, tensor, 8)
+    backward(b, loss, first, False)
+    zero_grad(d, module, False)
+    step(d)
+    look(d, gathered)
+    """,
+    """
+    stage=3 ranks=1
+    forward(a, g, tensor, 5)
+    backward(a, loss, first, False)
+    zero_grad(g, optimizer, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=3 ranks=1 loop=before
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=0 ranks=1 loop=after
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=3 ranks=1
+    forward(a, g, namespace, 1)
+    backward(a, loss, both, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=3 ranks=1
+    forward(a, g, changed view, 1)
+    backward(a, loss, both, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=3 ranks=1
+    forward(a, g, kept weight, 1)
+    backward(a, loss, both, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=1 ranks=1
+    forward(a, g, recomputed, 9)
+    backward(a, engine, first, False)
+    step(g)
+    """,
+    """
+    stage=2 ranks=1
+    forward(a, g, caller's list, 9)
+    """,
+]

@@ -19,12 +19,12 @@ from tests.ranks import Ranks
 # What is known to fail, and so is not drawn here; campaigns draw it. It shrinks as things are made to work.
 NOT_YET = frozenset(
     {
-        "loop=given", "loop=before", "loop=after", "offload=cpu", "offload=nvme", "offload=params",
-        "grad", "safe_grad:get", "clip", "zero_grad:module", "zero_grad:optimizer", "zero_grad:each",
+        "loop=given", "loop=before", "loop=after",  # the user's optimizer drops the gradients after its step
+        "zero_grad:zeros", "grad:zero_",  # zeros count as no gradient
+        "safe_grad", "grad:read", "grad:read norm", "grad:read sum", "grad:read is None",  # zeros where there is none
+        "recall:module",  # model.load_state_dict is lost with state on the host
         "edit:data=", "edit:data.copy_", "edit:data[0]=", "edit:vector_to_parameters", "edit:to and back", "edit:swap",
-        "edit:init.constant_", "edit:mul_", "edit:clamp_",
-        "forward:caller's list", "forward:caller's dict", "forward:namespace", "forward:deque", "forward:distribution",
-        "forward:kept weight", "forward:changed view", "forward:recomputed",
+        "edit:init.constant_", "edit:mul_", "edit:clamp_",  # are not noticed, or lost in a loan
     }
 )  # fmt: skip
 

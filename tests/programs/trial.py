@@ -18,6 +18,7 @@ from torch import Tensor
 
 import shardwell
 from shardwell.errors import DivergenceError, NonFiniteError, PeerError, ShardwellError
+from shardwell.optim import gradient
 from tests.programs.program import Program
 from tests.programs.worlds import Plain, Sharded, World
 
@@ -73,8 +74,14 @@ class Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
+def forget_what_was_said() -> None:
+    """What is said once in a process must be said again to the next program."""
+    gradient._has_warned = False
+
+
 def attempt(program: Program, folder: Path) -> Outcome:
     """On this rank."""
+    forget_what_was_said()
     own = dist.get_rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -125,7 +132,7 @@ def _judge(program: Program, expected: End, found: End, said: list[str]) -> Outc
 def is_refusal(error: Exception) -> bool:
     """Whether shardwell says in words of its own that it does not do this. A user's own error may be repeated."""
     if not isinstance(error, ShardwellError) or isinstance(error, NO_ANSWER):
-        return False
+        return "shardwell.zero.GatheredParameters" in str(error)  # torch may put it into an error of its own
     echo = ECHO.match(str(error))
     return echo is None or echo[1] == LookupError.__name__ or hasattr(shardwell.errors, echo[1])
 
