@@ -234,6 +234,29 @@ def zero_in_place(trainer: Any) -> list[float]:
     return []
 
 
+def zero_in_place_by_optimizer(trainer: Any) -> list[float]:
+    first, second = data(2)
+    trainer.backward(first)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=False)
+    trainer.backward(second)
+    trainer.optimizer.zero_grad(set_to_none=False)
+    trainer.step()
+    return []
+
+
+def average_by_hand(trainer: Any) -> list[float]:
+    """As people did before DDP: what is averaged already stays what it is."""
+    for batch in data(2):
+        trainer.backward(batch)
+        for p in trainer.module.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+            p.grad = p.grad * 0.5
+        trainer.step()
+    return []
+
+
 def accumulate_by_hand(trainer: Any) -> list[float]:
     norms = []
     for number, batch in enumerate(data(6)):
@@ -264,7 +287,7 @@ LOOPS: dict[str, Callable[[Any], list[float]]] = {
     loop.__name__: loop
     for loop in (
         *(plain_loop, clip_norm, clip_value, scale_and_noise, read, edit_views, set_to_none, set_gradients),
-        *(drop_by_module, zero_in_place, accumulate_by_hand, closure),
+        *(drop_by_module, zero_in_place, zero_in_place_by_optimizer, average_by_hand, accumulate_by_hand, closure),
     )
 }
 

@@ -166,6 +166,35 @@ def test_grad_is_there_from_backward_to_step(ranks: Ranks, stage: int) -> None:
         assert seen == {"before": True, "metadata": True, "values": 5, "stays": True, "after": True}
 
 
+def after_a_step_of_ones_own(stage: int) -> dict[str, Any]:
+    import shardwell.optim.gradient_views as views
+
+    views._has_warned = False
+    engine, model, mine = engine_of(stage)
+    first, second = data(2)
+    engine(first).backward()
+    mine.step()
+    weight = model.last.weight
+    seen: dict[str, Any] = {"hangs": weight.grad is not None, "words": words_of(weight.grad.sum)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine(second).backward()
+        mine.step()
+    seen["warnings"] = [str(one.message) for one in caught if "zero_grad()" in str(one.message)]
+    mine.zero_grad()
+    seen["dropped"] = weight.grad is None
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_that_a_step_of_ones_own_used_up_are_not_added_to_in_silence(ranks: Ranks, stage: int) -> None:
+    for seen in ranks.run(2, after_a_step_of_ones_own, stage):
+        assert seen["hangs"]
+        assert seen["dropped"]
+        assert "between backward and step" in seen["words"]
+        assert len(seen["warnings"]) == 1
+
+
 def is_freed(stage: int) -> bool:
     engine, model, mine = engine_of(stage)
     for batch in data(2):

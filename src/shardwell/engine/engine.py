@@ -208,7 +208,11 @@ class Engine(nn.Module):
     def step_now(self) -> None:
         """Apply the gradients, whatever the count of micro-steps says: a loop that calls its optimizer's own `step`."""
         self.set_gradient_accumulation_boundary(True)
-        self.step()
+        self._flow.spends_gradients = True
+        try:
+            self.step()
+        finally:
+            self._flow.spends_gradients = False
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take over an optimizer that the user made over the model's parameters, and step."""
@@ -283,6 +287,9 @@ class Engine(nn.Module):
         """
         if self.optimizer is not None:
             self.optimizer.habit.meet("gradients were dropped by zero_grad()")
+        if not set_to_none and self._flow.views is not None:
+            self._flow.views.zero()
+            return
         self._flow.finish_for_nobody()
         if self.optimizer is not None:
             self.optimizer.forget_gradients()

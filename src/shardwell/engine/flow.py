@@ -90,6 +90,7 @@ class Flow:
         self._kept_back = False  # some gradients of this boundary were
         self._sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
+        self.spends_gradients = False  # the step is of the user's own optimizer, which leaves `p.grad` where it is
         self.views: GradientViews | None = None  # that stand for gradients in `p.grad`
         self.drop_gradients: Callable[[], None] = self.finish_for_nobody  # as `zero_grad` does
         self._tasks: set[int] = set()
@@ -511,7 +512,9 @@ class Flow:
 
     def clear_gradients(self) -> None:
         """The engine holds no gradients any more."""
-        if self.views is not None:
+        if self.views is not None and self.spends_gradients:
+            self.views.spend()
+        elif self.views is not None:
             self.views.clear()
 
     def take_edits(self, *, at_step: bool = False) -> None:

@@ -37,6 +37,7 @@ class Access:
         self._unit = keeper
         keeper.take_over_edits()
         self._group, self._slot = _locate(keeper, parameter)
+        self._index = self._group.layout.slots.index(self._slot)
         self._piece = self._own_piece()
 
     def _own_piece(self) -> Piece | None:
@@ -176,6 +177,7 @@ class Access:
             if not self._is_trained or self._group.gradients.result is None:
                 raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
             mine = self.part_of(self._checked(value).to(self._group.gradients.wide))
+            self._group.gradients.seen[self._index] = True
             if part is not None:
                 part.copy_(mine)
 
@@ -207,7 +209,7 @@ class Access:
         self._tell()
         gradients, device = self._group.gradients, self._group.context.device
         gradients.settle()
-        flags = [gradients.has_any, self._waits, gradients.is_gone]
+        flags = [gradients.has_any and gradients.seen[self._index], self._waits, gradients.is_gone]
         if not device.is_virtual:
             total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
             self._group.context.world.sum_scalar(total, f"READ {self._slot.name} gradient")

@@ -43,13 +43,24 @@ _FOREACH = {
     "aten::_foreach_clamp_min_": aten.clamp_min_,
 }
 _NEED_MEMORY = {  # methods that torch does not dispatch
-    *(Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage),
+    *(Tensor.numpy, Tensor.tolist),
     *(Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__),
 }
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 _KNOWN = {  # functions that see no values, or norms only
-    *("detach", "norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "is_same_size", "type", "is_shared"),
+    *(
+        "untyped_storage",
+        "data_ptr",
+        "detach",
+        "norm",
+        "vector_norm",
+        "linalg_vector_norm",
+        "_foreach_norm",
+        "is_same_size",
+        "type",
+        "is_shared",
+    ),
     *("empty_like", "zeros_like", "ones_like", "rand_like", "randn_like", "full_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "__set__", "__delete__"),
 }
@@ -77,6 +88,7 @@ class HeldGradient:
         self._whole: Tensor | None = None  # ND, what was gathered for readers, who may have views of it and change them
         self._seen_version = 0
         self.incoming: Tensor | None = None  # ND, what autograd adds now
+        self.is_spent = False  # a step has used it up
 
     @property
     def views(self) -> GradientViews:
@@ -98,7 +110,7 @@ class HeldGradient:
 
     def whole(self) -> Tensor:
         """ND, the gradient gathered from all ranks, in the parameter's dtype. Changes of it count."""
-        _refuse_inside_backward()
+        self._check_there()
         self.write_back()
         if self._whole is None:
             _warn_once()
@@ -109,6 +121,14 @@ class HeldGradient:
             self._whole = found.to(parameter.device, parameter.dtype)
             self._seen_version = self._whole._version
         return self._whole
+
+    def _check_there(self) -> None:
+        _refuse_inside_backward()
+        if self.is_spent:
+            raise ShardwellError(
+                "the optimizer's step has used this gradient up: the engine holds it no more. Read or change `p.grad` "
+                "between backward and step."
+            )
 
     @property
     def has_edits(self) -> bool:
@@ -136,6 +156,9 @@ class HeldGradient:
 
     def change(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have an in-place operation that treats each element alone change the gradient."""
+        if func is aten.zero_.default and self.is_spent:
+            return  # as the loops do that set gradients to zero after each step
+        self._check_there()
         self.write_back()
         if self._whole is not None:  # readers see it too
             func(self._whole, *_plain(args), **_plain(kwargs))

@@ -7,6 +7,7 @@ replaces it. Nothing tells of either, so they are looked for where the engine is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,6 +89,8 @@ class GradientViews:
         incoming, view.held.incoming = view.held.incoming, None
         view.leftover = None
         view.held.forget_whole()
+        if view.held.is_spent:
+            self._end(view, grad is view.gradient)
         if isinstance(grad, ShardedGradient):
             return incoming
         if incoming is not None:  # autograd made another tensor of both
@@ -131,7 +134,9 @@ class GradientViews:
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 grad = view.parameter.grad
-            if grad is None:
+            if view.held.is_spent:
+                self._end(view, grad is view.gradient)
+            elif grad is None:
                 self._forget(view)
             elif grad is view.gradient:
                 view.held.write_back()
@@ -146,11 +151,36 @@ class GradientViews:
         self._hangs = self._has_leftovers = False
         self.note_change()
 
+    def zero(self) -> None:
+        """Set the gradients to zero: a step then steps zeros, as torch's optimizers do."""
+        for view in self._all:
+            if view.hangs:
+                view.gradient.zero_()
+
+    def spend(self) -> None:
+        """A step of the user's own optimizer has used the gradients up. They hang there until somebody drops them.
+
+        Who does not, adds to them in plain PyTorch, and is told.
+        """
+        for view in self._all:
+            view.held.forget_whole()
+            view.held.is_spent = view.hangs
+            view.leftover = None
+        self.note_change()
+
+    def _end(self, view: View, is_kept: bool) -> None:
+        """A new pass has come to a gradient that was used up; `is_kept`: and nobody has dropped it before."""
+        view.held.is_spent = view.hangs = False
+        if is_kept:
+            with torch._C.DisableTorchFunctionSubclass():
+                view.parameter.grad = None
+            _warn_of_kept_gradients()
+
     def _remove(self, views: Iterable[View]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for view in views:
                 view.parameter.grad = view.leftover = None
-                view.hangs = False
+                view.hangs = view.held.is_spent = False
                 view.held.forget_whole()
 
     # ------------------------------------------------------------------------------------------------- changes
@@ -171,6 +201,7 @@ class GradientViews:
             grads = [parameter.grad for parameter in self._parameters]
         if not self._hangs and all(grad is None for grad in grads):
             return
+        self._end_spent(grads, at_step=at_step)
         now = list(zip(self._all, grads, strict=True))
         if self._hangs and all(grad is None for view, grad in now if view.hangs):
             for view, _ in now:
@@ -187,6 +218,14 @@ class GradientViews:
                     self._forget(view)
             elif at_step or grad is not view.leftover:
                 self._replace(view, grad)
+
+    def _end_spent(self, grads: list[Tensor | None], *, at_step: bool) -> None:
+        """Gradients that a step has used up are gone where somebody dropped or replaced them, and at another step."""
+        for number, (view, grad) in enumerate(zip(self._all, grads, strict=True)):
+            if view.held.is_spent and (at_step or grad is not view.gradient):
+                self._end(view, grad is view.gradient)
+                grads[number] = None if grad is view.gradient else grad
+        self._hangs = any(view.hangs for view in self._all)
 
     def _forget(self, view: View) -> None:
         if view.unit.optimizer is not None:
@@ -263,3 +302,18 @@ def _norm(part: Tensor, order: float, loss_scale: float, device: torch.device) -
     found: Tensor = torch.linalg.vector_norm(part, order, dtype=wide).double()
     found = found if order == 0 else found / loss_scale
     return found.to(device)
+
+
+_has_warned = False
+
+
+def _warn_of_kept_gradients() -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            "the gradients of the last step were not dropped by zero_grad() before they were needed again. Plain "
+            "PyTorch adds to them, or steps them again; a shardwell engine does not keep them beyond the step. Call "
+            "zero_grad() after each step. This is said once.",
+            stacklevel=2,
+        )
