@@ -165,7 +165,7 @@ class ShardedOptimizer(Optimizer):
         """Apply the gradients, as `Engine.step` does at a boundary."""
         return step_with(self.trainer(), closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch would run hooks here, and not in the engine's steps
+    step.hooked = True  # type: ignore[attr-defined]  # or torch would run hooks here, and not in the engine's steps
 
     @torch.no_grad()
     def apply_gradients(self) -> None:
@@ -221,10 +221,9 @@ class ShardedOptimizer(Optimizer):
                 self._after_update(unit, self._arrival(unit))
 
     def settle(self, *, but_begun: bool = False) -> None:
-        """Hear what became of the last step; raises if its gradients were not finite, or if an update failed.
+        """Hear what became of the last step; raises if it was not finite, or if an update failed.
 
-        `but_begun`: what was begun for the next one by "auto" is given up soon.
-        """
+        `but_begun`: what was begun for the next one by "auto" is given up soon."""
         for unit in (unit for unit in self._units if not (but_begun and self.habit.has_begun(unit))):
             unit.wait()
         self._verdict.hear()
