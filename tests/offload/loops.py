@@ -217,6 +217,18 @@ def another_rate_before_the_step(on: Plain, number: int) -> None:
     on.step()
 
 
+def dropped_by_the_module(on: Plain, number: int) -> None:
+    on.backward(on.loss(number))
+    (on.model.module if isinstance(on, Sharded) else on.model).zero_grad()
+    on.step()
+
+
+def clipped_by_torch(on: Plain, number: int) -> None:
+    on.backward(on.loss(number))
+    torch.nn.utils.clip_grad_norm_(on.model.parameters(), 0.01)
+    on.step()
+
+
 ODD: list[Step] = [
     evaluated_before_the_step,
     read_before_the_step,
@@ -228,6 +240,8 @@ ODD: list[Step] = [
     two_losses,
     one_graph_twice,
     another_rate_before_the_step,
+    dropped_by_the_module,
+    clipped_by_torch,
 ]
 
 

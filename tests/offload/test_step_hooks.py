@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardwell
 from shardwell.errors import ShardwellError
@@ -140,3 +141,21 @@ def with_a_closure_from_a_hook() -> str:
 
 def test_a_hook_that_adds_a_closure_is_refused_in_words(ranks: Ranks) -> None:
     assert "closure" in ranks.run(1, with_a_closure_from_a_hook)[0]
+
+
+def of_the_engines_optimizer() -> list[str]:
+    """Hooks of the optimizer that `initialize` returns, and those for all optimizers, in a step of each kind."""
+    model, calls = Net(), list[str]()
+    given = torch.optim.SGD(model.parameters(), lr=0.2)
+    started = shardwell.initialize(model=model, optimizer=given, config=config_for(2, "cpu", ""))
+    started.optimizer.register_step_post_hook(lambda *args: calls.append("own"))
+    handle = register_optimizer_step_post_hook(lambda *args: calls.append("all"))
+    for step in (started.engine.step, started.optimizer.step, given.step):
+        started.engine.backward(started.engine(rows(0)).square().mean())
+        step()
+    handle.remove()
+    return calls
+
+
+def test_hooks_of_the_engines_optimizer_and_those_for_all_run_once_for_each_step(ranks: Ranks) -> None:
+    assert ranks.run(1, of_the_engines_optimizer) == [["own", "all"] * 3]

@@ -55,8 +55,10 @@ def redirect(optimizer: Optimizer, trainer: Trainer) -> None:
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
 
-def step_with(trainer: Trainer, closure: Callable[[], Any] | None) -> Any:
+def step_with(trainer: Trainer | None, closure: Callable[[], Any] | None) -> Any:
     """A step as torch's optimizers take it: the closure is called once, and what it returns is returned."""
+    if trainer is None:
+        raise ShardwellError("the engine of this optimizer is gone")
     loss = None
     if closure is not None:
         with torch.enable_grad():

@@ -77,7 +77,7 @@ class Watched:
 class Habit:
     """What a training loop does between a backward and its step. All ranks come to the same result."""
 
-    def __init__(self, inner: Optimizer, context: Context) -> None:
+    def __init__(self, inner: Optimizer, context: Context, units: list[Unit]) -> None:
         self._inner, self._context = inner, context
         self.phase = Phase.LEARNING
         self._groups: dict[int, tuple[Unit, list[Group]]] = {}  # by unit: whose updates go at once if they may
@@ -91,6 +91,8 @@ class Habit:
         self._later: Later | None = None  # the same, of the last step
         self._num_plain = 0  # steps, one after the other
         self._beginnings: set[Beginning] = set()  # of backwards, that were seen
+        for unit in units:
+            self.take(unit)
 
     @property
     def is_on(self) -> bool:

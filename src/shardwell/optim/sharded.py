@@ -78,10 +78,8 @@ class ShardedOptimizer(Optimizer):
             self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
-        self._hooks = StepHooks(self.inner, recipe.given)
-        self.habit = Habit(self.inner, context)
-        for unit in self._units:
-            self.habit.take(unit)
+        self._hooks = StepHooks(self, recipe.given)
+        self.habit = Habit(self.inner, context, self._units)
         self._norm: Tensor | None = None
         self._global_norm = GlobalNorm(context, self.shards)
         self._verdict = Verdict(context, self.shards, self.scale, policy=terms.nonfinite)
@@ -165,10 +163,9 @@ class ShardedOptimizer(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients, as `Engine.step` does at a boundary."""
-        trainer = self.trainer()
-        if trainer is None:
-            raise ShardwellError("the engine of this optimizer is gone")
-        return step_with(trainer, closure)
+        return step_with(self.trainer(), closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # or torch would run hooks here, and not in the engine's steps
 
     @torch.no_grad()
     def apply_gradients(self) -> None:
@@ -224,13 +221,11 @@ class ShardedOptimizer(Optimizer):
                 self._after_update(unit, self._arrival(unit))
 
     def settle(self, *, but_begun: bool = False) -> None:
-        """Hear what became of the last step; raises if its gradients were not finite, or if an update failed.
+        """Hear what became of the last step; raises if it was not finite, or if an update failed.
 
-        `but_begun`: what was begun for the next one by "auto" is given up soon.
-        """
-        for unit in self._units:
-            if not (but_begun and self.habit.has_begun(unit)):
-                unit.wait()
+        `but_begun`: what was begun for the next one by "auto" is given up soon."""
+        for unit in (unit for unit in self._units if not (but_begun and self.habit.has_begun(unit))):
+            unit.wait()
         self._verdict.hear()
 
     def states_of(self, unit: Unit, *, changes: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -354,8 +349,7 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as `Engine.zero_grad` does."""
-        trainer = self.trainer()
-        if trainer is not None:
+        if (trainer := self.trainer()) is not None:
             trainer.zero_grad(set_to_none)
 
     def forget_gradients(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwell.errors import ShardwellError
 
@@ -15,23 +17,30 @@ from shardwell.errors import ShardwellError
 class StepHooks:
     """A torch optimizer runs its hooks in each call of `step`. Here a step is several calls, or none."""
 
-    def __init__(self, inner: Optimizer, given: Optimizer | None) -> None:
-        """`inner`: the one that steps shards. `given`: the user's, if that is another one."""
-        self._inner = inner
-        self._own = vars(inner).get("step")  # somebody replaced it, before calls of it mean the engine's step
-        self._hooked = [inner] if given is None or given is inner else [given, inner]
+    def __init__(self, sharded: Any, given: Optimizer | None) -> None:
+        """`sharded`: the one that the engine has, around the one that steps shards. `given`: the user's, if any."""
+        self._inner: Optimizer = sharded.inner
+        self._own = vars(self._inner).get("step")  # somebody replaced it, before calls of it mean the engine's step
+        self._given = [] if given is None or given is self._inner else [given]
+        self._sharded = weakref.ref(sharded)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """A step, under the name that torch's profiler has for it."""
-        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(self._hooked[0]).__name__}.step"):
-            for optimizer in self._hooked:
-                for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-                    self._check(hook(optimizer, (optimizer,), {}))
+        """A step, under the name that torch's profiler has for it. Hooks for all optimizers are told of the inner."""
+        sharded = self._sharded()
+        hooked = [*self._given, self._inner, *([] if sharded is None else [sharded])]
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(hooked[0]).__name__}.step"):
+            for hook in list(_global_optimizer_pre_hooks.values()):
+                self._check(hook(self._inner, (self._inner,), {}))
+            for one in hooked:
+                for hook in list(one._optimizer_step_pre_hooks.values()):
+                    self._check(hook(one, (one,), {}))
             yield
-            for optimizer in self._hooked:
-                for after in list(optimizer._optimizer_step_post_hooks.values()):
-                    after(optimizer, (optimizer,), {})
+            for one in hooked:
+                for after in list(one._optimizer_step_post_hooks.values()):
+                    after(one, (one,), {})
+            for after in list(_global_optimizer_post_hooks.values()):
+                after(self._inner, (self._inner,), {})
 
     @staticmethod
     def _check(result: Any) -> None:
