@@ -47,8 +47,10 @@ inline uint16_t to_bf16_even(float value) {
 
 inline float from_halves(uint16_t high, int16_t low) {
     const uint32_t upper = uint32_t{high} << 16;
-    // A NaN has room below it: with a remainder it might become an infinity.
-    return (upper & MAGNITUDE) > INFINITE ? float_of(upper) : float_of(upper + static_cast<uint32_t>(int32_t{low}));
+    const uint32_t joined = upper + static_cast<uint32_t>(int32_t{low});
+    // A NaN stays what it is. A number that becomes one is no half of the remainder: it was set by hand.
+    const bool is_nan = (upper & MAGNITUDE) > INFINITE || (joined & MAGNITUDE) > INFINITE;
+    return float_of(is_nan ? upper : joined);
 }
 
 inline float from_fp16(uint16_t bits) {
