@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -82,10 +83,18 @@ def look(engine: Engine) -> None:
     kept = {id(tensor) for group in groups for tensor in _kept_by(group)}
     kept |= {id(memory) for memory in _on_their_way_down(engine)}
     for key, (_, state, unit) in list(scratch._out.items()):
-        if key not in kept:
+        if key not in kept and not _comes_back(scratch, key, engine):
             place = _places.get(scratch, {}).get(key, "?")
             found.append(f"{state.value} of '{unit}' were not given back; they were taken here:\n{place}")
     _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in scratch._out}
+
+
+def _comes_back(scratch: Scratch, key: int, engine: Engine) -> bool:
+    """Whether memory is still given back by threads that bring gradients down to the host."""
+    deadline = time.monotonic() + (5.0 if getattr(engine.optimizer, "_offloaded", None) is not None else 0.0)
+    while key in scratch._out and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return key not in scratch._out
 
 
 def _kept_by(group: Any) -> Iterator[Any]:

@@ -30,12 +30,14 @@ _NOTHING, _NUMBER, _PART, _ODD = 0.0, 1.0, 2.0, 3.0  # what a rank has of an ent
 class Access:
     """A parameter of an engine's model, seen through its shards."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter, *, of_gradient: bool = False) -> None:
+        """`of_gradient`: that is all the caller is after, so values that were changed by hand may wait."""
         keeper = guard.keeper_of(parameter) if guard.is_kept(parameter) else None
         if not isinstance(keeper, Unit):
             raise ShardwellError("this parameter does not belong to a model that was given to initialize")
         self._unit = keeper
-        keeper.take_over_edits()
+        if not of_gradient:
+            keeper.take_over_edits()
         self._group, self._slot = _locate(keeper, parameter)
         self._index = self._group.layout.slots.index(self._slot)
         self._piece = self._own_piece()

@@ -116,7 +116,9 @@ class NoGradient(Tensor):
 
     @staticmethod
     def __new__(cls, shard: Tensor) -> NoGradient:
-        made: NoGradient = Tensor._make_wrapper_subclass(cls, shard.shape, dtype=shard.dtype, device=shard.device)
+        made: NoGradient = Tensor._make_wrapper_subclass(
+            cls, shard.shape, dtype=shard.dtype, device=shard.device, storage_size=0
+        )
         return made
 
     def __init__(self, shard: Tensor) -> None: ...

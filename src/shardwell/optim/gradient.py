@@ -106,7 +106,7 @@ class HeldGradient:
 
     @property
     def access(self) -> Access:
-        return Access(self.parameter)
+        return Access(self.parameter, of_gradient=True)
 
     def whole(self) -> Tensor:
         """ND, the gradient gathered from all ranks, in the parameter's dtype. Changes of it count."""
@@ -183,7 +183,12 @@ class ShardedGradient(Tensor):
     @staticmethod
     def __new__(cls, held: HeldGradient, parameter: Tensor) -> ShardedGradient:
         made: ShardedGradient = Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+            storage_size=0,
         )
         made.held = held
         return made
