@@ -7,7 +7,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +124,7 @@ def initialize(
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
     engine.offload, engine._before = offload, before
     _meet_the_user(engine, flow)
-    agreement.advise = partial(way_out, model, settings.zero_optimization.stage)
+    agreement.advise = _advice(model, settings.zero_optimization.stage)
     engine._scale = _loss_scale(settings)
     flow.loss_scale = engine._scale
     checkpointing.follow(settings, model)
@@ -137,6 +136,17 @@ def initialize(
     engine.training_dataloader = _loader(training_data, engine, collate_fn)
     engine.startup_report = announce(engine, Given(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
+    """What to do where ranks choose different paths. It knows the model weakly: transfers of drives know this."""
+    reference = weakref.ref(model)
+
+    def advise(ours: str, theirs: str) -> str:
+        living = reference()
+        return "" if living is None else way_out(living, stage, ours, theirs)
+
+    return advise
 
 
 def _meet_the_user(engine: Engine, flow: Flow) -> None:
