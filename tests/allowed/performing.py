@@ -32,7 +32,7 @@ from shardwell.errors import PeerError
 from shardwell.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 from tests.allowed.operations import LOOP, OPERATIONS, Operation
 from tests.programs.model import WIDTH, Net
-from tests.programs.trial import Lines, forget_what_was_said, is_refusal
+from tests.programs.trial import Lines, is_refusal
 
 NUM_STEPS = 3
 TOLERANCE = 1e-5  # fp32
@@ -215,7 +215,6 @@ def _run(operation: Operation, world: Plain | Sharded, folder: str) -> tuple[lis
 
 def perform(operation: Operation, column: str, folder: str) -> Result:
     """On this rank. What is said of the plain loop as well says nothing of an operation."""
-    forget_what_was_said()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as elsewhere:
         warnings.simplefilter("ignore")
         expected, its_error = _run(operation, Plain(), elsewhere)

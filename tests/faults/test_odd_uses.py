@@ -58,7 +58,7 @@ def test_loops_that_step_are_not_told_anything() -> None:
             train(it, 8)
         train(it, 1, it.step)
         it = engine(2)
-        train(it, 8, it.optimizer.step)
+        train(it, 8, lambda: (it.optimizer.step(), it.optimizer.zero_grad()))
         it = engine(2)
         train(it, 1)
         with torch.no_grad():

@@ -69,7 +69,10 @@ def auto(device: int, host: int, **others: Any) -> dict[str, Any]:
 
 
 def configured(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Plans that need no memory for gradients that wait, where nothing makes them wait."""
     quickly()
+    if "gradient_clipping" not in others:
+        own = {"commit": "at_once", **own}
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     return zero(3, zero_optimization=block, shardwell=own, optimizer=adam, bf16={"enabled": True}, **others)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import shardwell
 from shardwell.errors import DivergenceError, NonFiniteError, PeerError, ShardwellError
-from shardwell.optim import gradient
 from tests.programs.program import Program
 from tests.programs.worlds import Plain, Sharded, World
 
@@ -74,14 +73,8 @@ class Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def forget_what_was_said() -> None:
-    """What is said once in a process must be said again to the next program."""
-    gradient._has_warned = False
-
-
 def attempt(program: Program, folder: Path) -> Outcome:
     """On this rank."""
-    forget_what_was_said()
     own = dist.get_rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,7 +8,6 @@ collective. It must not know when gradients come and go: `optim/gradient_views.p
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -113,7 +112,7 @@ class HeldGradient:
         self._check_there()
         self.write_back()
         if self._whole is None:
-            _warn_once()
+            self.views.say_once(_READ_WHOLE)
             parameter = self.parameter
             found = self.access.gradient(asks=self.views.sums_may_wait())
             if found is None:
@@ -313,13 +312,3 @@ def _is_of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _norm_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, torch.dtype | None]:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     return float(order), kwargs.get("dtype")
-
-
-_has_warned = False
-
-
-def _warn_once() -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warnings.warn(_READ_WHOLE, stacklevel=2)

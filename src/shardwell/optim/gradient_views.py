@@ -15,9 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwell.errors import ShardwellError
 from shardwell.optim.gradient import HeldGradient, ShardedGradient
 from shardwell.unit import Context, Group, Unit
 from shardwell.unit.gradients import GradState
+
+_KEPT = (
+    "the gradients of the last step were not dropped by zero_grad() before they were needed again. Plain PyTorch adds "
+    "to them; a shardwell engine does not keep them beyond the step. Call zero_grad() after each step. This is said "
+    "once."
+)
 
 
 @dataclass(eq=False)
@@ -61,6 +68,12 @@ class GradientViews:
         self._norms: dict[float, dict[HeldGradient, Tensor]] = {}  # by order
         self._hangs = False  # one of them, at least
         self._has_leftovers = False
+        self._said: set[str] = set()
+
+    def say_once(self, words: str) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            warnings.warn(words, stacklevel=2)
 
     def take(self, units: Sequence[Unit]) -> None:
         """Stand for the gradients of these units from now on."""
@@ -174,7 +187,7 @@ class GradientViews:
         if is_kept:
             with torch._C.DisableTorchFunctionSubclass():
                 view.parameter.grad = None
-            _warn_of_kept_gradients()
+            self.say_once(_KEPT)
 
     def _remove(self, views: Iterable[View]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -221,6 +234,13 @@ class GradientViews:
 
     def _end_spent(self, grads: list[Tensor | None], *, at_step: bool) -> None:
         """Gradients that a step has used up are gone where somebody dropped or replaced them, and at another step."""
+        is_kept = [view.held.is_spent and grad is view.gradient for view, grad in zip(self._all, grads, strict=True)]
+        has_new = any(grad is not None and not kept for kept, grad in zip(is_kept, grads, strict=True))
+        if at_step and any(is_kept) and not has_new:
+            raise ShardwellError(
+                "the optimizer was stepped again without a backward in between, and the engine holds the gradients of "
+                "the last step no more. Call zero_grad() after each step, and backward before the next."
+            )
         for number, (view, grad) in enumerate(zip(self._all, grads, strict=True)):
             if view.held.is_spent and (at_step or grad is not view.gradient):
                 self._end(view, grad is view.gradient)
@@ -302,18 +322,3 @@ def _norm(part: Tensor, order: float, loss_scale: float, device: torch.device) -
     found: Tensor = torch.linalg.vector_norm(part, order, dtype=wide).double()
     found = found if order == 0 else found / loss_scale
     return found.to(device)
-
-
-_has_warned = False
-
-
-def _warn_of_kept_gradients() -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warnings.warn(
-            "the gradients of the last step were not dropped by zero_grad() before they were needed again. Plain "
-            "PyTorch adds to them, or steps them again; a shardwell engine does not keep them beyond the step. Call "
-            "zero_grad() after each step. This is said once.",
-            stacklevel=2,
-        )
