@@ -143,13 +143,14 @@ class Access:
             self._unit.optimizer.gradients_change(self._unit)
         part = None if result is None else self._part(result)
         scale = self.loss_scale
-        if part is not None and scale != 1.0:
-            part.div_(scale)
-        try:
+        if part is None or scale == 1.0:
             yield part
+            return
+        wide = part.to(self._group.gradients.wide) / scale  # in 16 bits it would be rounded without the scale
+        try:
+            yield wide
         finally:
-            if part is not None and scale != 1.0:
-                part.mul_(scale)
+            part.copy_(wide * scale)
 
     def part_of(self, value: Tensor) -> Tensor:
         """1D, this rank's part of a tensor that broadcasts to the parameter's shape; empty if it holds none."""

@@ -44,9 +44,9 @@ class Recipe:
     def label(self, parameter: nn.Parameter) -> int:
         return self.labels.get(id(parameter), NO_LABEL)
 
-    def note_step(self, made: Optimizer) -> None:
+    def note_step(self, *made: Optimizer) -> None:
         """Tell schedulers that it was stepped, whoever does the work: torch warns of those that come before that."""
-        for optimizer in (made, self.given):
+        for optimizer in (*made, self.given):
             if optimizer is not None:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
 

@@ -50,6 +50,8 @@ def redirect(optimizer: Optimizer, trainer: Trainer) -> None:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         living().zero_grad(set_to_none)
 
+    # Schedulers look for this, to know that steps are counted. The engine counts them.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     # Methods, because schedulers wrap `optimizer.step.__func__`.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]

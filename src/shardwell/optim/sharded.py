@@ -171,7 +171,7 @@ class ShardedOptimizer(Optimizer):
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
         look_before_step(self._units)
-        self._recipe.note_step(self.inner)
+        self._recipe.note_step(self, self.inner)
         self.habit.begin_step()
         self._before_step()
         for unit in self._units:
