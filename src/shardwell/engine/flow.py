@@ -390,13 +390,20 @@ class Flow:
                 "not look into. Use engine.backward(loss)."
             )
         self._meet(unit)
-        with torch.no_grad():
-            is_last = self.is_boundary and self.sync
-            group.gradients.absorb(index, grad.detach(), self._scale, stays=self._adds_up(group), is_last=is_last)
-        parameter.grad = None
+        if torch.is_grad_enabled() or grad.requires_grad:  # only where the backward keeps a graph: this costs
+            with torch.no_grad():
+                self._absorb(group, index, grad.detach())
+        else:
+            self._absorb(group, index, grad)
         if self.views is not None:
             self.views.hang_one(group, index)
+        else:
+            parameter.grad = None
         unit.has_news = True
+
+    def _absorb(self, group: Group, index: int, grad: Tensor) -> None:
+        is_last = self.is_boundary and self.sync
+        group.gradients.absorb(index, grad, self._scale, stays=self._adds_up(group), is_last=is_last)
 
     @property
     def _scale(self) -> float:

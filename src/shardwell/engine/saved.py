@@ -123,7 +123,10 @@ class SavedViews:
         return SavedView(unit, group, tensor, base if id(base) in self._parameters else None)
 
     def _pack(self, tensor: Tensor) -> Any:
-        found = self._group_of(tensor)
+        try:  # as in `_group_of`: calls cost here, where every saved tensor comes by
+            found = self._groups.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            found = None
         if found is not None and (view := self._describe(tensor, *found)) is not None:
             return view
         # A node's own result would hold the node that holds it.

@@ -23,6 +23,8 @@ class Tier(enum.Enum):
     HOST = "host"
     DISK = "disk"
 
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
+
 
 class State(enum.Enum):
     """What bytes are for."""
@@ -31,6 +33,8 @@ class State(enum.Enum):
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     STAGING = "staging"
+
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
 Entry = tuple[State, str, Tier]

@@ -104,7 +104,7 @@ class GradientViews:
         view.held.forget_whole()
         if view.held.is_spent:
             self._end(view, grad is view.gradient)
-        if isinstance(grad, ShardedGradient):
+        if type(grad) is ShardedGradient:
             return incoming
         if incoming is not None:  # autograd made another tensor of both
             return incoming

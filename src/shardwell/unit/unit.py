@@ -41,6 +41,8 @@ class Residency(enum.Enum):
     GATHERING = "gathering"
     WHOLE = "whole"
 
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
+
 
 _ALLOWED = {
     Residency.RELEASED: {Residency.GATHERING},
