@@ -9,6 +9,8 @@ from tests.allowed.page import PAGE, Result, failures, found, written
 from tests.allowed.performing import COLUMNS
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.timeout(1200)  # the first one runs all operations at all stages
+
 
 @pytest.fixture(scope="module")
 def results(ranks: Ranks) -> dict[str, dict[str, Result]]:
