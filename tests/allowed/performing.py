@@ -230,7 +230,10 @@ def perform(operation: Operation, column: str, folder: str) -> Result:
             with contextlib.suppress(Exception):
                 engine.destroy()
         del world
-    said = [str(one.message) for one in caught if "shardwell" in f"{one.filename} {one.message}"] + log.said
+    by_name = [
+        one for one in caught if "shardwell" in f"{one.filename} {one.message}" or one.filename == operation.name
+    ]
+    said = [str(one.message) for one in by_name] + log.said
     if operation is OPERATIONS[0]:
         _ordinary.update(said)
     said = [text for text in said if text not in _ordinary]

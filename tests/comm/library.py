@@ -151,7 +151,8 @@ def complaints(found: list[dict[str, Any]]) -> Iterator[str]:
             if not abs(loss - plain) <= limit * abs(plain):
                 yield f"{answer['run']}: the loss of step {step} is {loss}, and {plain} in plain PyTorch"
         (books, live), (last_books, last_live) = answer["held"][0], answer["held"][-1]
-        if books != last_books:
+        on_its_way = answer["numel"] / 2 if "offload" in answer["run"] else 0  # gradients come down when they can
+        if last_books - books > on_its_way:
             yield f"{answer['run']}: the books hold {last_books} bytes after {STEPS} steps, {books} after {SETTLED + 1}"
         if last_live - live > answer["numel"] / 8:  # a leak of one bf16 gradient a step is 8 bytes a parameter
             yield f"{answer['run']}: {last_live} bytes are in use after {STEPS} steps, {live} after {SETTLED + 1}"

@@ -26,7 +26,7 @@ from shardwell.optim.host import Arrival
 from shardwell.optim.norms import GlobalNorm, Norm, clip_factor, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
-from shardwell.optim.shards import Shard, Shards, bytes_of_state, chunks
+from shardwell.optim.shards import Shard, Shards, States, bytes_of_state, chunks
 from shardwell.optim.step_hooks import StepHooks
 from shardwell.optim.store import Store
 from shardwell.optim.verdict import Nonfinite, Verdict
@@ -76,6 +76,7 @@ class ShardedOptimizer(Optimizer):
             self.shards = Shards(self._units, one_per_parameter=True)
             self.inner = self._make()
             self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
+        self.inner.state = States(dict, self.inner.state)
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._hooks = StepHooks(self, recipe.given)

@@ -7,7 +7,7 @@ state alone), or joins another parameter group.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwell.errors import ShardwellError
 from shardwell.layout import Piece
 from shardwell.memory import Tier
 from shardwell.native import Compact
 from shardwell.optim.given import NoGradient
-from shardwell.unit import Group, Unit
+from shardwell.unit import Group, Unit, guard
 
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
 
@@ -66,6 +67,26 @@ class Shard:
             replace(self, start=p.in_shard, tensor=self.group.cut_master(p.in_shard, p.numel), pieces=(p,))
             for p in self.pieces
         ]
+
+
+class States(defaultdict[Tensor, Any]):
+    """An optimizer's state by shard. Who asks for that of a parameter is told where it is."""
+
+    def __missing__(self, key: Tensor) -> Any:
+        _refuse_parameters(key)
+        return super().__missing__(key)
+
+    def get(self, key: Tensor, default: Any = None) -> Any:
+        _refuse_parameters(key)
+        return super().get(key, default)
+
+
+def _refuse_parameters(key: Tensor) -> None:
+    if isinstance(key, nn.Parameter) and guard.is_kept(key):
+        raise ShardwellError(
+            "the optimizer's state is kept for this rank's shards, and not by parameter. For a parameter's state use "
+            "shardwell.utils.safe_get_full_optimizer_state(parameter, name), on all ranks."
+        )
 
 
 class Shards:

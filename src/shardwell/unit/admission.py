@@ -19,6 +19,12 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 def check_model(model: nn.Module) -> None:
     """Refuse a model that an engine could not train as it is."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"its part '{name}' is" if name else "it is"
+            raise ShardwellError(
+                f"the model cannot be hooked: {where} a TorchScript module. Pass the Python module that was scripted "
+                "or traced; engine.compile() compiles it."
+            )
         if kinds := [kind for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS and _is_torch(kind)]:
             where = f"its part '{name}' is" if name else "it is"
             raise ShardwellError(
