@@ -133,6 +133,7 @@ def _serve(pipe: Any, port: int, stacks: Path) -> None:
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks),
             LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks), SHARDWELL_DEVICE="cpu",
         )  # fmt: skip
+        dropped.said()  # what went with the job before is no matter of this one
         try:
             own = dist.PrefixStore(str(number), store)
             dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks)
