@@ -175,8 +175,8 @@ class Group:
         slot, (start, end) = self.layout.slots[index], self.own
         before = self.flat.tensor[slot.offset : slot.end].clone()
         self.places.hang(index).copy_(values)
-        if self.remainder is not None and not self.row.released:
-            first, last = max(slot.offset, start), min(slot.end, end)
+        first, last = max(slot.offset, start), min(slot.end, end)
+        if self.remainder is not None and not self.row.released and first < last:  # some of it is this rank's
             changed = before[first - slot.offset : last - slot.offset] != self.flat.tensor[first:last]
             self.remainder.tensor[first - start : last - start].masked_fill_(changed, 0)
 
