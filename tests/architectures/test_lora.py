@@ -94,7 +94,7 @@ def books(kind: str, stage: int) -> dict[str, Any]:
     engine = zoo.make_engine(adapted(kind), stage)
     batch = zoo.share(zoo.batches(base_of(kind), 1)[0], engine.global_rank, engine.world_size)
     engine.backward(engine(**batch).loss)
-    engine._flow._finish_reduces(list(engine._flow._reducing))  # the last one may still be on its way
+    engine._flow.reducer.finish_all()  # the last one may still be on its way
     groups = [group for unit in engine._flow.units for group in unit.trainable]
     for group in groups:
         group.gradients.settle()

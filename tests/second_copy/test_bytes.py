@@ -206,7 +206,7 @@ def memory_of_a_run(partition: int, bf16: bool, accumulation: int) -> dict[str, 
             engine.step()
         rest, rest_by_books = live_bytes() - before, engine.memory().total()
         micro_step(engine, 0, accumulation)
-        engine._flow._finish_reduces(list(engine._flow._reducing))
+        engine._flow.reducer.finish_all()
         found[name] = {
             "rest": rest,
             "rest by books": rest_by_books,
@@ -297,7 +297,7 @@ def placed(device_memory: int | str) -> dict[str, Any]:
     engine = start(2, Gpt(blocks=6), bf16={"enabled": True}, shardwell=own, zero_optimization=places)
     for _ in range(2):
         micro_step(engine)
-        engine._flow._finish_reduces(list(engine._flow._reducing))
+        engine._flow.reducer.finish_all()
         held = sum(size for (_, _, tier), size in engine.memory().now.items() if tier is Tier.DEVICE)
         engine.step()
     groups, found = groups_of(engine), engine.offload.places

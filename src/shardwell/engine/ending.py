@@ -36,7 +36,7 @@ class ModelBefore:
             optimizer.forget_gradients()
         for group in (group for unit in flow.units for group in unit.trainable):
             group.gradients.clear()
-        flow.clear_gradients()
+        flow.reducer.clear()
         if is_whole:
             flow.end_loans()
             with context.failing_together("destroy"):

@@ -104,7 +104,7 @@ class Engine(nn.Module):
         self.fit_to_model()
         if self._watch is not None:
             self._watch = self._watch.saw_forward(self)
-        self._flow.is_boundary = self.is_gradient_accumulation_boundary()
+        self._flow.reducer.is_boundary = self.is_gradient_accumulation_boundary()
         inputs = Inputs(args, kwargs, self._input_change())
         try:
             passed = inputs.args, inputs.kwargs
@@ -135,7 +135,7 @@ class Engine(nn.Module):
             return tensor
 
         def enter(grad: Tensor) -> Tensor:
-            self._flow.has_met_scale = True
+            self._flow.reducer.has_met_scale = True
             return grad if _carried.scale == self._scale.value else grad * (self._scale.value / _carried.scale)
 
         return alias_with(tensor, enter)
@@ -170,20 +170,22 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
-        self._flow.is_boundary = self.is_gradient_accumulation_boundary()  # the loss may not come from `forward`
-        self._flow.divide_by_steps = scale_wrt_gas
+        self._flow.reducer.is_boundary = (
+            self.is_gradient_accumulation_boundary()
+        )  # the loss may not come from `forward`
+        self._flow.reducer.divide_by_steps = scale_wrt_gas
         before, _carried.scale = _carried.scale, self._scale.value
-        self._flow.has_met_scale = True
+        self._flow.reducer.has_met_scale = True
         try:
             with self._context.failing_together("backward"):
                 scaled = loss.float() * self._scale.value if self._scale.is_on else loss
-                self._flow.begin_backward()
+                self._flow.reducer.begin_backward()
                 scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         except BaseException:
-            self._flow.hang_gradients()  # those that had come can be dropped like any others
+            self._flow.reducer.hang()  # those that had come can be dropped like any others
             raise
         finally:
-            self._flow.divide_by_steps = True
+            self._flow.reducer.divide_by_steps = True
             _carried.scale = before
         if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
@@ -208,11 +210,11 @@ class Engine(nn.Module):
     def step_now(self) -> None:
         """Apply the gradients, whatever the count of micro-steps says: a loop that calls its optimizer's own `step`."""
         self.set_gradient_accumulation_boundary(True)
-        self._flow.spends_gradients = True
+        self._flow.reducer.spends = True
         try:
             self.step()
         finally:
-            self._flow.spends_gradients = False
+            self._flow.reducer.spends = False
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take over an optimizer that the user made over the model's parameters, and step."""
@@ -223,10 +225,10 @@ class Engine(nn.Module):
         assert self.optimizer is not None
         try:
             with self._context.failing_together("step"):
-                self._flow.take_edits(at_step=True)
+                self._flow.reducer.take_edits(at_step=True)
                 self.optimizer.apply_gradients()
         finally:
-            self._flow.clear_gradients()
+            self._flow.reducer.clear()
             self._flow.end_loans()
             self._ledger.close_step()
             self._agreement.turn_page()
@@ -255,9 +257,9 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide for the coming micro-step, instead of counting."""
         self._boundary_override = is_boundary
-        self._flow.is_boundary = is_boundary
+        self._flow.reducer.is_boundary = is_boundary
         if not is_boundary:
-            self._flow.keep_back()
+            self._flow.reducer.keep_back()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -265,12 +267,12 @@ class Engine(nn.Module):
 
         Costs one gradient buffer of the whole model in the accumulation dtype; `memory()` shows it.
         """
-        self._flow.sync = False
-        self._flow.keep_back()
+        self._flow.reducer.sync = False
+        self._flow.reducer.keep_back()
         try:
             yield
         finally:
-            self._flow.sync = True
+            self._flow.reducer.sync = True
 
     def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
         """A context for a loop over uneven data: ranks that are out of batches stand in until all are.
@@ -287,15 +289,14 @@ class Engine(nn.Module):
         """
         if self.optimizer is not None:
             self.optimizer.habit.meet("gradients were dropped by zero_grad()")
-        if not set_to_none and self._flow.views is not None:
-            self._flow.views.zero()
+        if not set_to_none and self._flow.reducer.zero():
             return
         self._flow.finish_for_nobody()
         if self.optimizer is not None:
             self.optimizer.forget_gradients()
         for group in (group for unit in self._flow.units for group in unit.trainable):
             group.gradients.clear()
-        self._flow.clear_gradients()
+        self._flow.reducer.clear()
 
     # ------------------------------------------------------------------------------------------------- readings
 
@@ -408,7 +409,7 @@ class Engine(nn.Module):
         self._flow.end_passes()
         self._flow.end_loans()
         with self._context.failing_together("refit"):
-            self._flow.take_edits()
+            self._flow.reducer.take_edits()
             units = refit(list(self._flow.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
             _remove(self._handles.pop(unit))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwell.unit import guard
 
@@ -18,26 +20,26 @@ class Fingerprint:
             for group in getattr(unit, "trainable", [])
             for parameter in group.parameters
         }
-        self._modules = [
-            (
-                module,
-                dict(module._modules),
-                {key: (parameter, id(parameter) in ready) for key, parameter in module._parameters.items()},
-            )
-            for module in model.modules()
-        ]
+        modules = list(model.modules())
+        self._children = [(module, dict(module._modules)) for module in modules]
+        self._parameters = [(module, *_known(module)) for module in modules if module._parameters]
+        self._without = [module for module in modules if not module._parameters]
+        self._frozen = [p for p in model.parameters() if id(p) not in ready]  # they have nothing that training needs
+        self._alive = [dict(module._parameters) for module in modules]  # an id may not come to mean another one
 
     def still_fits(self) -> bool:
         """Freezing is no change; thawing what was frozen at the start is."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters that are away answer through a slow path
-            return all(
-                module._modules.keys() == children.keys()
-                and module._parameters.keys() == known.keys()
-                and all(module._modules[key] is child for key, child in children.items())
-                and all(_same(module._parameters[key], *was) for key, was in known.items())
-                for module, children, known in self._modules
+            return (
+                all(module._modules == children for module, children in self._children)
+                and all(_known(module) == (names, ids) for module, names, ids in self._parameters)
+                and not any(module._parameters for module in self._without)
+                and not any(map(_requires_grad, self._frozen))
             )
 
 
-def _same(now: nn.Parameter | None, before: nn.Parameter | None, is_ready: bool) -> bool:
-    return now is before and (is_ready or now is None or not now.requires_grad)
+def _known(module: nn.Module) -> tuple[list[str], list[int]]:
+    return list(module._parameters), list(map(id, module._parameters.values()))
+
+
+_requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]

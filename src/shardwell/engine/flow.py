@@ -17,21 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from shardwell.engine.nested import tensors_in
 from shardwell.engine.order import Order
+from shardwell.engine.reducer import Reducer
 from shardwell.engine.saved import SavedViews
-from shardwell.engine.trace import Action, Event, Trace
+from shardwell.engine.trace import Action, Event, Trace, profiled
 from shardwell.engine.transforms import named_refusals, outside_transforms
 from shardwell.errors import BackwardError, ReleasedParameterError
 from shardwell.memory.pages import Pages
-from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.habit import Beginning
-from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Group, Residency, Unit
 from shardwell.unit.edits import look_closely
-from shardwell.unit.table import ReduceAt
 from shardwell.unit.unit import Arrival
 
 
@@ -71,32 +68,19 @@ class Flow:
     ) -> None:
         self.limits = limits
         self.pages = pages  # for parameters on disk
-        self.num_ranks = self.num_averaged = num_ranks  # the latter: that gradients are averaged over
-        self.accumulation_steps = accumulation_steps
-        self.is_boundary = True
-        self.sync = True  # off inside no_sync
-        self.paths_differ = False  # ranks may run different units: all are reduced at the boundary, in a fixed order
-        self._is_ending = False  # that boundary is being ended
-        self.divide_by_steps = True
+        self.num_ranks = num_ranks
         self.trace: Trace | None = None
-        self.gradients_reduced: Callable[[Unit, bool], None] | None = None  # whom to tell, and whether at the boundary
+        self.reducer = Reducer(num_ranks, accumulation_steps, self.note)
+        self.reducer.drop_gradients = self.finish_for_nobody
         self.backward_begins: Callable[[Beginning], None] | None = None  # whom to tell, before anything is updated
         self._num_forwards = 0  # of the engine, with gradients, since the last backward began
         self._is_partial = False  # since then, parts of the model were called outside of those
         self._is_chained = False  # since then, inputs of the model had a graph of their own
         self._in_model = False  # the engine's forward runs
-        self.loss_scale: LossScale = NoScale()  # that gradients must carry
-        self.has_met_scale = False  # some have, since the last forward
-        self._kept_back = False  # some gradients of this boundary were
-        self._sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
-        self.spends_gradients = False  # the step is of the user's own optimizer, which leaves `p.grad` where it is
-        self.views: GradientViews | None = None  # that stand for gradients in `p.grad`
-        self.drop_gradients: Callable[[], None] = self.finish_for_nobody  # as `zero_grad` does
         self._tasks: set[int] = set()
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
         self._graph_was_used = False  # a backward went through it
-        self._reducing: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
         self.saved = SavedViews(self.need)
         self.calls: list[Call] = []  # the innermost last
         self._seen: list[Unit] = []  # released, but somebody looked at them
@@ -113,10 +97,9 @@ class Flow:
         self._lifts = any(unit.is_liftable for unit in units)
         self.saved.take(released)
         for unit in units:
-            unit.fetch, unit.average, unit.adopt = self.lend, self.average, self.adopt
+            unit.fetch, unit.average, unit.adopt = self.lend, self.reducer.average, self.adopt
             unit.look = partial(look_closely, units)
-        if self.views is not None:
-            self.views.take(units)
+        self.reducer.take_units(self._by_name)
 
     def note(self, action: Action, unit: Unit) -> None:
         if self.trace is not None:
@@ -132,9 +115,9 @@ class Flow:
             if self.backward_begins is not None and torch.is_grad_enabled():
                 self._num_forwards += 1
                 self._is_chained = self._is_chained or any(tensor.requires_grad for tensor in tensors_in(inputs))
-            self._graph_was_used = self.has_met_scale = False
+            self._graph_was_used = self.reducer.has_met_scale = False
             self._drop_leftovers()
-            self.take_edits()
+            self.reducer.take_edits()
         before, self._in_model = self._in_model, True
         try:
             with named_refusals():
@@ -242,7 +225,7 @@ class Flow:
     def _gather(self, unit: Unit) -> None:
         if unit.residency is Residency.RELEASED:
             self.note(Action.GATHER, unit)
-            with outside_transforms(), record_function(f"shardwell::GATHER {unit.name}"):
+            with outside_transforms(), profiled("GATHER", unit.name):
                 unit.gather()
             self.saved.find(unit)
 
@@ -332,9 +315,7 @@ class Flow:
         if not unit.in_backward:
             unit.in_backward = True
             self.note(Action.BACKWARD, unit)
-            # What is larger than the unit that runs next (a head before the blocks) would make the peak if it waited.
-            large = {group.unit for group in self._reducing if group.layout.padded > unit.numel > 0}
-            self._finish_reduces([group for group in self._reducing if group.unit in large])
+            self.reducer.finish_larger(unit.numel)
         unit.reveal()  # a graph that is gone through again saved what was before
         if unit.releasable:
             self._make_whole(unit, self._backward)
@@ -357,15 +338,13 @@ class Flow:
 
     def _meet(self, unit: Unit) -> None:
         """Remember in which graph task a unit was seen, and look after it when the task ends."""
-        task = current_task()
-        unit.task = task
+        task = unit.task = current_task()
         if task not in self._tasks:
             if not self._tasks:
-                earlier = [group for group, at_boundary in self._reducing.items() if not at_boundary]
-                self._finish_reduces(earlier)  # here, because the ranks are all at the same place
+                self.reducer.finish_earlier()  # here, because the ranks are all at the same place
                 self._graph_was_used = True
                 self._backward.start()
-                self.begin_backward()
+                self.reducer.begin_backward()
                 self._tell_of_backward()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
@@ -377,58 +356,11 @@ class Flow:
         self._num_forwards, self._is_chained, self._is_partial = 0, False, False
 
     def take_gradient(self, unit: Unit, group: Group, index: int, parameter: Tensor) -> None:
-        """A parameter's gradient is complete (for this graph task): move it into the group's flat buffer."""
-        grad = parameter.grad
-        if grad is not None and self.views is not None:
-            grad = self.views.take_incoming(group, index, grad)
-        if grad is None:
-            return
-        if self.loss_scale.is_on and not self.has_met_scale:
-            raise BackwardError(
-                "these gradients did not come through the model's outputs as the engine returned them, so they lack "
-                "the fp16 loss scale: an output was changed in place, or returned in a container that shardwell does "
-                "not look into. Use engine.backward(loss)."
-            )
-        self._meet(unit)
-        if torch.is_grad_enabled() or grad.requires_grad:  # only where the backward keeps a graph: this costs
-            with torch.no_grad():
-                self._absorb(group, index, grad.detach())
-        else:
-            self._absorb(group, index, grad)
-        if self.views is not None:
-            self.views.hang_one(group, index)
-        else:
-            parameter.grad = None
-        unit.has_news = True
-
-    def _absorb(self, group: Group, index: int, grad: Tensor) -> None:
-        is_last = self.is_boundary and self.sync
-        group.gradients.absorb(index, grad, self._scale, stays=self._adds_up(group), is_last=is_last)
-
-    @property
-    def _scale(self) -> float:
-        """What makes a sum over ranks and micro-steps their average."""
-        return 1.0 / (self.num_averaged * (self.accumulation_steps if self.divide_by_steps else 1))
-
-    def _adds_up(self, group: Group) -> bool:
-        """Whether gradients of several micro-steps meet here before they are reduced.
-
-        They then do so in the dtype for that, also on a rank whose first gradient comes with the last micro-step: what
-        travels must be alike on all ranks.
-        """
-        if self.paths_differ:
-            return self.accumulation_steps > 1 or self._kept_back
-        over_steps = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.BOUNDARY
-        return over_steps or self._kept_back or not self._reduces_now(group)
-
-    def keep_back(self) -> None:
-        """Gradients are kept back, by `no_sync` or before a boundary that the user decides on."""
-        self._kept_back = True
-
-    def _reduces_now(self, group: Group) -> bool:
-        if self.paths_differ:
-            return self._is_ending
-        return self.sync and (self.is_boundary or group.row.reduce_at is ReduceAt.MICRO_STEP)
+        """A parameter's gradient is complete (for this graph task)."""
+        grad = self.reducer.incoming(group, index, parameter)
+        if grad is not None:
+            self._meet(unit)
+            self.reducer.absorb(unit, group, index, parameter, grad)
 
     def end_backward(self, unit: Unit) -> None:
         """A unit's backward is over, as far as one can tell: reduce what arrived, release.
@@ -438,56 +370,9 @@ class Flow:
         unit that is called several times in a forward ends as often, and most of its gradients come with the last.
         """
         if unit.has_news or (unit.is_named and unit.in_backward):
-            for group in unit.trainable:
-                if self._reduces_now(group):
-                    self._reduce(unit, group)
+            self.reducer.reduce(unit)
         unit.has_news = unit.in_backward = False
         self.release(unit)
-
-    def _reduce(self, unit: Unit, group: Group) -> None:
-        self._finish_reduces(self._reduced_before(group))
-        self.note(Action.REDUCE, unit)
-        by_steps = group.row.reduce_at is ReduceAt.MICRO_STEP and not self.paths_differ
-        accumulates = self.accumulation_steps > 1 and by_steps
-        with torch.no_grad(), record_function(f"shardwell::REDUCE {unit.name}"):
-            group.gradients.reduce(
-                self._scale,
-                stays=self._adds_up(group),
-                accumulates=accumulates,
-                loss_scale=self.loss_scale.value,
-            )
-        self._reducing[group] = self.is_boundary and self.sync
-
-    def _reduced_before(self, group: Group) -> list[Group]:
-        """What to finish before a group's reduce.
-
-        One unit is in flight while the next one's gradients fill: finish the one before, its buffers are next. One that
-        has a hop to go, which the host begins, goes on beside the unit after that.
-        """
-        units: dict[str, list[Group]] = {}
-        for other in self._reducing:
-            if other.unit != group.unit:
-                units.setdefault(other.unit, []).append(other)
-        with torch.no_grad():
-            goes_on = {name: [other.gradients.advance() for other in others] for name, others in units.items()}
-        return [other for name, others in units.items() if not any(goes_on[name]) for other in others]
-
-    def _finish_reduces(self, groups: list[Group]) -> None:
-        reduced: dict[str, bool] = {}
-        with torch.no_grad():
-            for group in groups:
-                group.gradients.finish()
-                reduced[group.unit] = self._reducing.pop(group)
-        if self.gradients_reduced is not None:
-            for name, at_boundary in reduced.items():
-                self.gradients_reduced(self._by_name[name], at_boundary)
-
-    def average(self, unit: Unit) -> None:
-        """Average what a unit's gradients are so far, for who will change them. More may be added: no update begins."""
-        for group in unit.trainable:
-            self._reduce(unit, group)
-            self._reducing[group] = False
-        self._finish_reduces(unit.trainable)
 
     def _end_task(self, task: int) -> None:
         """A graph task ended: units that were seen in it are done, also those whose inputs need no gradient."""
@@ -497,60 +382,19 @@ class Flow:
                 if unit.in_backward or unit.has_news:
                     self.end_backward(unit)
         self._tasks.discard(task)
-        self._sums_wait = self._sums_wait or self.paths_differ or not (self.sync and self.is_boundary)
+        self.reducer.end_task()
         if not self._tasks:
-            self.hang_gradients()
-
-    # ----------------------------------------------------------------------------------- what the user does to them
-
-    def sums_may_wait(self) -> bool:
-        """Some rank may have gradients that are not averaged yet; the same answer on all ranks."""
-        return self._sums_wait
-
-    def begin_backward(self) -> None:
-        """What stands for gradients makes room for those that autograd will bring."""
-        if self.views is not None:
-            self.views.unhang()
-
-    def hang_gradients(self) -> None:
-        """No backward runs: what the engine holds are the gradients of the parameters."""
-        if self.views is not None:
-            self.views.hang()
-
-    def clear_gradients(self) -> None:
-        """The engine holds no gradients any more."""
-        if self.views is not None and self.spends_gradients:
-            self.views.spend()
-        elif self.views is not None:
-            self.views.clear()
-
-    def take_edits(self, *, at_step: bool = False) -> None:
-        """Do what the user did to `p.grad`."""
-        if self.views is not None:
-            with torch.no_grad():
-                self.views.take_edits(at_step=at_step)
-
-    def set_gradient(self, unit: Unit, group: Group, index: int, grad: Tensor) -> None:
-        """A gradient that the user set counts as one of this rank's: it is averaged over the ranks."""
-        scale = self.loss_scale.value / self.num_averaged
-        is_last = self.is_boundary and self.sync
-        group.gradients.absorb(index, grad.clone(), scale, stays=self._adds_up(group), is_last=is_last)
-        unit.has_news = self._sums_wait = True
+            self.reducer.hang()
 
     # ----------------------------------------------------------------------------------------------------- step
 
     def finish(self) -> None:
         """The boundary: everything that backward started is finished; what was kept back until now is reduced."""
-        sync, boundary = self.sync, self.is_boundary
-        self.sync = self.is_boundary = self._is_ending = True
-        try:
+        with self.reducer.ending():
             for unit in self.units:
                 has_sums = any(group.gradients.is_partial for group in unit.trainable)
-                unit.has_news = unit.has_news or has_sums or (self.paths_differ and bool(unit.trainable))
+                unit.has_news = unit.has_news or has_sums or (self.reducer.paths_differ and bool(unit.trainable))
             self.end_passes()
-        finally:
-            self.sync, self.is_boundary, self._kept_back, self._is_ending = sync, boundary, False, False
-            self._sums_wait = False
 
     def end_passes(self) -> None:
         """No backward runs, and nothing is on its way. What waits for the boundary still does."""
@@ -559,19 +403,16 @@ class Flow:
             self.end_backward(unit)
         self._tasks.clear()
         self._let_go()
-        self._finish_reduces(list(self._reducing))
+        self.reducer.finish_all()
 
     def finish_for_nobody(self) -> None:
         """As `finish`, but nobody is told of gradients: they are not wanted any more. A graph may still be."""
-        told, self.gradients_reduced = self.gradients_reduced, None
-        try:
-            if self.paths_differ:  # what a rank has it need not show the others first
+        with self.reducer.telling_nobody():
+            if self.reducer.paths_differ:  # what a rank has it need not show the others first
                 self.end_passes()
-                self._kept_back = self._sums_wait = False
+                self.reducer.end_boundary()
             else:
                 self.finish()
-        finally:
-            self.gradients_reduced = told
         if self._graph_was_used:
             self.end_loans()
 

@@ -129,8 +129,8 @@ class SavedViews:
             found = None
         if found is not None and (view := self._describe(tensor, *found)) is not None:
             return view
-        # A node's own result would hold the node that holds it.
-        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
+        # A node's own result would hold the node that holds it; a leaf is nobody's.
+        return (tensor.detach() if tensor.grad_fn is not None else tensor), tensor._version
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is SavedView:

@@ -126,7 +126,7 @@ def initialize(
     _meet_the_user(engine, flow)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
     engine._scale = _loss_scale(settings)
-    flow.loss_scale = engine._scale
+    flow.reducer.loss_scale = engine._scale
     checkpointing.follow(settings, model)
     if recipe is not None:
         engine.optimizer = _optimizer(recipe, engine, flow, context)
@@ -151,9 +151,9 @@ def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
 
 def _meet_the_user(engine: Engine, flow: Flow) -> None:
     """Let what users do to gradients and to optimizers of their own reach the engine."""
-    flow.adopt, flow.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
+    flow.adopt, flow.reducer.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
     if not engine._context.device.is_virtual:
-        flow.views = GradientViews(engine._context, flow)
+        flow.reducer.views = GradientViews(engine._context, flow.reducer)
     flow.take(flow.units)
     watch_optimizers()
 
@@ -172,7 +172,7 @@ def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
             needed,
         )
     flow = Flow(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
-    flow.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
+    flow.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
     return flow
 
 
@@ -197,7 +197,7 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
     optimizer.trainer = weakref.ref(engine)
     if recipe.given is not None:
         redirect(recipe.given, engine)
-    flow.gradients_reduced = optimizer.gradients_reduced
+    flow.reducer.reduced = optimizer.gradients_reduced
     if optimizer.habit.is_on:
         flow.backward_begins = optimizer.habit.backward_begins
     for unit in flow.units:

@@ -84,7 +84,7 @@ class HeldGradient:
     def __init__(self, views: GradientViews, parameter: nn.Parameter) -> None:
         # Weak, because `p.grad` lives in C++, where the garbage collector cannot follow a cycle.
         self._views, self._parameter = weakref.ref(views), weakref.ref(parameter)
-        self._whole: Tensor | None = None  # ND, what was gathered for readers, who may have views of it and change them
+        self.gathered: Tensor | None = None  # ND, for readers, who may have views of it and change them
         self._seen_version = 0
         self.incoming: Tensor | None = None  # ND, what autograd adds now
         self.is_spent = False  # a step has used it up
@@ -111,15 +111,15 @@ class HeldGradient:
         """ND, the gradient gathered from all ranks, in the parameter's dtype. Changes of it count."""
         self._check_there()
         self.write_back()
-        if self._whole is None:
+        if self.gathered is None:
             self.views.say_once(_READ_WHOLE)
             parameter = self.parameter
             found = self.access.gradient(asks=self.views.sums_may_wait())
             if found is None:
                 found = torch.zeros(parameter.shape, device=parameter.device)
-            self._whole = found.to(parameter.device, parameter.dtype)
-            self._seen_version = self._whole._version
-        return self._whole
+            self.gathered = found.to(parameter.device, parameter.dtype)
+            self._seen_version = self.gathered._version
+        return self.gathered
 
     def _check_there(self) -> None:
         _refuse_inside_backward()
@@ -132,26 +132,26 @@ class HeldGradient:
     @property
     def has_edits(self) -> bool:
         """Somebody changed what was gathered, and the parts do not know yet."""
-        return self._whole is not None and self._whole._version != self._seen_version
+        return self.gathered is not None and self.gathered._version != self._seen_version
 
     def write_back(self, *, is_changed: bool = False) -> None:
         """This rank's part becomes what the gathered gradient says now; elements that did not change stay exact.
 
         `is_changed`: below autograd, where changes are not counted.
         """
-        if self._whole is None or not (is_changed or self.has_edits):
+        if self.gathered is None or not (is_changed or self.has_edits):
             return
-        self._seen_version = self._whole._version
+        self._seen_version = self.gathered._version
         access = self.access
         with access.opened_gradient(asks=self.views.sums_may_wait()) as part:
             if part is not None:
-                new = access.part_of(self._whole).to(part.device)
+                new = access.part_of(self.gathered).to(part.device)
                 torch.where(new == part.to(new.dtype), part, new.to(part.dtype), out=part)
         self.views.note_change()
 
     def forget_whole(self) -> None:
         """The gradient is another one now."""
-        self._whole = None
+        self.gathered = None
 
     def change(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have an in-place operation that treats each element alone change the gradient."""
@@ -159,8 +159,8 @@ class HeldGradient:
             return  # as the loops do that set gradients to zero after each step
         self._check_there()
         self.write_back()
-        if self._whole is not None:  # readers see it too
-            func(self._whole, *_plain(args), **_plain(kwargs))
+        if self.gathered is not None:  # readers see it too
+            func(self.gathered, *_plain(args), **_plain(kwargs))
             self.write_back(is_changed=True)
             return
         access = self.access

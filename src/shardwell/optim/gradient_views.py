@@ -34,14 +34,11 @@ class View:
     unit: Unit
     group: Group
     index: int  # of the parameter, in the group
+    parameter: nn.Parameter
     held: HeldGradient
     gradient: ShardedGradient
     hangs: bool = False  # since the last backward; the user may have taken it away
     leftover: Tensor | None = None  # a gradient from before the engine
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.group.parameters[self.index]
 
 
 class Holder(Protocol):
@@ -92,17 +89,18 @@ class GradientViews:
         parameter = group.parameters[index]
         held = HeldGradient(self, parameter)
         with torch._C.DisableTorchFunctionSubclass():
-            return View(unit, group, index, held, ShardedGradient(held, parameter), leftover=parameter.grad)
+            gradient = ShardedGradient(held, parameter)
+            return View(unit, group, index, parameter, held, gradient, leftover=parameter.grad)
 
     # ---------------------------------------------------------------------------------------- coming and going
 
     def take_incoming(self, group: Group, index: int, grad: Tensor) -> Tensor | None:
         """What autograd has just added to `p.grad`, of what is there now."""
         view = self._views[group][index]
-        incoming, view.held.incoming = view.held.incoming, None
-        view.leftover = None
-        view.held.forget_whole()
-        if view.held.is_spent:
+        held = view.held
+        incoming, held.incoming = held.incoming, None
+        view.leftover = held.gathered = None
+        if held.is_spent:
             self._end(view, grad is view.gradient)
         if type(grad) is ShardedGradient:
             return incoming
@@ -115,8 +113,12 @@ class GradientViews:
     def hang_one(self, group: Group, index: int) -> None:
         """The engine has taken a gradient in."""
         view = self._views[group][index]
-        with torch._C.DisableTorchFunctionSubclass():
-            view.parameter.grad = view.gradient
+        parameter = view.parameter
+        if type(parameter) is nn.Parameter:  # no need to go by the guard
+            parameter.grad = view.gradient
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = view.gradient
         view.hangs = self._hangs = True
 
     def hang(self) -> None:
@@ -128,7 +130,7 @@ class GradientViews:
                 # Which parameters of a unit got a gradient on other ranks is not known yet.
                 all_hang = several and gradients.state in (GradState.REDUCING, GradState.REDUCED)
                 for view, seen in zip(views, gradients.seen, strict=True):
-                    if (seen or all_hang) and view.parameter.grad is None:
+                    if not view.hangs and (seen or all_hang) and view.parameter.grad is None:
                         view.parameter.grad = view.gradient
                         view.hangs = self._hangs = True
         optimizer = next((view.unit.optimizer for view in self._all), None)
@@ -159,8 +161,7 @@ class GradientViews:
 
     def clear(self) -> None:
         """The engine holds no gradients any more."""
-        if self._hangs or self._has_leftovers:
-            self._remove(self._all)
+        self._remove(self._all)
         self._hangs = self._has_leftovers = False
         self.note_change()
 
@@ -193,8 +194,9 @@ class GradientViews:
         with torch._C.DisableTorchFunctionSubclass():
             for view in views:
                 view.parameter.grad = view.leftover = None
-                view.hangs = view.held.is_spent = False
-                view.held.forget_whole()
+                if view.hangs:
+                    view.hangs = view.held.is_spent = False
+                    view.held.gathered = None
 
     # ------------------------------------------------------------------------------------------------- changes
 
@@ -214,7 +216,8 @@ class GradientViews:
             grads = [parameter.grad for parameter in self._parameters]
         if not self._hangs and all(grad is None for grad in grads):
             return
-        self._end_spent(grads, at_step=at_step)
+        if any(view.held.is_spent for view in self._all):
+            self._end_spent(grads, at_step=at_step)
         now = list(zip(self._all, grads, strict=True))
         if self._hangs and all(grad is None for view, grad in now if view.hangs):
             for view, _ in now:
@@ -225,7 +228,8 @@ class GradientViews:
             self._holder.drop_gradients()
         for view, grad in now:
             if grad is view.gradient:
-                view.held.write_back()
+                if view.held.gathered is not None:
+                    view.held.write_back()
             elif grad is None:
                 if view.hangs:
                     self._forget(view)
