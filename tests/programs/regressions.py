@@ -117,4 +117,30 @@ REGRESSIONS: list[str] = [
     stage=2 ranks=1
     forward(a, g, caller's list, 9)
     """,
+    """
+    stage=3 ranks=1
+    forward(a, g, tensor, 1)
+    edit(g, data[0]=, blocks.0.up.weight, 29)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=3 ranks=2
+    forward(b, g, tensor, 1)
+    edit(g, data[0]=, scale, 43)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=1 ranks=2
+    forward(a, g, tensor, 2)
+    backward(a, engine, first, False)
+    grad(g, read is None, side.weight, 46)
+    """,
+    """
+    stage=0 ranks=2
+    grad(g, set, blocks.1.up.bias, 45)
+    evaluate(g, inference, 6)
+    step(g)
+    """,
 ]

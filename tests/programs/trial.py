@@ -25,7 +25,9 @@ PATIENCE = 90.0  # seconds that a rank waits for the others to end a program
 WORST_FIRST = ["failed", "warned", "refused", "agreed"]
 # Errors of shardwell that are no refusal: nothing in a program is not finite, and ranks do the same thing.
 NO_ANSWER = (DivergenceError, NonFiniteError)
-ECHO = re.compile(r"(\w+) in \w+: ")  # of an error that was no refusal, at the next use of the engine
+ECHO = re.compile(
+    r"(?:^|failed first: )(\w+) in \w+: "
+)  # of an error that was no refusal, at the next use of the engine
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def _judge(program: Program, expected: End, found: End, said: list[str]) -> Outc
         return Outcome("agreed", f"only plain PyTorch raises {type(expected.error).__name__}")
     if difference is None:
         return Outcome("agreed")
+    if "is None" not in difference and "expected None" not in difference:  # that sentence is about nothing else
+        said = [sentence for sentence in said if "got no gradient in a backward" not in sentence]
     if said:
         return Outcome("warned", said[0], detail=difference)
     if isinstance(found.error, ShardwellError):
@@ -126,7 +130,12 @@ def is_refusal(error: Exception) -> bool:
     """Whether shardwell says in words of its own that it does not do this. A user's own error may be repeated."""
     if not isinstance(error, ShardwellError) or isinstance(error, NO_ANSWER):
         return "shardwell.zero.GatheredParameters" in str(error)  # torch may put it into an error of its own
-    echo = ECHO.match(str(error))
+    return is_echo_of_refusal(str(error))
+
+
+def is_echo_of_refusal(sentence: str) -> bool:
+    """Whether what is told of an earlier error is not of a raw one; LookupErrors are raised by programs."""
+    echo = ECHO.search(sentence)
     return echo is None or echo[1] == LookupError.__name__ or hasattr(shardwell.errors, echo[1])
 
 
@@ -168,8 +177,12 @@ def merged(outcomes: list[Outcome]) -> Outcome:
     heard = [one for one in outcomes if one.what.startswith(PeerError.__name__)]
     own = [one for one in outcomes if one not in heard]
     if not own:
-        return replace(heard[0], verdict="failed", detail=heard[0].what)
-    return min(own, key=lambda one: WORST_FIRST.index(one.verdict))
+        is_answer = is_echo_of_refusal(heard[0].what)
+        return replace(heard[0], verdict="refused" if is_answer else "failed", detail=heard[0].what)
+    worst = min(own, key=lambda one: WORST_FIRST.index(one.verdict))
+    if worst.what == "silent":  # unless another rank, which holds what was changed, has said so
+        return next((one for one in own if one.verdict == "warned"), worst)
+    return worst
 
 
 def attempt_all(texts: list[str], folder: str, progress: str) -> list[dict[str, str]]:

@@ -101,7 +101,8 @@ class Engine(nn.Module):
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
         if self._join is not None and torch.is_grad_enabled():
             self._join.begin(args, kwargs)
-        self.fit_to_model()
+        with torch.inference_mode(False):  # what a refit makes is trained
+            self.fit_to_model()
         if self._watch is not None:
             self._watch = self._watch.saw_forward(self)
         self._flow.reducer.is_boundary = self.is_gradient_accumulation_boundary()

@@ -262,7 +262,7 @@ class Flow:
         in_pass = current_task() != -1 or self._in_model or any(u.in_forward or u.inside for u in self.units)
         if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
             return False
-        unit.lent = True
+        unit.lend()
         self._gather(unit)
         unit.wait()
         return True
@@ -272,7 +272,7 @@ class Flow:
         unit.inside += 1
         if not unit.in_forward and unit.residency is not Residency.WHOLE:
             self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
-            unit.lent = True
+            unit.lend()
             self._gather(unit)
             unit.wait()
 
@@ -298,10 +298,12 @@ class Flow:
     def end_loans(self) -> None:
         """No graph needs what was lent any more."""
         self._graph_is_open = self._graph_was_used = False
-        for unit in self.units:
-            if unit.lent:
-                unit.lent = False
-                self.release(unit)
+        lent = [unit for unit in self.units if unit.lent]
+        if lent:
+            look_closely(lent)  # once their memory is gone, nobody can tell whose a parameter was
+        for unit in lent:
+            unit.lent = False
+            self.release(unit)
 
     # ------------------------------------------------------------------------------------------------- backward
 

@@ -7,6 +7,7 @@ replaces it. Nothing tells of either, so they are looked for where the engine is
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class GradientViews:
         self._hangs = False  # one of them, at least
         self._has_leftovers = False
         self._said: set[str] = set()
+        self._has_told = False  # of parameters without gradients
 
     def say_once(self, words: str) -> None:
         if words not in self._said:
@@ -129,6 +131,8 @@ class GradientViews:
                 gradients = group.gradients
                 # Which parameters of a unit got a gradient on other ranks is not known yet.
                 all_hang = several and gradients.state in (GradState.REDUCING, GradState.REDUCED)
+                if all_hang and not self._has_told and not all(gradients.seen):
+                    self._tell_of_unseen(views, gradients.seen)
                 for view, seen in zip(views, gradients.seen, strict=True):
                     if not view.hangs and (seen or all_hang) and view.parameter.grad is None:
                         view.parameter.grad = view.gradient
@@ -137,6 +141,19 @@ class GradientViews:
         if self._hangs and optimizer is not None:
             optimizer.shards.hang_no_gradients(True)
         self.note_change()
+
+    def _tell_of_unseen(self, views: list[View], seen: Sequence[bool]) -> None:
+        if views[0].unit.is_named:
+            return  # the user knows
+        self._has_told = True
+        names = [view.group.layout.slots[view.index].name for view, was in zip(views, seen, strict=True) if not was]
+        some = ", ".join(f"'{name}'" for name in names[:3]) + (" and others" if len(names) > 3 else "")
+        logging.getLogger("shardwell").warning(
+            "%s got no gradient in a backward of this rank, but may have got one on another rank. So `p.grad` of "
+            "parameters without a gradient is not None here: it stands for the average over the ranks, which is zeros "
+            "if none has one. A step leaves parameters alone that got none on any rank. This is said once.",
+            some,
+        )
 
     def unhang(self) -> None:
         """A backward begins: autograd need not add to what stands for gradients, the engine will.

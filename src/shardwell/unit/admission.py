@@ -50,6 +50,11 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             f"parameter '{name}' has no shape yet: it belongs to a lazy module. Run the model once on a sample batch "
             "before it is handed over."
         )
+    if parameter.is_inference():
+        raise ShardwellError(
+            f"parameter '{name}' was made inside torch.inference_mode(), so autograd cannot train it. Make or load the "
+            "model outside of it."
+        )
     if any(base.__name__ == "DTensor" for base in kind.__mro__):
         raise ShardwellError(
             f"parameter '{name}' is a DTensor, which is split over ranks already (tensor parallelism or fully_shard). "

@@ -92,6 +92,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
     """Take over what was put in the place of parameters since their gradients were made."""
     look_closely(units)
     for unit in units:
+        unit.look_at_loan()
         if unit.misfit:
             raise ModelChangedError(
                 f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
@@ -243,7 +244,7 @@ _version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr
 def is_unlike_its_shard(group: Group) -> bool:
     """Whether whole parameters are not what rests, where that is cheap to know. They were gathered as they rest."""
     shard = group.shard
-    if shard is None or group.is_encoded or shard.page is not None or shard.tensor.is_meta:
+    if shard is None or group.is_encoded or not group.is_exact or shard.page is not None or shard.tensor.is_meta:
         return False
     start, end = group.layout.shard_range(group.context.world.place)
     mine = group.flat.tensor[start:end]

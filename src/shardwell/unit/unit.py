@@ -51,6 +51,9 @@ _ALLOWED = {
 }
 
 
+_CLOSE_LOOKS = 4  # what a forward does to its own parameters it does from the start
+
+
 class Unit:
     """A module and its groups."""
 
@@ -74,6 +77,9 @@ class Unit:
         self._versions = edits.versions(self._parameters(groups))
         self._has_warned = False  # of changes that are lost
         self.lent = False  # somebody outside its module may still look at it
+        self._was_lent = False  # since it was gathered
+        self._gathered_at = 0  # after so many updates
+        self._num_close_looks = 0  # at what was changed while it was whole
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
         self.look: Callable[[], None] | None = None  # at all units, for values that were changed by hand
@@ -123,7 +129,7 @@ class Unit:
         self._tell_of_views()
         self.wait()
         self._move(Residency.GATHERING)
-        self._is_exact = exact
+        self._is_exact, self._gathered_at = exact, self.num_updates
         frozen_too = {group for group in self.releasable if self.keeps_frozen and not group.trainable}
         with self._released_on_error():
             for group in self.releasable:
@@ -264,8 +270,14 @@ class Unit:
         self._drop()
         return True
 
+    def lend(self) -> None:
+        """Let somebody outside its module look at it until the step."""
+        self.lent = self._was_lent = True
+
     def _drop(self) -> None:
-        self._look_for_lost_changes()
+        self._look_for_lost_changes(closely=self._was_lent or self._num_close_looks < _CLOSE_LOOKS)
+        self._num_close_looks += 1
+        self._was_lent = False
         if self._was_opened:
             for group in self.releasable:
                 group.spare_views()
@@ -275,10 +287,18 @@ class Unit:
         for group in self.releasable:
             group.release()
 
-    def _look_for_lost_changes(self, *, closely: bool = False) -> None:
-        """Whole parameters are about to be freed: what was changed in place would be heard of no more."""
+    def look_at_loan(self) -> None:
+        """Before an update: what was changed of a unit that is lent would be heard of no more."""
+        if self._was_lent:
+            self._look_for_lost_changes(closely=True)
+
+    def _look_for_lost_changes(self, *, closely: bool) -> None:
+        """Whole parameters are about to be freed: what was changed in place would be heard of no more.
+
+        Changes of `p.data` are not counted by torch. `closely`: values are compared with what rests.
+        """
         now = edits.versions(self._parameters(self.groups))
-        is_lost = closely and any(edits.is_unlike_its_shard(group) for group in self.releasable)
+        is_lost = closely and self._is_as_it_rests and any(edits.is_unlike_its_shard(g) for g in self.releasable)
         if (is_lost or now != self._versions) and not self._has_warned:
             slots = [slot for group in self.groups for slot in group.layout.slots]
             freed = {id(slot) for group in self.releasable for slot in group.layout.slots}
@@ -288,6 +308,12 @@ class Unit:
                 self._has_warned = True
                 edits.warn_of_lost(self.name, names)
         self._versions = now
+
+    @property
+    def _is_as_it_rests(self) -> bool:
+        """Nothing but the user can have changed its values since it was gathered, or what rests."""
+        is_updated = self.num_updates != self._gathered_at or self.is_ahead or self._update is not None
+        return self.residency is Residency.WHOLE and not is_updated and self._arrival is None
 
     def publish(self, arrival: Arrival | None = None) -> bool:
         """Start sending the updated slices of groups that rest whole; readers wait for it.
