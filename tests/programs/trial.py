@@ -27,7 +27,7 @@ WORST_FIRST = ["failed", "warned", "refused", "agreed"]
 NO_ANSWER = (DivergenceError, NonFiniteError)
 ECHO = re.compile(
     r"(?:^|failed first: )(\w+) in \w+: "
-)  # of an error that was no refusal, at the next use of the engine
+)  # an error, told again at the next use
 
 
 @dataclass(frozen=True)
