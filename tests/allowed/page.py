@@ -39,7 +39,7 @@ def _some(pool: Ranks, column: str, names: list[str]) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="allowed-") as folder:
         progress = Path(folder, "progress")
         try:
-            done = pool.run(2, perform_all, names, column, folder, str(progress), limit=240.0)[0]
+            done = pool.run(2, perform_all, names, column, folder, str(progress), limit=600.0)[0]
         except RankFailedError as error:
             written = [file.read_text().splitlines() for file in Path(folder).glob("progress.*")]
             lines = max(written, key=len, default=[])

@@ -141,7 +141,7 @@ class Sharded:
     def initialize(self, model: nn.Module, optimizer: Any) -> Any:
         config = {
             "zero_optimization": {"stage3_param_persistence_threshold": 0, **self.zero},
-            "shardwell": {"divergence_timeout": 15.0},
+            "shardwell": {"divergence_timeout": 40.0},
         }
         self.engines.append(shardwell.initialize(model=model, optimizer=optimizer, config=config).engine)
         return self.engines[-1]

@@ -143,4 +143,59 @@ REGRESSIONS: list[str] = [
     evaluate(g, inference, 6)
     step(g)
     """,
+    """
+    stage=3 ranks=1 dtype=float32 offload=nvme
+    forward(a, g, tensor, 6)
+    edit(g, data.copy_, blocks.0.up.bias, 58)
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=3 ranks=1
+    grad(g, set, head.weight, 97)
+    zero_grad(g, optimizer, True)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=3 ranks=1 accumulation=2
+    forward(c, g, tensor, 6)
+    grad(g, set, head.weight, 48)
+    backward(c, loss, first, False)
+    clip(g, norm, 0.5)
+    """,
+    """
+    stage=3 ranks=1
+    forward(a, g, tensor, 7)
+    backward(a, engine, first, False)
+    grad(g, none, blocks.1.up.weight, 75)
+    safe_grad(g, get, blocks.1.up.weight, 26)
+    """,
+    """
+    stage=3 ranks=1 dtype=float32 offload=nvme
+    fail(g, backward, 6)
+    edit(g, data[0]=, blocks.1.up.weight, 25)
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=1 ranks=1
+    forward(a, g, tensor, 4)
+    backward(a, engine, first, False)
+    zero_grad(g, each, False)
+    safe_grad(g, get, scale, 22)
+    """,
+    """
+    stage=3 ranks=2 offload=params
+    forward(a, g, tensor, 5)
+    edit(g, data[0]=, head.weight, 98)
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    step(g)
+    look(g, gathered)
+    """,
 ]

@@ -98,7 +98,7 @@ class Flow:
         self.saved.take(released)
         for unit in units:
             unit.fetch, unit.average, unit.adopt = self.lend, self.reducer.average, self.adopt
-            unit.look = partial(look_closely, units)
+            unit.take_over_gradients, unit.look = self.reducer.take_edits, partial(look_closely, units)
         self.reducer.take_units(self._by_name)
 
     def note(self, action: Action, unit: Unit) -> None:
@@ -116,6 +116,7 @@ class Flow:
                 self._num_forwards += 1
                 self._is_chained = self._is_chained or any(tensor.requires_grad for tensor in tensors_in(inputs))
             self._graph_was_used = self.reducer.has_met_scale = False
+            self._look_at_loans()
             self._drop_leftovers()
             self.reducer.take_edits()
         before, self._in_model = self._in_model, True
@@ -295,6 +296,12 @@ class Flow:
             if unit.residency is Residency.GATHERING:
                 self.release(unit)
 
+    def _look_at_loans(self) -> None:
+        """Before the next thing happens: what the user did to units that are lent is lost."""
+        for unit in self.units:
+            if unit.lent:
+                unit.look_at_loan()
+
     def end_loans(self) -> None:
         """No graph needs what was lent any more."""
         self._graph_is_open = self._graph_was_used = False
@@ -322,6 +329,11 @@ class Flow:
         if unit.releasable:
             self._make_whole(unit, self._backward)
 
+    def announce_backward(self) -> None:
+        """Called before the first op of the model's backward; may be called again."""
+        if not self._tasks:
+            self.reducer.begin_backward()
+
     def need(self, unit: Unit) -> None:
         """Autograd reads what it saved of a unit, whether anybody announced that or not."""
         where = f"unit '{unit.name or '(root)'}'"
@@ -345,8 +357,9 @@ class Flow:
             if not self._tasks:
                 self.reducer.finish_earlier()  # here, because the ranks are all at the same place
                 self._graph_was_used = True
+                self._look_at_loans()
                 self._backward.start()
-                self.reducer.begin_backward()
+                self.reducer.begin_backward(has_begun=True)
                 self._tell_of_backward()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))

@@ -113,6 +113,10 @@ def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs:
     flow.leave_forward(unit)
     if flow.calls and flow.calls[-1].unit is unit:
         flow.calls[-1].is_counted = False
+    if not unit.name and flow.reducer.accumulation_steps > 1 and torch.is_grad_enabled():
+        # Gradients that the user set are not divided by the steps: they must not be there when autograd adds to them.
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(lambda grads: flow.announce_backward())
     if (unit.releasable or unit.is_named or unit.may_be_hidden) and torch.is_grad_enabled():
         nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
         for node in nodes:

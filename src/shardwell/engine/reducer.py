@@ -207,10 +207,11 @@ class Reducer:
         """Some rank may have gradients that are not averaged yet; the same answer on all ranks."""
         return self._sums_wait
 
-    def begin_backward(self) -> None:
-        """What stands for gradients makes room for those that autograd will bring."""
+    def begin_backward(self, *, has_begun: bool = False) -> None:
+        """What stands for gradients makes room for those that autograd will bring, or has begun to."""
         if self.views is not None:
-            self.views.unhang()
+            with torch.no_grad():
+                self.views.unhang(has_begun=has_begun)
 
     def end_task(self) -> None:
         """A graph task ended."""
@@ -231,7 +232,8 @@ class Reducer:
     def zero(self) -> bool:
         """Set gradients to zero in place; false if nothing stands for them."""
         if self.views is not None:
-            self.views.zero()
+            with torch.no_grad():
+                self.views.zero()
         return self.views is not None
 
     def take_edits(self, *, at_step: bool = False) -> None:

@@ -42,6 +42,11 @@ class Access:
         self._index = self._group.layout.slots.index(self._slot)
         self._piece = self._own_piece()
 
+    def take_over_gradients(self) -> None:
+        """Do what the user did to `p.grad`, unless a backward runs."""
+        if self._unit.take_over_gradients is not None and torch._C._current_graph_task_id() == -1:
+            self._unit.take_over_gradients()
+
     def _own_piece(self) -> Piece | None:
         """This rank's part of the parameter; `in_shard` counts from the start of this rank's masters."""
         return next((p for run, _ in self._group.runs for p in run.pieces if p.slot.name == self._slot.name), None)
@@ -414,4 +419,6 @@ def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[Group, Slot]:
 def reading(ask: Callable[[Access], Any], parameter: nn.Parameter) -> Any:
     """Ask something about a parameter, without recording a graph."""
     with torch.no_grad():
-        return ask(Access(parameter))
+        access = Access(parameter)
+        access.take_over_gradients()
+        return ask(access)

@@ -155,12 +155,14 @@ class GradientViews:
             some,
         )
 
-    def unhang(self) -> None:
+    def unhang(self, *, has_begun: bool) -> None:
         """A backward begins: autograd need not add to what stands for gradients, the engine will.
 
-        It may have begun already. So a tensor in the place of what hung there says nothing yet: it is looked at when
+        If it has begun already, a tensor in the place of what hung there says nothing yet: it is looked at when
         autograd has added to it.
         """
+        if not has_begun:
+            self.take_edits()
         for view in self._all if self._hangs else ():
             if not view.hangs:
                 continue
@@ -184,6 +186,7 @@ class GradientViews:
 
     def zero(self) -> None:
         """Set the gradients to zero: a step then steps zeros, as torch's optimizers do."""
+        self.take_edits()
         for view in self._all:
             if view.hangs:
                 view.gradient.zero_()

@@ -82,6 +82,7 @@ class Unit:
         self._num_close_looks = 0  # at what was changed while it was whole
         self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
+        self.take_over_gradients: Callable[[], None] | None = None  # that the user has set or taken away
         self.look: Callable[[], None] | None = None  # at all units, for values that were changed by hand
         self.optimizer: Any = None  # who steps it
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user's that nobody gave
