@@ -25,9 +25,7 @@ PATIENCE = 90.0  # seconds that a rank waits for the others to end a program
 WORST_FIRST = ["failed", "warned", "refused", "agreed"]
 # Errors of shardwell that are no refusal: nothing in a program is not finite, and ranks do the same thing.
 NO_ANSWER = (DivergenceError, NonFiniteError)
-ECHO = re.compile(
-    r"(?:^|failed first: )(\w+) in \w+: "
-)  # an error, told again at the next use
+ECHO = re.compile(r"(?:^|failed first: )(\w+) in \w+: ")  # an error, told again at the next use
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,7 @@ class GradientViews:
                 view.hangs = False
                 with torch._C.DisableTorchFunctionSubclass():
                     view.parameter.grad = None
+        self._hangs = any(view.hangs for view in self._all)
 
     def clear(self) -> None:
         """The engine holds no gradients any more."""
