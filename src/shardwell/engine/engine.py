@@ -18,6 +18,7 @@ from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
 from shardwell.engine import ends
 from shardwell.engine.checkpoints import Checkpoints
+from shardwell.engine.compiled import compile_units, uncompiled
 from shardwell.engine.ending import DESTROYED, ModelBefore
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
@@ -99,6 +100,8 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
+        if torch.compiler.is_compiling() and any(unit.releasable for unit in self._flow.units):
+            return uncompiled(self, args, kwargs)
         if self._join is not None and torch.is_grad_enabled():
             self._join.begin(args, kwargs)
         with torch.inference_mode(False):  # what a refit makes is trained
@@ -376,13 +379,7 @@ class Engine(nn.Module):
 
         Units that contain others (usually the root) stay as they are. Blocks of one class share one graph.
         """
-        options = {"backend": backend, **(compile_kwargs or {}), **kwargs}
-        names = [unit.name for unit in self._flow.units]
-        for unit in self._flow.units:
-            inside = unit.name + "." if unit.name else ""
-            if not any(name != unit.name and name.startswith(inside) for name in names):
-                self._compiled.setdefault(unit.module, unit.module.forward)
-                unit.module.forward = torch.compile(self._compiled[unit.module], **options)
+        compile_units(self._flow.units, self._compiled, {"backend": backend, **(compile_kwargs or {}), **kwargs})
 
     @property
     def is_compiled(self) -> bool:

@@ -23,7 +23,7 @@ from shardwell.engine.order import Order
 from shardwell.engine.reducer import Reducer
 from shardwell.engine.saved import SavedViews
 from shardwell.engine.trace import Action, Event, Trace, profiled
-from shardwell.engine.transforms import named_refusals, outside_transforms
+from shardwell.engine.transforms import named_refusals, outside_trace, outside_transforms
 from shardwell.errors import BackwardError, ReleasedParameterError
 from shardwell.memory.pages import Pages
 from shardwell.optim.habit import Beginning
@@ -158,7 +158,11 @@ class Flow:
         unit.in_forward += 1
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
         self._is_partial = self._is_partial or (not self._in_model and torch.is_grad_enabled())
-        self._make_whole(unit, self._forward)
+        if torch._C._get_tracing_state() is not None:
+            with outside_trace(unit):
+                self._make_whole(unit, self._forward)
+        else:
+            self._make_whole(unit, self._forward)
         self.note(Action.FORWARD, unit)
 
     def leave_forward(self, unit: Unit) -> None:
@@ -433,6 +437,6 @@ class Flow:
 
     def after_update(self, unit: Unit, arrival: Arrival | None = None) -> None:
         self.note(Action.STEP, unit)
-        unit.num_updates += 1
+        unit.note_update()
         if unit.publish(arrival):
             self.note(Action.PUBLISH, unit)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from shardwell.errors import ShardwellError
+from shardwell.unit import Unit
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
@@ -17,6 +18,23 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+@contextlib.contextmanager
+def outside_trace(unit: Unit) -> Iterator[None]:
+    """What runs inside is no part of what torch.jit.trace records. It keeps parameters, so they must stay."""
+    if unit.releasable:
+        raise ShardwellError(
+            f"torch.jit.trace met unit '{unit.name or '(root)'}', whose parameters are whole only while it runs: the "
+            "trace would keep memory that is freed. Trace a plain copy of the model with the values of "
+            "engine.state_dict(), or use engine.compile()."
+        )
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shardwell.comm import Pending
@@ -99,6 +100,8 @@ class Unit:
                 guard.keep(parameter, self)
 
     def _sort(self) -> None:
+        is_whole = [group for group in self.trainable if not group.row.released or group.stays_whole]
+        self._resting = [parameter for group in is_whole for parameter in group.parameters if parameter.numel()]
         self.releasable = [group for group in self.groups if group.row.released and not group.stays_whole]
         self.numel = sum(group.layout.padded for group in self.releasable)  # elements that a gather makes whole
 
@@ -315,6 +318,15 @@ class Unit:
         """Nothing but the user can have changed its values since it was gathered, or what rests."""
         is_updated = self.num_updates != self._gathered_at or self.is_ahead or self._update is not None
         return self.residency is Residency.WHOLE and not is_updated and self._arrival is None
+
+    def note_update(self) -> None:
+        """A step has changed its parameters: a graph that saved them must not be gone through any more.
+
+        Torch checks that for what rests whole. What is released is checked where it is read, see `SavedView`.
+        """
+        self.num_updates += 1
+        if self._resting:
+            torch.autograd.graph.increment_version(self._resting)
 
     def publish(self, arrival: Arrival | None = None) -> bool:
         """Start sending the updated slices of groups that rest whole; readers wait for it.
