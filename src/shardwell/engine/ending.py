@@ -34,9 +34,7 @@ class ModelBefore:
             flow.finish_for_nobody()
         if optimizer is not None:
             optimizer.forget_gradients()
-        for group in (group for unit in flow.units for group in unit.trainable):
-            group.gradients.clear()
-        flow.reducer.clear()
+        flow.reducer.forget()
         if is_whole:
             flow.end_loans()
             with context.failing_together("destroy"):

@@ -6,32 +6,32 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
 from shardwell.engine import ends
+from shardwell.engine.carried import carrying, scaled_output, unscaled_input
 from shardwell.engine.checkpoints import Checkpoints
 from shardwell.engine.compiled import compile_units, uncompiled
 from shardwell.engine.ending import DESTROYED, ModelBefore
 from shardwell.engine.fingerprint import Fingerprint
 from shardwell.engine.flow import Flow
 from shardwell.engine.given_loader import GivenLoader
-from shardwell.engine.hooks import attach
+from shardwell.engine.hooks import attach, remove
 from shardwell.engine.inputs import Inputs, mover
 from shardwell.engine.join import Join, joined
 from shardwell.engine.loader import ShardedLoader
-from shardwell.engine.nested import alias_with, map_tensors
+from shardwell.engine.nested import map_tensors
 from shardwell.engine.odd_uses import StepWatch, ready_for_accelerate, refuse_pickling
 from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
-from shardwell.engine.precision import dtype_of, mixed_dtype
+from shardwell.engine.precision import autocast_of, mixed_dtype
 from shardwell.engine.refit import Builder, refit
+from shardwell.engine.report import print_progress
 from shardwell.engine.room import room_for_frozen
 from shardwell.engine.states import load_whole_state, snapshot, whole_state
 from shardwell.engine.trace import Trace
@@ -41,8 +41,6 @@ from shardwell.optim import ShardedOptimizer
 from shardwell.optim.scale import LossScale, NoScale
 from shardwell.unit import Context
 from shardwell.unit.edits import look
-
-_carried = SimpleNamespace(scale=1.0)  # the loss scale of the running backward's gradients outside of models
 
 
 class Engine(nn.Module):
@@ -111,54 +109,23 @@ class Engine(nn.Module):
         self._flow.reducer.is_boundary = self.is_gradient_accumulation_boundary()
         inputs = Inputs(args, kwargs, self._input_change())
         try:
-            passed = inputs.args, inputs.kwargs
-            with self._context.failing_together("forward"), self._autocast(), self._flow.running(passed):
+            running = self._flow.running((inputs.args, inputs.kwargs))
+            with self._context.failing_together("forward"), autocast_of(self.config, self.device), running:
                 output = self.module(*inputs.args, **inputs.kwargs)
         finally:
             inputs.give_back()
         if self._scale.is_on and torch.is_grad_enabled():
-            output = map_tensors(output, self._scale_output)
+            met = self._flow.reducer.meet_scale
+            output = map_tensors(output, lambda tensor: scaled_output(tensor, self._scale, met))
         self._flow.end_forward()
         self._flow.drop_unused()
         return output
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Without torch's cache of casts: it would keep a copy of every weight that the forward has used."""
-        block = self.config.torch_autocast
-        if not block.enabled:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype_of(block.dtype), cache_enabled=False)
-
-    # Gradients carry a loss scale: that of the engine whose `backward` was called, or none after a plain
-    # `loss.backward()`. Where they enter an engine's model they get its own scale, and where they leave it they go on
-    # as they came. Aliases do that, because what goes on inside the model (a loss made of logits that are returned
-    # too) must not meet the factor twice.
-
-    def _scale_output(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-
-        def enter(grad: Tensor) -> Tensor:
-            self._flow.reducer.has_met_scale = True
-            return grad if _carried.scale == self._scale.value else grad * (self._scale.value / _carried.scale)
-
-        return alias_with(tensor, enter)
 
     def _input_change(self) -> Callable[[Tensor], Tensor]:
         """What becomes of a tensor on its way into the model."""
         move = mover(self.device, self._compute_dtype)
         scaled = self._scale.is_on and torch.is_grad_enabled()
-        return (lambda tensor: move(self._unscale_input(tensor))) if scaled else move
-
-    def _unscale_input(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        is_last = tensor.is_leaf  # nobody behind it would take the scale off
-
-        def leave(grad: Tensor) -> Tensor:
-            return grad * ((1.0 if is_last else _carried.scale) / self._scale.value)
-
-        return alias_with(tensor, leave)
+        return (lambda tensor: move(unscaled_input(tensor, self._scale))) if scaled else move
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
@@ -178,10 +145,9 @@ class Engine(nn.Module):
             self.is_gradient_accumulation_boundary()
         )  # the loss may not come from `forward`
         self._flow.reducer.divide_by_steps = scale_wrt_gas
-        before, _carried.scale = _carried.scale, self._scale.value
-        self._flow.reducer.has_met_scale = True
+        self._flow.reducer.meet_scale()
         try:
-            with self._context.failing_together("backward"):
+            with self._context.failing_together("backward"), carrying(self._scale):
                 scaled = loss.float() * self._scale.value if self._scale.is_on else loss
                 self._flow.reducer.begin_backward()
                 scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
@@ -190,7 +156,6 @@ class Engine(nn.Module):
             raise
         finally:
             self._flow.reducer.divide_by_steps = True
-            _carried.scale = before
         if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
         return loss
@@ -244,13 +209,8 @@ class Engine(nn.Module):
             self.offload = self.offload.fill_device(self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
-        self._print_progress()
-
-    def _print_progress(self) -> None:
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
-            rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
-            print(f"step {self.global_steps}: lr {rates}, gradient norm {self.get_global_grad_norm()}", flush=True)
+        if self.config.steps_per_print and self.global_steps % self.config.steps_per_print == 0:
+            print_progress(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming `step` applies the gradients."""
@@ -298,9 +258,7 @@ class Engine(nn.Module):
         self._flow.finish_for_nobody()
         if self.optimizer is not None:
             self.optimizer.forget_gradients()
-        for group in (group for unit in self._flow.units for group in unit.trainable):
-            group.gradients.clear()
-        self._flow.reducer.clear()
+        self._flow.reducer.forget()
 
     # ------------------------------------------------------------------------------------------------- readings
 
@@ -410,7 +368,7 @@ class Engine(nn.Module):
             self._flow.reducer.take_edits()
             units = refit(list(self._flow.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
-            _remove(self._handles.pop(unit))
+            remove(self._handles.pop(unit))
         self._flow.take(units)
         for unit in units:
             if unit not in self._handles:
@@ -483,9 +441,8 @@ class Engine(nn.Module):
         """Go on from a checkpoint: the latest under `load_dir`, or the one with that tag. All ranks must call it.
 
         Returns its path and the client's state. If there is none yet it warns and returns (None, None), or raises with
-        `strict`. If it cannot be loaded, the
-        engine's state is as before. It may have been saved at any stage, precision and number of ranks; checkpoints of
-        DeepSpeed and of torch.distributed.checkpoint are read too.
+        `strict`. If it cannot be loaded, the engine's state is as before. It may have been saved at any stage,
+        precision and number of ranks; checkpoints of DeepSpeed and of torch.distributed.checkpoint are read too.
         """
         return self._checkpoints.load(
             self,
@@ -521,7 +478,7 @@ class Engine(nn.Module):
             self._is_destroyed = True
             self.finish_saving()
             for handles in self._handles.values():
-                _remove(handles)
+                remove(handles)
             self._handles.clear()
             for module in self._compiled:
                 module.__dict__.pop("forward", None)
@@ -541,8 +498,3 @@ class Engine(nn.Module):
             if module is None or name.startswith("__"):
                 raise
             return getattr(module, name)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -143,3 +143,8 @@ def _is_view(unit: Unit, tensor: Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()._cdata
     return any(storage == group.flat.tensor.untyped_storage()._cdata for group in unit.releasable)
+
+
+def remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
 
@@ -48,3 +49,11 @@ def settle_precision(config: Config, parameters: Iterable[Tensor]) -> Config:
         short = str(dtype).removeprefix("torch.")
         origins[f"{name}.enabled"] = f"auto -> {str(is_on).lower()} (the model's parameters are {short})"
     return config.with_origins(origins, values)
+
+
+def autocast_of(config: Config, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Without torch's cache of casts: it would keep a copy of every weight that the forward has used."""
+    block = config.torch_autocast
+    if not block.enabled:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype_of(block.dtype), cache_enabled=False)

@@ -64,6 +64,10 @@ class Reducer:
             )
         return grad
 
+    def meet_scale(self) -> None:
+        """Gradients of the running backward carry the loss scale."""
+        self.has_met_scale = True
+
     def absorb(self, unit: Unit, group: Group, index: int, parameter: Tensor, grad: Tensor) -> None:
         """Move a gradient into the group's flat buffer."""
         if torch.is_grad_enabled() or grad.requires_grad:  # only where the backward keeps a graph: this costs
@@ -228,6 +232,13 @@ class Reducer:
             self.views.spend()
         elif self.views is not None:
             self.views.clear()
+
+    def forget(self) -> None:
+        """Drop all gradients; nothing is on its way."""
+        for unit in self._units.values():
+            for group in unit.trainable:
+                group.gradients.clear()
+        self.clear()
 
     def zero(self) -> bool:
         """Set gradients to zero in place; false if nothing stands for them."""

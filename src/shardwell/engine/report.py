@@ -162,3 +162,10 @@ def _resting(memory: MemoryReport, offload: Offload) -> Note:
         found = [f"{human(sizes[what, tier])} {_ON[tier]}" for tier in Tier if sizes[what, tier]]
         parts += [f"{what} {', '.join(found)}"] if found else []
     return Note(f"on each rank: {'; '.join(parts)}")
+
+
+def print_progress(engine: Engine) -> None:
+    """One line of rank 0 every `steps_per_print` steps."""
+    if engine.global_rank == 0:
+        rates = ", ".join(f"{rate:g}" for rate in engine.get_lr())
+        print(f"step {engine.global_steps}: lr {rates}, gradient norm {engine.get_global_grad_norm()}", flush=True)
