@@ -15,6 +15,7 @@ from shardwell.cli.run_command import parse_nodes
 from shardwell.errors import ShardwellError
 from tests.cli.command import arguments, environment, shardwell
 
+SECRET = "of nobody but these tests"
 STARTS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_an_interrupt_is_no_reason_to_start_again(tmp_path: Path) -> None:
 
 def launched(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     command = arguments("run", *options, folder / "script.py", folder)
-    return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env={**environment(), "SHARDWELL_SECRET": SECRET}, stderr=subprocess.PIPE)
 
 
 def until(holds: Callable[[], bool], limit: float = 90) -> None:

@@ -40,13 +40,6 @@ class Agent(LocalElasticAgent):
         self._told_restarts = 0
         self._num_ranks = 0  # of all nodes, when they were last started
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # torch would keep the store of the first start for all others: ranks would take what earlier ones left in it
-        # for answers, and a node that comes later would never learn where it is.
-        handler: Any = self._spec.rdzv_handler
-        handler._bootstrap_store_info = handler._shared_tcp_store_server = None
-        super()._rendezvous(worker_group)
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         num_ranks = worker_group.workers[0].world_size
         if self._num_ranks:

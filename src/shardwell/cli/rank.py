@@ -22,6 +22,7 @@ import time
 import traceback
 
 _PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
+LAUNCHER = "SHARDWELL_LAUNCHER"  # the process id of who starts this rank
 
 
 def main() -> None:
@@ -79,9 +80,15 @@ def _write_down(error: BaseException, message: str, trace: str) -> bool:
 
 
 def _end_with_launcher() -> None:
-    """A launcher that is killed cannot end its ranks; on Linux the kernel does it."""
+    """A launcher that is killed cannot end its ranks; on Linux the kernel does it.
+
+    It may have been killed before the kernel was told, and then this process has another parent already.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = os.environ.pop(LAUNCHER, "")
+    if launcher.isdigit() and os.getppid() != int(launcher):
+        os._exit(128 + signal.SIGKILL)
 
 
 def _speak_in_lines() -> None:
