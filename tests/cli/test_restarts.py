@@ -202,7 +202,9 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     (tmp_path / "end").touch()
     assert (survivor.wait(timeout=60), back.wait(timeout=60)) == (0, 0)
     assert survivor.stderr is not None
-    first, second = survivor.stderr.read().decode().splitlines()
+    said = survivor.stderr.read().decode()
+    assert len(said.splitlines()) == 2, said
+    first, second = said.splitlines()
     assert first.startswith("rank ")
     assert first.endswith("; restart 1 of 3 with 1 rank instead of 2")
     assert second == "another node has come, or starts again; starting again with 2 ranks instead of 1"
