@@ -177,7 +177,7 @@ class _Machine:
         (state,) = self._take(1)
         target = self._stack[-1]
         if target[0] != _BUILT:
-            raise self.refusal("a state for what has none")
+            raise self.refusal("gives a state to what has none")
         self._grow([state])
 
     def refer(self, _: Any) -> None:
