@@ -4,6 +4,7 @@ will come again, and can go on with fewer ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwell.cli.ends import End, Restarts, can_be_cured, ends_of
+from shardwell.comm.roll_call import ended_key
 from shardwell.memory.device import num_gpus
 
 GRACE = 5  # seconds that ranks get to end after Ctrl-C, before they are killed
@@ -35,6 +37,7 @@ class Agent(LocalElasticAgent):
         self.ends = []
         self._spec, self._restarts = spec, restarts
         self._logs = logs.root_log_dir
+        self._noted: set[int] = set()  # local ranks that have ended without an error, and were told of
         self._num_early = 0
         self._began = 0.0
         self._told_restarts = 0
@@ -45,6 +48,7 @@ class Agent(LocalElasticAgent):
         if self._num_ranks:
             self._tell(num_ranks)
         self._num_ranks, self._began = num_ranks, time.monotonic()
+        self._noted = set()
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
@@ -54,9 +58,19 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        self._note_ended(worker_group)
         if result.is_failed():
             self._judge(result.failures)
         return result
+
+    def _note_ended(self, worker_group: WorkerGroup) -> None:
+        """Tell ranks that wait for others to come that one has ended already, without an error."""
+        store: Any = worker_group.store
+        for local_rank, handler in getattr(self._pcontext, "subprocess_handlers", {}).items():
+            if local_rank not in self._noted and handler.proc.poll() == 0:
+                self._noted.add(local_rank)
+                with contextlib.suppress(RuntimeError):  # the store is gone, and so will be who waits
+                    store.set(ended_key(worker_group.workers[local_rank].global_rank), "")
 
     def _judge(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Whether to start again, and with how many ranks."""

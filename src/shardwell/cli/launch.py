@@ -187,9 +187,12 @@ def _check_secret(place: Place, secret: bytes | None) -> None:
 @contextlib.contextmanager
 def _environment(place: Place, secret: bytes | None, address: str) -> Iterator[None]:
     """What the ranks find in their environment, besides what torch's agent puts there."""
+    from shardwell.comm.roll_call import VARIABLE as ROLL_CALL
+
     news = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // place.ranks_here))),
         LAUNCHER: str(os.getpid()),
+        ROLL_CALL: "1",
     }
     if secret is None and place.is_alone:
         news[VARIABLE] = secrets.token_hex(32)  # for this job, which shares its machine with other users

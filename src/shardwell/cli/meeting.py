@@ -32,6 +32,7 @@ from shardwell.cli.channel import Channel, ClosedError, StrangerError, enter, ke
 from shardwell.cli.gate import MEET, STORE, Background, Gate, splice
 from shardwell.cli.loopback import ADDRESS, bound, host_store, listening, reach_store
 from shardwell.cli.rounds import Rounds
+from shardwell.comm.roll_call import LAUNCHERS_WORDS
 from shardwell.errors import ShardwellError
 
 _PATIENCE = timedelta(seconds=60)  # within which a store has to answer the launcher
@@ -255,4 +256,4 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 def _info(store: TCPStore, port: int, rank: int, size: int) -> RendezvousInfo:
-    return RendezvousInfo(PrefixStore("launcher", store), rank, size, RendezvousStoreInfo(ADDRESS, port))
+    return RendezvousInfo(PrefixStore(LAUNCHERS_WORDS, store), rank, size, RendezvousStoreInfo(ADDRESS, port))
