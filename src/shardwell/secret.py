@@ -53,7 +53,7 @@ def _read(path: str) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # the last: a FIFO would wait
     except (OSError, ValueError) as error:
         raise ShardwellError(f"{where}: cannot be read ({error})") from None
-    with open(handle, "rb") as file:
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise ShardwellError(f"{where}: is not a regular file")
@@ -62,4 +62,6 @@ def _read(path: str) -> bytes:
                 f"{where}: others may read or change it (mode {stat.S_IMODE(status.st_mode):04o}, owner "
                 f"{status.st_uid}); `chmod 600` it"
             )
-        return file.read(_LONGEST).strip()
+        return os.read(handle, _LONGEST).strip()
+    finally:
+        os.close(handle)

@@ -26,6 +26,8 @@ from typing import Any
 from shardwell.cli.channel import ClosedError, StrangerError, enter, key_of
 
 GREETING = 40  # bytes that the gate says to everybody
+PORT = 29500
+WAIT = 120.0  # seconds for the job to begin
 FLOOD = 400  # connections at once
 
 
@@ -53,6 +55,14 @@ class Stranger:
             for first in range(1, 65536, 512):
                 self._look(address, range(first, min(first + 512, 65536)))
         self.tried["ports looked at"] += 65535 * len(self.addresses)
+
+    def await_job(self) -> None:
+        """Until something listens at the port that launchers take if they are not told another."""
+        end = time.monotonic() + WAIT
+        while not self.open and time.monotonic() < end:
+            for address in self.addresses:
+                self._look(address, range(PORT, PORT + 1))
+            time.sleep(0.05)
 
     def _look(self, address: str, ports: range) -> None:
         chosen = selectors.DefaultSelector()
@@ -154,10 +164,12 @@ class Stranger:
         ways: list[Callable[[tuple[str, int]], None]] = [
             self.store, self.garbage, self.half_open, self.flood, self.pickles, self.secret
         ]  # fmt: skip
-        end = time.monotonic() + seconds
+        self.await_job()
+        end, looks = time.monotonic() + seconds, [0.5, 0.2]  # when half the time is left, and a fifth
         while time.monotonic() < end:
-            if not self.open or self.draw.random() < 0.02:
-                self.find()
+            if looks and end - time.monotonic() < looks[0] * seconds:
+                looks.pop(0)
+                self.find()  # ranks have opened ports meanwhile
             for way in self.draw.sample(ways, len(ways)):
                 if self.open and time.monotonic() < end:
                     way(self.draw.choice(self.open))

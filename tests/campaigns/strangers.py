@@ -43,7 +43,7 @@ for step in range(20):
     engine.step()
     time.sleep(seconds / 20)
 with shardwell.zero.GatheredParameters(list(model.parameters())):
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    digest = hashlib.sha256(b"".join(p.detach().clone().numpy().tobytes() for p in model.parameters())).hexdigest()
 (folder / f"digest-{os.environ['RANK']}").write_text(digest)
 engine.destroy()
 """

@@ -24,7 +24,7 @@ def refuse(*args, **kwargs):
     with open(os.environ["POISONED"], "a") as file:
         file.write("".join(traceback.format_stack()) + "\\n")
     raise SystemExit("a pickle was read")
-class Refuse:
+class Refuse(pickle._Unpickler):
     def __init__(self, *args, **kwargs):
         refuse()
 pickle.loads = pickle.load = pickle._loads = pickle._load = _pickle.loads = _pickle.load = refuse
