@@ -23,6 +23,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
+
 from shardwell.cli.channel import ClosedError, StrangerError, enter, key_of
 
 GREETING = 40  # bytes that the gate says to everybody
@@ -50,11 +52,14 @@ class Stranger:
         self.open: list[tuple[str, int]] = []
 
     def find(self) -> None:
-        """Which ports are open, of all."""
+        """Which ports are open, of those that the system gives to who does not ask for one, and launchers'."""
         for address in self.addresses:
-            for first in range(1, 65536, 512):
-                self._look(address, range(first, min(first + 512, 65536)))
-        self.tried["ports looked at"] += 65535 * len(self.addresses)
+            for first, last in [
+                (PORT - 100, PORT + 100),
+                *((first, first + 512) for first in range(32768, 61000, 512)),
+            ]:
+                self._look(address, range(first, last))
+                self.tried["ports looked at"] += last - first
 
     def await_job(self) -> None:
         """Until something listens at the port that launchers take if they are not told another."""
@@ -72,7 +77,7 @@ class Stranger:
             with contextlib.suppress(BlockingIOError):
                 probe.connect((address, port))
             chosen.register(probe, selectors.EVENT_WRITE, port)
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 1
         while chosen.get_map() and time.monotonic() < deadline:
             for key, _ in chosen.select(0.2):
                 probe = key.fileobj  # type: ignore[assignment]
@@ -87,11 +92,9 @@ class Stranger:
 
     def store(self, where: tuple[str, int]) -> None:
         """As a client of torch's store: list, read, overwrite."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
-
         self.tried["clients of torch's store"] += 1
         with contextlib.suppress(Exception):
-            store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+            store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
             found = store.list_keys()
             self.gains.append(f"keys at {where}: {found[:3]}")
             for key in found:
@@ -171,9 +174,8 @@ class Stranger:
                 looks.pop(0)
                 self.find()  # ranks have opened ports meanwhile
             for way in self.draw.sample(ways, len(ways)):
-                if self.open and time.monotonic() < end:
+                if self.open and time.monotonic() < end and (way != self.store or self.draw.random() < 0.2):
                     way(self.draw.choice(self.open))
-            time.sleep(0.05)
 
 
 def main() -> None:

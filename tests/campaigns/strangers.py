@@ -25,6 +25,7 @@ from benchmarks.launch import stop
 from tests.campaigns.network import STRANGER, Network, why_no_network
 from tests.cli.command import ROOT, arguments, environment
 
+ATTACK = 15.0  # seconds that a job under attack takes at least
 LIMIT = 240.0  # seconds for a job that takes ten on an idle machine
 SCRIPT = """
 import hashlib, os, sys, time
@@ -81,7 +82,11 @@ def run_job(network: Network, folder: Path, nodes: str, attack: tuple[int, float
             inside = network.inside(STRANGER, tool)
             own = {**environment(), **mark}
             own["PYTHONPATH"] = f"{ROOT}{os.pathsep}{own['PYTHONPATH']}"
-            started.append(subprocess.Popen(inside, env=own, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+            started.append(
+                subprocess.Popen(
+                    inside, env=own, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                )
+            )
         nodes_of = [network.inside(host, command) for host in (0, 1)]
         started += [subprocess.Popen(node, env=env, stderr=subprocess.PIPE, text=True) for node in nodes_of]
         launchers = started[-2:]
@@ -108,7 +113,7 @@ def campaign(seconds: float, seed: int, folder: Path) -> Tally:
             raise SystemExit(f"a job that is left alone does not succeed: {alone}")
         while tally.jobs == 0 or time.monotonic() < end:
             nodes = ("2", "1:2")[(seed + tally.jobs) % 2]
-            found, said = run_job(network, folder / str(tally.jobs), nodes, (seed + tally.jobs, 8.0))
+            found, said = run_job(network, folder / str(tally.jobs), nodes, (seed + tally.jobs, ATTACK))
             tally.jobs += 1
             tally.tried.update(said.get("tried", {}))
             tally.gains += said.get("gains", [])

@@ -11,13 +11,13 @@ _SWEEP = 'cat >/dev/null; rm -rf -- "$1"'  # when the other end of the pipe is g
 
 
 @contextlib.contextmanager
-def kept_folder() -> Iterator[str]:
+def kept_folder(prefix: str = "shardwell-") -> Iterator[str]:
     """A folder that nobody else may enter.
 
     A launcher that is killed cannot remove it. So a process waits beside it until the launcher ends, by a pipe that the
     kernel closes. It is in a session of its own, so that what ends the launcher's does not end it.
     """
-    with tempfile.TemporaryDirectory(prefix="shardwell-") as folder:
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
         sweeper = _sweeper(folder)
         try:
             yield folder
