@@ -30,6 +30,7 @@ from shardwell.cli.channel import ClosedError, StrangerError, enter, key_of
 GREETING = 40  # bytes that the gate says to everybody
 PORT = 29500
 WAIT = 120.0  # seconds for the job to begin
+HALF_OPEN = 40  # connections at once
 FLOOD = 400  # connections at once
 
 
@@ -103,17 +104,18 @@ class Stranger:
     def garbage(self, where: tuple[str, int]) -> None:
         self.tried["garbage"] += 1
         with contextlib.suppress(OSError), socket.create_connection(where, 2) as link:
-            link.settimeout(0.3)
+            link.settimeout(0.1)
             link.sendall(self.draw.randbytes(self.draw.choice([1, 8, 64, 4096, 100_000])))
             self._note(link, where)
 
     def half_open(self, where: tuple[str, int]) -> None:
         """Says nothing, or the first bytes only, and stays."""
-        self.tried["half-open connections"] += 1
-        with contextlib.suppress(OSError):
-            link = socket.create_connection(where, 2)
-            link.sendall(self.draw.randbytes(self.draw.choice([0, 1, 31, 63])))
-            self.held.append(link)
+        for _ in range(HALF_OPEN):
+            self.tried["half-open connections"] += 1
+            with contextlib.suppress(OSError):
+                link = socket.create_connection(where, 2)
+                link.sendall(self.draw.randbytes(self.draw.choice([0, 1, 31, 63])))
+                self.held.append(link)
         while len(self.held) > 300:
             self.held.pop(self.draw.randrange(len(self.held))).close()
 
@@ -137,7 +139,7 @@ class Stranger:
         key = b"torch.rendezvous.shardwell"
         command = b"\x00" + len(key).to_bytes(8, "little") + key + len(payload).to_bytes(8, "little") + payload
         with contextlib.suppress(OSError), socket.create_connection(where, 2) as link:
-            link.settimeout(0.3)
+            link.settimeout(0.1)
             link.sendall(self.draw.choice([payload, command]))
             self._note(link, where)
 
@@ -181,6 +183,7 @@ class Stranger:
 def main() -> None:
     stranger = Stranger(int(sys.argv[1]), sys.argv[3:])
     stranger.go_on(float(sys.argv[2]))
+    stranger.tried["ports found open"] += len(stranger.open)
     print(json.dumps({"tried": stranger.tried, "gains": stranger.gains, "open": sorted(set(stranger.open))}))
 
 

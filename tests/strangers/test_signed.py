@@ -79,6 +79,19 @@ def test_without_a_secret_the_store_is_used_as_it_is(plain: Any, monkeypatch: py
     assert signed_where_secret(plain, "p", 0) is plain
 
 
+def test_ranks_with_different_secrets_are_told_so(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHARDWELL_SECRET", SECRET)
+    signed_where_secret(plain, "p", 0)
+    signed_where_secret(plain, "p", 1)
+    assert caplog.text == ""
+    monkeypatch.delenv("SHARDWELL_SECRET")
+    signed_where_secret(plain, "p", 2)
+    assert "rank 2 has no secret, and the rank that came first has another" in caplog.text
+    assert SECRET.encode().hex() not in str(plain.get("signed by"))
+
+
 def agree_among_strangers(secret: str) -> str:
     """Two ranks agree on tokens while rank 1's hand also writes what a stranger would, straight into the store."""
     import os

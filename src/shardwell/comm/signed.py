@@ -7,12 +7,14 @@ there, and a rank that has something to say puts its own word over it. Without o
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from shardwell.secret import derived, job_secret
 
+_log = logging.getLogger("shardwell")
 _CODE = 16  # bytes; twice as many characters
 _MOST_TRIES = 100  # to put a word over what somebody else keeps writing
 
@@ -20,10 +22,25 @@ _MOST_TRIES = 100  # to put a word over what somebody else keeps writing
 def signed_where_secret(store: Any, prefix: str, rank: int) -> Any:
     """`store`, or what signs its values, if the environment has a secret."""
     secret = job_secret()
+    _compare(store, secret, rank)
     if secret is None:
         return store
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return SignedStore(store, derived(secret, f"ranks {run}"), prefix, rank)
+
+
+def _compare(store: Any, secret: bytes | None, rank: int) -> None:
+    """Say so if ranks have different secrets: none would hear what the others write. Strangers could lie here, too."""
+    mark = "none" if secret is None else derived(secret, "mark")[:8].hex()
+    first = bytes(store.compare_set("signed by", "", mark)).decode(errors="replace")
+    if first != mark:
+        _log.warning(
+            "rank %d has %s, and the rank that came first %s: they will not hear each other. Give all ranks the same "
+            "SHARDWELL_SECRET, or none",
+            rank,
+            "no secret" if secret is None else "a secret",
+            "has none" if first == "none" else "has another",
+        )
 
 
 class SignedStore:
