@@ -252,6 +252,24 @@ shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 
 """
 
 
+def test_a_rank_that_ends_well_before_the_process_group_is_not_waited_for(tmp_path: Path) -> None:
+    """Also where the script makes the group itself, and torch waits."""
+    (tmp_path / "script.py").write_text(
+        "import os, torch.distributed as dist\nif os.environ['RANK'] == '0':\n    dist.init_process_group('gloo')\n"
+    )
+    result = shardwell("run", "-n", "2", tmp_path / "script.py", limit=100)
+    assert result.returncode == 1
+    assert "rank 1 ended, without an error, before it came to `init_process_group`, where rank 0 waits" in result.stderr
+
+
+def test_ranks_may_go_on_after_another_has_ended_well(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, time, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "if os.environ['RANK'] == '0':\n    time.sleep(13)\n"
+    )
+    assert shardwell("run", "-n", "2", tmp_path / "script.py", limit=100).returncode == 0
+
+
 def test_a_rank_that_ends_well_before_initialize_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(EARLY)
     result = shardwell("run", "-n", "2", tmp_path / "script.py", limit=100)

@@ -7,8 +7,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwell.cli.ends import End, Restarts, can_be_cured, ends_of
+from shardwell.cli.rank import ENDED
 from shardwell.comm.roll_call import ended_key
 from shardwell.memory.device import num_gpus
 
@@ -49,6 +52,7 @@ class Agent(LocalElasticAgent):
             self._tell(num_ranks)
         self._num_ranks, self._began = num_ranks, time.monotonic()
         self._noted = set()
+        os.environ[ENDED] = tempfile.mkdtemp(prefix="ended-", dir=self._logs)
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
@@ -69,8 +73,10 @@ class Agent(LocalElasticAgent):
         for local_rank, handler in getattr(self._pcontext, "subprocess_handlers", {}).items():
             if local_rank not in self._noted and handler.proc.poll() == 0:
                 self._noted.add(local_rank)
-                with contextlib.suppress(RuntimeError):  # the store is gone, and so will be who waits
-                    store.set(ended_key(worker_group.workers[local_rank].global_rank), "")
+                rank = worker_group.workers[local_rank].global_rank
+                with contextlib.suppress(RuntimeError, OSError):  # the store is gone, and so will be who waits
+                    store.set(ended_key(rank), "")
+                    Path(os.environ[ENDED], str(rank)).touch()
 
     def _judge(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Whether to start again, and with how many ranks."""

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from shardwell.cli.ends import NEVER, RanksFailedError, Restarts, RunInterruptedError
 from shardwell.cli.kept_folder import kept_folder
-from shardwell.cli.rank import LAUNCHER
+from shardwell.cli.rank import ENDED, LAUNCHER
 from shardwell.errors import ShardwellError
 from shardwell.secret import HOW_TO, VARIABLE, job_secret
 
@@ -200,7 +200,7 @@ def _environment(place: Place, secret: bytes | None, address: str) -> Iterator[N
     for name in ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if place.is_alone else [])):
         if interface and name not in os.environ:
             news[name] = interface  # their links listen where the nodes meet, and not where the host name points
-    before = {name: os.environ.get(name) for name in news}
+    before = {name: os.environ.get(name) for name in (*news, ENDED)}
     os.environ.update(news)
     try:
         yield
