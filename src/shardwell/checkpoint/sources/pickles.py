@@ -52,14 +52,15 @@ def load(
 ) -> Any:
     """What a pickle holds. `known` has a stand-in for each class and function that may occur, by qualified name;
     `resolve` gets what the pickle refers to outside of itself."""
-    examine(data, where, records_as_keys=True)
+    is_late = examine(data, where, records_as_keys=True)
     try:
         found = _Unpickler(data, known, where, resolve).load()
     except CheckpointError:
         raise
     except Exception as error:  # anything can follow from bytes that are no pickle
         raise CheckpointError(f"{where}: damaged, or no pickle ({type(error).__name__}: {error})") from error
-    check_value(found, len(data), where, lambda value: value.state if isinstance(value, Record) else None)
+    if is_late:
+        check_value(found, len(data), where, lambda value: value.state if isinstance(value, Record) else None)
     return found
 
 
