@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
 
-_SWEEP = 'cat >/dev/null; rm -rf -- "$1"'  # when the other end of the pipe is gone
+# A process that waits for the end of its input, and is nobody's child: those of the launcher are its ranks.
+_SWEEP = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$1") &'
 
 
 @contextlib.contextmanager
@@ -17,24 +19,24 @@ def kept_folder(prefix: str = "shardwell-") -> Iterator[str]:
     A launcher that is killed cannot remove it. So a process waits beside it until the launcher ends, by a pipe that the
     kernel closes. It is in a session of its own, so that what ends the launcher's does not end it.
     """
-    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
-        sweeper = _sweeper(folder)
-        try:
-            yield folder
-        finally:
-            if sweeper is not None:
-                sweeper.communicate()
-
-
-def _sweeper(folder: str) -> subprocess.Popen[bytes] | None:
+    reading, writing = os.pipe()  # not inherited by the ranks
     try:
-        return subprocess.Popen(
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            _start_sweeper(folder, reading)
+            yield folder
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _start_sweeper(folder: str, reading: int) -> None:
+    with contextlib.suppress(OSError):  # no shell: the folder stays after a kill, and nothing else is different
+        subprocess.run(
             ["/bin/sh", "-c", _SWEEP, "sh", folder],
-            stdin=subprocess.PIPE,
+            stdin=reading,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
+            check=False,
         )
-    except OSError:  # no shell: the folder stays after a kill, and nothing else
-        return None

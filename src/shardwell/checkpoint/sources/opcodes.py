@@ -110,25 +110,26 @@ class _Machine:
                 )
                 raise self.refusal(what)
             at += 1
-            if operation.width:
-                number = int.from_bytes(data[at : at + operation.width], "little")
-                at += operation.width
-                if operation.has_bytes:
+            width, has_bytes, leaf, act = operation
+            if width:
+                number = int.from_bytes(data[at : at + width], "little")
+                at += width
+                if has_bytes:
                     at += number
-            elif operation.has_bytes:
+            elif has_bytes:
                 at = self._name(data, at)
                 continue
             if at > size:
                 raise self.refusal("more bytes than there are")
-            if operation.leaf is not None:
+            if leaf is not None:
                 if code == _LONG4 and number > _MOST_DIGITS:
                     raise self.refusal("an integer without end")
-                self._stack.append(operation.leaf)
+                self._stack.append(leaf)
             elif code == _STOP:
                 break
             else:
-                assert operation.act is not None
-                operation.act(self, number)
+                assert act is not None
+                act(self, number)
         if len(self._stack) != 1 or self._below:
             raise self.refusal("values that belong to nothing")
 
