@@ -225,6 +225,57 @@ def test_the_others_end_when_the_node_is_lost_where_they_meet(
     assert ", where the nodes meet, cannot be reached: its node has ended" in last
 
 
+ONCE_MORE = """
+import torch, torch.distributed as dist
+first = not (folder / "second").exists()
+dist.init_process_group("gloo")
+total = torch.tensor(rank + 1)
+dist.all_reduce(total)
+if first and rank == 1:
+    (folder / "second").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if first:
+    waits()
+(folder / f"sum-{rank}").write_text(str(total.item()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_fixed_number_of_nodes_starts_again_together_when_a_rank_of_one_is_killed(tmp_path: Path) -> None:
+    """The other node's rank waits, and would for long: its launcher hears that a node starts again."""
+    (tmp_path / "script.py").write_text(STARTS + ONCE_MORE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    options = ("-n", "1", "--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", port)
+    launchers = [launched(tmp_path, *options) for _ in range(2)]
+    try:
+        assert [launcher.wait(timeout=120) for launcher in launchers] == [0, 0]
+        assert [(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+@pytest.mark.slow
+def test_a_node_that_fails_for_good_ends_the_other_whose_ranks_wait(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STARTS + "if rank == 1: raise ValueError('spoilt')\nwaits()\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    options = ("-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    launchers = [launched(tmp_path, *options) for _ in range(2)]
+    try:
+        said = [launcher.communicate(timeout=120)[1].decode() for launcher in launchers]
+        assert sorted(launcher.returncode for launcher in launchers) == [1, 2]
+        assert sum("error: rank 1 failed first: ValueError: spoilt" in words for words in said) == 1
+        assert sum("has ended; see the other nodes for the reason" in words for words in said) == 1
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
 def test_a_number_of_nodes_or_a_range_is_understood() -> None:
     assert (parse_nodes("2"), parse_nodes("1:4")) == ((2, 2), (1, 4))
 
