@@ -25,3 +25,10 @@ def test_every_way_in_has_a_test_that_exists() -> None:
 def test_the_page_speaks_of_every_launcher() -> None:
     for launcher in ("torchrun", "Slurm", "Kubernetes", "Ray"):
         assert re.search(rf"^\| .?{launcher}", PAGE, re.MULTILINE), launcher
+
+
+def test_no_path_names_a_collective_of_objects() -> None:
+    """torch sends objects as pickles, and unpickles what it gets."""
+    for path in (ROOT / "src").rglob("*.py"):
+        found = re.findall(r"\b\w*(?:gather|scatter|broadcast|send|recv)_object\w*", path.read_text())
+        assert not found, f"{path}: {found}"
