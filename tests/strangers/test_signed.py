@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,15 @@ def test_a_word_that_is_replaced_after_it_was_found_is_still_the_one_found(plain
 def test_without_a_secret_the_store_is_used_as_it_is(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDWELL_SECRET", raising=False)
     assert signed_where_secret(plain, "p", 0) is plain
+
+
+def test_a_store_in_a_file_counts_as_it_can(tmp_path: Path) -> None:
+    from torch.distributed import FileStore  # type: ignore[attr-defined, unused-ignore]
+
+    signed = SignedStore(FileStore(str(tmp_path / "store"), 1), KEY, "p", 0)
+    assert (signed.add("n", 1), signed.add("n", 0)) == (1, 1)
+    assert signed.compare_set("a", "", "first") == b"first"
+    assert signed.check(["a"])
 
 
 def test_ranks_with_different_secrets_are_told_so(

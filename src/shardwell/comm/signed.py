@@ -53,7 +53,8 @@ class SignedStore:
 
     def clone(self) -> SignedStore:
         """The same store, by a connection of its own."""
-        return SignedStore(self._store.clone(), self._key, self._prefix, self._rank)
+        other = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return SignedStore(other, self._key, self._prefix, self._rank)
 
     def set(self, name: str, value: str) -> None:
         self._store.set(name, self._signed(name, value.encode()))
@@ -85,8 +86,11 @@ class SignedStore:
     def add(self, name: str, number: int) -> int:
         """Add to a counter, and what it says then: one signed word for each rank and each time, in a row.
 
-        torch's own counters are numbers that anybody can change.
+        torch's own counters are numbers that anybody can change. A store in a file has nothing else; who may write to
+        it, its mode says.
         """
+        if not self._store.has_extended_api():
+            return int(self._store.add(name, number))
         for _ in range(number):
             self._added[name] = self._added.get(name, 0) + 1
             word = f"{self._rank}.{self._added[name]}"
