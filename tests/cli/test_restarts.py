@@ -15,6 +15,7 @@ from shardwell.cli.run_command import parse_nodes
 from shardwell.errors import ShardwellError
 from tests.cli.command import arguments, environment, shardwell
 
+SECRET = "of nobody but these tests"
 STARTS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_an_interrupt_is_no_reason_to_start_again(tmp_path: Path) -> None:
 
 def launched(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     command = arguments("run", *options, folder / "script.py", folder)
-    return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env={**environment(), "SHARDWELL_SECRET": SECRET}, stderr=subprocess.PIPE)
 
 
 def until(holds: Callable[[], bool], limit: float = 90) -> None:
@@ -190,6 +191,7 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     until(lambda: listens(survivor))
     lost = nodes()
     until((tmp_path / "ranks-2").exists)
+    (tmp_path / "ranks-1").unlink(missing_ok=True)  # on a busy machine the first does not wait for the second
     ranks_of_the_lost = psutil.Process(lost.pid).children(recursive=True)
     lost.kill()
     lost.wait()
@@ -201,7 +203,7 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     (tmp_path / "end").touch()
     assert (survivor.wait(timeout=60), back.wait(timeout=60)) == (0, 0)
     assert survivor.stderr is not None
-    first, second = survivor.stderr.read().decode().splitlines()
+    *_, first, second = survivor.stderr.read().decode().splitlines()
     assert first.startswith("rank ")
     assert first.endswith("; restart 1 of 3 with 1 rank instead of 2")
     assert second == "another node has come, or starts again; starting again with 2 ranks instead of 1"
@@ -221,6 +223,57 @@ def test_the_others_end_when_the_node_is_lost_where_they_meet(
     last = other.stderr.read().decode().splitlines()[-1]
     assert last.startswith("error: localhost:")
     assert ", where the nodes meet, cannot be reached: its node has ended" in last
+
+
+ONCE_MORE = """
+import torch, torch.distributed as dist
+first = not (folder / "second").exists()
+dist.init_process_group("gloo")
+total = torch.tensor(rank + 1)
+dist.all_reduce(total)
+if first and rank == 1:
+    (folder / "second").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if first:
+    waits()
+(folder / f"sum-{rank}").write_text(str(total.item()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_fixed_number_of_nodes_starts_again_together_when_a_rank_of_one_is_killed(tmp_path: Path) -> None:
+    """The other node's rank waits, and would for long: its launcher hears that a node starts again."""
+    (tmp_path / "script.py").write_text(STARTS + ONCE_MORE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    options = ("-n", "1", "--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", port)
+    launchers = [launched(tmp_path, *options) for _ in range(2)]
+    try:
+        assert [launcher.wait(timeout=120) for launcher in launchers] == [0, 0]
+        assert [(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+@pytest.mark.slow
+def test_a_node_that_fails_for_good_ends_the_other_whose_ranks_wait(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STARTS + "if rank == 1: raise ValueError('spoilt')\nwaits()\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    options = ("-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    launchers = [launched(tmp_path, *options) for _ in range(2)]
+    try:
+        said = [launcher.communicate(timeout=120)[1].decode() for launcher in launchers]
+        assert sorted(launcher.returncode for launcher in launchers) == [1, 2]
+        assert sum("error: rank 1 failed first: ValueError: spoilt" in words for words in said) == 1
+        assert sum("has ended; see the other nodes for the reason" in words for words in said) == 1
+    finally:
+        for launcher in launchers:
+            launcher.kill()
 
 
 def test_a_number_of_nodes_or_a_range_is_understood() -> None:

@@ -4,10 +4,13 @@ will come again, and can go on with fewer ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +21,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwell.cli.ends import End, Restarts, can_be_cured, ends_of
+from shardwell.cli.rank import ENDED
+from shardwell.comm.roll_call import ended_key
 from shardwell.memory.device import num_gpus
 
 GRACE = 5  # seconds that ranks get to end after Ctrl-C, before they are killed
@@ -35,23 +40,19 @@ class Agent(LocalElasticAgent):
         self.ends = []
         self._spec, self._restarts = spec, restarts
         self._logs = logs.root_log_dir
+        self._noted: set[int] = set()  # local ranks that have ended without an error, and were told of
         self._num_early = 0
         self._began = 0.0
         self._told_restarts = 0
         self._num_ranks = 0  # of all nodes, when they were last started
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # torch would keep the store of the first start for all others: ranks would take what earlier ones left in it
-        # for answers, and a node that comes later would never learn where it is.
-        handler: Any = self._spec.rdzv_handler
-        handler._bootstrap_store_info = handler._shared_tcp_store_server = None
-        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         num_ranks = worker_group.workers[0].world_size
         if self._num_ranks:
             self._tell(num_ranks)
         self._num_ranks, self._began = num_ranks, time.monotonic()
+        self._noted = set()
+        os.environ[ENDED] = tempfile.mkdtemp(prefix="ended-", dir=self._logs)
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
@@ -61,9 +62,21 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        self._note_ended(worker_group)
         if result.is_failed():
             self._judge(result.failures)
         return result
+
+    def _note_ended(self, worker_group: WorkerGroup) -> None:
+        """Tell ranks that wait for others to come that one has ended already, without an error."""
+        store: Any = worker_group.store
+        for local_rank, handler in getattr(self._pcontext, "subprocess_handlers", {}).items():
+            if local_rank not in self._noted and handler.proc.poll() == 0:
+                self._noted.add(local_rank)
+                rank = worker_group.workers[local_rank].global_rank
+                with contextlib.suppress(RuntimeError, OSError):  # the store is gone, and so will be who waits
+                    store.set(ended_key(rank), "")
+                    Path(os.environ[ENDED], str(rank)).touch()
 
     def _judge(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Whether to start again, and with how many ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from shardwell.cli.demo_report import StageResult, Verdict, compare, loss_line, results_table, save_json, save_picture
 from shardwell.cli.ends import ending_as_the_ranks_do
+from shardwell.cli.kept_folder import kept_folder
 from shardwell.cli.launch import Place, launch
 from shardwell.errors import ShardwellError
 
@@ -42,7 +42,7 @@ def demo(
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_IN_A_PIPE)
-    with tempfile.TemporaryDirectory(prefix="shardwell-demo-") as folder:
+    with kept_folder("shardwell-demo-") as folder:
         events = Path(folder, "events.jsonl")
         events.touch()
         job = Job(chosen, steps, _ROWS, _LEARNING_RATE, bf16, trace, str(events))

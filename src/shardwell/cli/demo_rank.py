@@ -131,12 +131,11 @@ def _by_state(report: MemoryReport | None) -> dict[str, int]:
 
 
 def _largest_over_ranks(measured: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Each number on the rank where it is largest."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, measured)
-    return {
-        group: {key: max(one[group][key] for one in everyone) for key in numbers} for group, numbers in measured.items()
-    }
+    """Each number on the rank where it is largest. As a tensor: torch would send objects as pickles."""
+    largest = torch.tensor([number for numbers in measured.values() for number in numbers.values()], dtype=torch.int64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    found = iter(largest.tolist())
+    return {group: {key: next(found) for key in numbers} for group, numbers in measured.items()}
 
 
 def main() -> None:

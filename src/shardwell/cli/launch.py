@@ -6,33 +6,37 @@ Knows processes; nothing of engines, and prints nothing while ranks run.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.text import Text
+
 from shardwell.cli.ends import NEVER, RanksFailedError, Restarts, RunInterruptedError
+from shardwell.cli.kept_folder import kept_folder
+from shardwell.cli.rank import ENDED, LAUNCHER
 from shardwell.errors import ShardwellError
+from shardwell.secret import HOW_TO, VARIABLE, job_secret
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     from shardwell.cli.agent import Agent
+    from shardwell.cli.meeting import Alone, Meeting
 
 _RANK = Path(__file__).with_name("rank.py")
 _MEET = 600  # seconds within which all nodes have to come
 _LINGER = 2.0  # seconds that a node stays after a failure: the others may meet here, and shall tell their own errors
-_ANSWER = timedelta(seconds=60)  # within which the node that the others met at has to answer
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,14 @@ def launch(command: Sequence[str], place: Place, restarts: Restarts = NEVER, *, 
     When a rank fails the others are ended. All are started again as `restarts` allows, then `RanksFailedError` is
     raised; on a signal, `RunInterruptedError`. `quiet_ranks` keeps what ranks print off the terminal.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // place.ranks_here)))
-    with tempfile.TemporaryDirectory(prefix="shardwell-") as logs, _no_leftovers(), _quiet_agent():
+    secret, address = job_secret(), _own_address(place)
+    _check_secret(place, secret)
+    with (
+        _environment(place, secret, address),
+        kept_folder() as logs,
+        _no_leftovers(),
+        _quiet_agent(),
+    ):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
         from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -70,7 +80,8 @@ def launch(command: Sequence[str], place: Place, restarts: Restarts = NEVER, *, 
 
         keep = DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL if quiet_ranks else Std.NONE)
         try:
-            _run(Agent(_spec(command, place, restarts), keep, restarts), place)
+            with contextlib.closing(_meeting(place, secret)) as meeting:
+                _run(Agent(_spec(command, place, restarts, meeting), keep, restarts), place)
         except RendezvousError as error:
             raise ShardwellError(_why_nodes_did_not_meet(error, place)) from None
         except SignalException as error:
@@ -95,44 +106,30 @@ def _run(agent: Agent, place: Place) -> None:
         raise RanksFailedError(agent.ends)
 
 
-def _spec(command: Sequence[str], place: Place, restarts: Restarts) -> WorkerSpec:
+def _spec(command: Sequence[str], place: Place, restarts: Restarts, meeting: Alone | Meeting) -> WorkerSpec:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    address = _own_address(place)
     return WorkerSpec(
         role="ranks",
         local_world_size=place.ranks_here,
         entrypoint=sys.executable,
         args=(str(_RANK), *command),
-        rdzv_handler=_meeting(place, address),
+        rdzv_handler=meeting,
         max_restarts=restarts.limit,
-        local_addr=address,
     )
 
 
-def _meeting(place: Place, address: str) -> RendezvousHandler:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+def _meeting(place: Place, secret: bytes | None) -> Alone | Meeting:
+    from shardwell.cli.meeting import Alone, Meeting, Times
 
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=place.endpoint,
-        run_id=uuid.uuid4().hex if place.is_alone else "shardwell",
-        min_nodes=place.min_nodes,
-        max_nodes=place.max_nodes,
-        local_addr=address,
-        read_timeout=_MEET,
-        join_timeout=_MEET,
-        last_call_timeout=place.join_time,
-    )
-    backend, store = create_backend(parameters)
-    store.set_timeout(_ANSWER)
-    return create_handler(store, backend, parameters)
+    if place.is_alone:
+        return Alone()
+    nodes = (place.min_nodes, place.max_nodes)
+    return Meeting(place.master_addr, place.master_port, nodes, secret, Times(_MEET, place.join_time))
 
 
 def _own_address(place: Place) -> str:
-    """What other nodes call this one: the address from which it reaches the meeting point, if that is elsewhere."""
+    """What other nodes call this one: the address from which it reaches the meeting point."""
     if place.is_alone:
         return "127.0.0.1"
     try:
@@ -146,7 +143,84 @@ def _own_address(place: Place) -> str:
             f"--master-addr {place.master_addr}: cannot be found ({error.strerror}); pass a host name or address that "
             "every node can reach"
         ) from None
-    return place.master_addr if own == "::1" or own.startswith("127.") else own
+    if _is_loopback(str(address[0])) and not _says_loopback(place.master_addr):
+        raise ShardwellError(
+            f"--master-addr {place.master_addr}: means {address[0]} on this node, which no other node can reach; pass "
+            "the address that the others know it by (`hostname -I` lists those of this node)"
+        )
+    return own
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _says_loopback(name: str) -> bool:
+    """Whether the user asked for a meeting inside this machine."""
+    if name == "localhost" or name.startswith("localhost."):
+        return True
+    try:
+        return _is_loopback(name)
+    except ValueError:
+        return False
+
+
+def _check_secret(place: Place, secret: bytes | None) -> None:
+    """Nodes that may come and go at any time are let in by a secret; without one, whoever comes could take a place."""
+    if place.is_alone or secret is not None:
+        return
+    if place.min_nodes < place.max_nodes:
+        raise ShardwellError(
+            f"--nnodes {place.min_nodes}:{place.max_nodes}: nodes that come and go need a secret, or strangers could "
+            f"join the job: {HOW_TO}"
+        )
+    Console(stderr=True).print(
+        Text(
+            f"no secret: whoever reaches {place.endpoint} can take the place of a node. On a network that others use, "
+            f"{HOW_TO}",
+            "yellow",
+        ),
+        soft_wrap=True,
+    )
+
+
+@contextlib.contextmanager
+def _environment(place: Place, secret: bytes | None, address: str) -> Iterator[None]:
+    """What the ranks find in their environment, besides what torch's agent puts there."""
+    from shardwell.comm.roll_call import VARIABLE as ROLL_CALL
+
+    news = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // place.ranks_here))),
+        LAUNCHER: str(os.getpid()),
+        ROLL_CALL: "1",
+    }
+    if secret is None and place.is_alone:
+        news[VARIABLE] = secrets.token_hex(32)  # for this job, which shares its machine with other users
+    interface = _interface(address)
+    for name in ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if place.is_alone else [])):
+        if interface and name not in os.environ:
+            news[name] = interface  # their links listen where the nodes meet, and not where the host name points
+    before = {name: os.environ.get(name) for name in (*news, ENDED)}
+    os.environ.update(news)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _interface(address: str) -> str | None:
+    """The name of the network interface that has an address; None if none has, or it is down."""
+    import psutil  # type: ignore[import-untyped, unused-ignore]
+
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in states and states[name].isup and any(one.address == address for one in addresses):
+            return str(name)
+    return None
 
 
 def _why_nodes_did_not_meet(error: Exception, place: Place) -> str:

@@ -18,16 +18,21 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 
 _PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
+LAUNCHER = "SHARDWELL_LAUNCHER"  # the process id of who starts this rank
+ENDED = "SHARDWELL_ENDED"  # a folder with a file for each rank of this node that has ended without an error
+_PATIENCE, _PAUSE = 10.0, 1.0  # seconds
 
 
 def main() -> None:
     """Run what the arguments name. Ends with the script's own exit code, with 1 after an exception."""
     _end_with_launcher()
     _speak_in_lines()
+    _watch_for_ended()
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]  # the script's folder takes its place
     as_module = sys.argv[1] == "-m"
@@ -79,9 +84,60 @@ def _write_down(error: BaseException, message: str, trace: str) -> bool:
 
 
 def _end_with_launcher() -> None:
-    """A launcher that is killed cannot end its ranks; on Linux the kernel does it."""
+    """A launcher that is killed cannot end its ranks; on Linux the kernel does it.
+
+    It may have been killed before the kernel was told, and then this process has another parent already.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = os.environ.pop(LAUNCHER, "")
+    if launcher.isdigit() and os.getppid() != int(launcher):
+        os._exit(128 + signal.SIGKILL)
+
+
+def _watch_for_ended() -> None:
+    """End this rank if it waits in torch's `init_process_group` for one that has ended already, without an error.
+
+    torch would wait for half an hour. The launcher leaves a file for each rank of this node that ends so. A thread
+    looks until there is a process group, because the main one waits inside torch, where nothing reaches it.
+    """
+    folder = os.environ.pop(ENDED, "")
+    if folder:
+        threading.Thread(target=_watch, args=(folder, threading.main_thread().ident), daemon=True).start()
+
+
+def _watch(folder: str, main_thread: int | None) -> None:
+    waited = 0.0
+    while waited < _PATIENCE:
+        time.sleep(_PAUSE)
+        if _has_joined():
+            return
+        try:
+            ended = sorted(os.listdir(folder))
+        except OSError:  # the launcher is about to end this rank
+            return
+        waits = ended and main_thread is not None and _is_joining(main_thread)
+        waited = waited + _PAUSE if waits else 0.0
+    words = (
+        f"PeerError: rank {ended[0]} ended, without an error, before it came to `init_process_group`, where rank "
+        f"{os.environ.get('RANK')} waits for it. Let all ranks of a script get there, or none"
+    )
+    _write_down(RuntimeError(words), words, "")
+    os._exit(1)
+
+
+def _has_joined() -> bool:
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
+
+
+def _is_joining(thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and "distributed" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _speak_in_lines() -> None:

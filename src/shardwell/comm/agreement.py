@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwell.comm.mesh import Mesh
+from shardwell.comm.signed import signed_where_secret
 from shardwell.errors import DivergenceError, PeerError, ShardwellError
 
 _WINDOW = 4096  # tokens that make up a place: longer than any step, so that a step has no ambiguous place
@@ -67,7 +68,8 @@ class Agreement:
             store = dist.distributed_c10d._get_default_store()
             # Books are opened in the same order on all ranks: the store itself counts them for each rank.
             number = store.add(f"shardwell/books/{mesh.rank}", 1)
-            self._store = dist.distributed_c10d.PrefixStore(f"shardwell/{number}", store)
+            prefix = f"shardwell/{number}"
+            self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, mesh.rank)
 
     @property
     def store(self) -> Any:

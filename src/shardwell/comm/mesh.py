@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from shardwell.comm.roll_call import await_all_ranks
 from shardwell.memory.device import num_gpus
 
 
@@ -136,6 +137,7 @@ def start_process_group(device: torch.device, timeout: timedelta | None = None) 
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return False
+    await_all_ranks(timeout)
     backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
     if device.type == "cuda" and backend == "nccl":
         dist.init_process_group(backend, timeout=timeout, device_id=device)

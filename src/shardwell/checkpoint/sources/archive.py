@@ -243,7 +243,7 @@ KNOWN_DTYPES: dict[str, torch.dtype] = {
     f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
 _KNOWN: dict[str, Any] = {
-    "collections.OrderedDict": dict,
+    "collections.OrderedDict": pickles.ordered,
     "torch._utils._rebuild_tensor_v2": _rebuild_v2,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch.storage.UntypedStorage": None,

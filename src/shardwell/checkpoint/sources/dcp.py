@@ -30,12 +30,12 @@ from shardwell.checkpoint.parsing import failing, is_size, open_plain, parse_sha
 from shardwell.checkpoint.sources import pickles
 from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, File, Saved, load_value, locate
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
-from shardwell.checkpoint.sources.pickles import Record, member, nothing
+from shardwell.checkpoint.sources.pickles import Record, member, nothing, ordered
 from shardwell.errors import CheckpointError
 from shardwell.layout import contiguous_stride, product
 
 METADATA = ".metadata"
-_MAX_METADATA = 2**30  # bytes
+_MAX_METADATA = 2**28  # bytes
 _OPTIMIZERS = ("optim", "optimizer")
 
 
@@ -281,7 +281,7 @@ _KNOWN: dict[str, Any] = {
     "torch.distributed.checkpoint.metadata.TensorStorageMetadata": _TensorRecord,
     "torch.distributed.checkpoint.metadata.BytesStorageMetadata": _ObjectRecord,
     "torch.Size": _size,
-    "collections.OrderedDict": dict,
+    "collections.OrderedDict": ordered,
     "builtins.getattr": member,
     **dict.fromkeys(_CLASSES, Record),
     **dict.fromkeys(_UNUSED, nothing),
@@ -323,7 +323,7 @@ class _Metadata:
                 raise CheckpointError(f"{self._where}: storage_data: expected places by index")
             key, offsets = index.get("fqn"), index.get("offset")
             where = f"{self._where}: {show(key)}"
-            if not isinstance(key, str) or not (offsets is None or isinstance(offsets, tuple)):
+            if not isinstance(key, str) or not (offsets is None or _is_offsets(offsets)):
                 raise CheckpointError(f"{where}: expected a name and offsets, found {show(offsets)}")
             if info.get("transform_descriptors"):
                 raise CheckpointError(f"{where}: was written through an extension of torch's; save it without")
@@ -386,6 +386,10 @@ def _cut(key: str, record: Record, places: Mapping[Any, _Bytes], where: str) -> 
     if sum(box.numel for box in boxes) != product(shape):
         raise CheckpointError(f"{where}: {show(shape)}: the chunks hold more or fewer elements than the tensor")
     return _tiled(Stored(dtype, shape), boxes, where)
+
+
+def _is_offsets(raw: Any) -> bool:
+    return isinstance(raw, tuple) and all(is_size(value) for value in raw)
 
 
 def _inside(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> bool:

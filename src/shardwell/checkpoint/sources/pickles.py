@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from shardwell.checkpoint.sources.opcodes import check_value, examine
 from shardwell.errors import CheckpointError
 
 
@@ -30,6 +31,19 @@ def member(of: Any, name: Any) -> None:
         raise TypeError("an attribute of what is no enumeration")
 
 
+def ordered(items: Any = ()) -> dict[Any, Any]:
+    """Stands for `collections.OrderedDict`; of pairs, as Python 2 wrote them, if their keys are plain."""
+    for item in items:
+        _check_key(item[0])
+    return dict(items)
+
+
+def _check_key(key: Any) -> None:
+    """Hashing a tuple means to walk through all of it, which the interpreter does not survive if it is deep."""
+    if not isinstance(key, (str, int, float, Record)):
+        raise TypeError(f"a key that is a {type(key).__name__}, and neither a string nor a number")
+
+
 def load(
     data: bytes,
     known: Mapping[str, Callable[..., Any] | object],
@@ -38,12 +52,16 @@ def load(
 ) -> Any:
     """What a pickle holds. `known` has a stand-in for each class and function that may occur, by qualified name;
     `resolve` gets what the pickle refers to outside of itself."""
+    is_late = examine(data, where, records_as_keys=True)
     try:
-        return _Unpickler(data, known, where, resolve).load()
+        found = _Unpickler(data, known, where, resolve).load()
     except CheckpointError:
         raise
     except Exception as error:  # anything can follow from bytes that are no pickle
         raise CheckpointError(f"{where}: damaged, or no pickle ({type(error).__name__}: {error})") from error
+    if is_late:
+        check_value(found, len(data), where, lambda value: value.state if isinstance(value, Record) else None)
+    return found
 
 
 class _Unpickler(pickle._Unpickler):
@@ -75,4 +93,18 @@ class _Unpickler(pickle._Unpickler):
             raise CheckpointError(f"{self._where}: gives a state to what has none")
         record.state = state
 
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    def load_setitem(self) -> None:
+        _check_key(self.stack[-2])  # type: ignore[attr-defined]
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:  # type: ignore[attr-defined]
+            _check_key(key)
+        super().load_setitems()  # type: ignore[misc]
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }

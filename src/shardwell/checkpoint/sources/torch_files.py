@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwell.checkpoint.manifest import MAX_DEPTH
 from shardwell.checkpoint.parsing import CODES, MAX_BITS
+from shardwell.checkpoint.sources.opcodes import check_value, examine
 from shardwell.errors import CheckpointError
 
 STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
@@ -37,6 +38,7 @@ PLAIN = frozenset(
     }
 )
 PROTOCOL = 2
+_MOST_PICKLE = 2**28  # bytes
 MAX_NODES = 1_000_000  # of a value that becomes JSON
 
 _allowing = threading.Lock()  # what torch.load allows is one set for all threads
@@ -63,25 +65,34 @@ def load(path: Path, stubs: Iterable[str] = ()) -> Any:
     `stubs` are the full names of classes whose objects come as a `Stub`.
     """
     names = set(stubs)
-    unknown = sorted(_names_in(path) - PLAIN - names)
+    data = _pickle_in(path)
+    unknown = sorted(_names_in(data, path) - PLAIN - names)
     if unknown:
         raise CheckpointError(
             f"{path}: refers to {', '.join(unknown[:10])}; only tensors and plain values are read. "
             "Name it in `ignore` to leave such objects out"
         )
+    is_late = examine(data, str(path))
     with _allowing, torch.serialization.safe_globals([(Stub, name) for name in names]):
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a pickle that is wrong can fail in any way
             reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(f"{path}: damaged, or no file of torch.save ({reason})") from error
+    if is_late:
+        check_value(found, len(data), str(path), _held)
+    return found
 
 
-def _names_in(path: Path) -> set[str]:
+def _held(value: Any) -> Any:
+    return (value.arguments, value.state) if isinstance(value, Stub) else None
+
+
+def _names_in(data: bytes, path: Path) -> set[str]:
     """The full names of all classes and functions that a file refers to. Nothing is unpickled for that."""
     names: set[str] = set()
     try:
-        for opcode, argument, _ in pickletools.genops(_pickle_in(path)):
+        for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "PROTO" and argument != PROTOCOL:
                 raise CheckpointError(f"{path}: a pickle of protocol {argument}; torch.save writes protocol {PROTOCOL}")
             if opcode.name == "GLOBAL":  # what else could name a class is unknown to torch.load
@@ -100,6 +111,8 @@ def _pickle_in(path: Path) -> bytes:
             records = archive.infolist()
             pickles = [record for record in records if record.filename.endswith("/data.pkl")]
             if len(pickles) == 1 and all(record.compress_type == zipfile.ZIP_STORED for record in records):
+                if pickles[0].file_size > _MOST_PICKLE:
+                    raise ValueError(f"a pickle of {pickles[0].file_size} bytes; expected at most {_MOST_PICKLE}")
                 return archive.read(pickles[0])
     except Exception as error:  # an archive that is wrong can fail in any way
         raise CheckpointError(f"{path}: truncated, damaged, or no file of torch.save ({error})") from error

@@ -1,0 +1,48 @@
+"""The store of a job's ranks: torch's TCPStore has no door, so it listens on this machine's loopback address only."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
+
+ADDRESS = "127.0.0.1"
+_BACKLOG = 1024
+
+
+def host_store(patience: timedelta) -> TCPStore:
+    """A store of its own, at a port of its own."""
+    listener = listening()
+    port = listener.getsockname()[1]
+    return TCPStore(
+        ADDRESS,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=patience,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def reach_store(port: int, patience: timedelta) -> TCPStore:
+    """The store behind a port of this machine."""
+    return TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=patience)
+
+
+def listening() -> socket.socket:
+    """A socket that only processes of this machine reach."""
+    return bound(socket.AF_INET, (ADDRESS, 0))
+
+
+def bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    """A listening socket at one address. Raises OSError where that is not this machine's, or taken."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free again as soon as its owner ends
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

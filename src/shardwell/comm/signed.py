@@ -1,0 +1,120 @@
+"""What ranks write for each other in the store, signed with the job's secret where there is one.
+
+Whoever reaches torch's store can write there. With a secret, what others wrote does not count: it is as if it were not
+there, and a rank that has something to say puts its own word over it. Without one, the store is used as it is.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from shardwell.secret import derived, job_secret
+
+_log = logging.getLogger("shardwell")
+_CODE = 16  # bytes; twice as many characters
+_MOST_TRIES = 100  # to put a word over what somebody else keeps writing
+
+
+def signed_where_secret(store: Any, prefix: str, rank: int) -> Any:
+    """`store`, or what signs its values, if the environment has a secret."""
+    secret = job_secret()
+    _compare(store, secret, rank)
+    if secret is None:
+        return store
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return SignedStore(store, derived(secret, f"ranks {run}"), prefix, rank)
+
+
+def _compare(store: Any, secret: bytes | None, rank: int) -> None:
+    """Say so if ranks have different secrets: none would hear what the others write. Strangers could lie here, too."""
+    mark = "none" if secret is None else derived(secret, "mark")[:8].hex()
+    first = bytes(store.compare_set("signed by", "", mark)).decode(errors="replace")
+    if first != mark:
+        _log.warning(
+            "rank %d has %s, and the rank that came first %s: they will not hear each other. Give all ranks the same "
+            "SHARDWELL_SECRET, or none",
+            rank,
+            "no secret" if secret is None else "a secret",
+            "has none" if first == "none" else "has another",
+        )
+
+
+class SignedStore:
+    """A store of torch's, in which only what was signed for the same job and name counts."""
+
+    def __init__(self, store: Any, key: bytes, prefix: str, rank: int) -> None:
+        self._store, self._key, self._prefix, self._rank = store, key, prefix, rank
+        self._added: dict[str, int] = {}  # how often this rank added to a counter
+        self._last = "", b""  # the name and the value that were found last
+
+    def clone(self) -> SignedStore:
+        """The same store, by a connection of its own."""
+        other = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return SignedStore(other, self._key, self._prefix, self._rank)
+
+    def set(self, name: str, value: str) -> None:
+        self._store.set(name, self._signed(name, value.encode()))
+
+    def get(self, name: str) -> bytes:
+        """The value, or what it was when it was last found; waits until there is one."""
+        found = self._opened(name, self._store.get(name))
+        return found if found is not None else self._last[1] if self._last[0] == name else b""
+
+    def check(self, names: Sequence[str]) -> bool:
+        """Whether all of them are there, and of this job."""
+        if not self._store.check(list(names)):
+            return False
+        return all(self._opened(name, self._store.get(name)) is not None for name in names)
+
+    def compare_set(self, name: str, expected: str, value: str) -> bytes:
+        """Write `value` where nothing of this job is; what is there afterwards. `expected` is always nothing."""
+        if expected:
+            raise ValueError("only what is not there can be replaced")
+        signed = self._signed(name, value.encode())
+        there = self._store.compare_set(name, "", signed)
+        for _ in range(_MOST_TRIES):
+            if (found := self._opened(name, there)) is not None:
+                return found
+            self._store.set(name, "")  # torch compares text, and this may be none
+            there = self._store.compare_set(name, "", signed)
+        raise RuntimeError(f"somebody keeps writing to '{name}' in the store, without this job's secret")
+
+    def add(self, name: str, number: int) -> int:
+        """Add to a counter, and what it says then: one signed word for each rank and each time, in a row.
+
+        torch's own counters are numbers that anybody can change. A store in a file has nothing else; who may write to
+        it, its mode says.
+        """
+        if not self._store.has_extended_api():
+            return int(self._store.add(name, number))
+        for _ in range(number):
+            self._added[name] = self._added.get(name, 0) + 1
+            word = f"{self._rank}.{self._added[name]}"
+            self._store.append(name, f"|{word} {self._code(name, word.encode())}|")
+        if not number and not self._store.check([name]):
+            return 0
+        words = (part.partition(b" ")[::2] for part in self._store.get(name).split(b"|"))
+        return len({word for word, code in words if hmac.compare_digest(code, self._code(name, word).encode())})
+
+    def delete_key(self, name: str) -> bool:
+        return bool(self._store.delete_key(name))
+
+    def _signed(self, name: str, value: bytes) -> str:
+        """Text, because that is what torch takes: the code, then the value."""
+        return self._code(name, value) + value.decode()
+
+    def _opened(self, name: str, found: bytes) -> bytes | None:
+        """What was signed; None if it was not signed by this job, under this name."""
+        code, value = bytes(found[: 2 * _CODE]), bytes(found[2 * _CODE :])
+        if not hmac.compare_digest(code, self._code(name, value).encode()):
+            return None
+        self._last = name, value
+        return value
+
+    def _code(self, name: str, value: bytes) -> str:
+        named = f"{self._prefix}\0{name}\0".encode() + value
+        return hmac.digest(self._key, named, "sha256")[:_CODE].hex()

@@ -1,0 +1,27 @@
+"""Somebody else on the network of a job of two hosts gets nothing, and the job goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.network import why_no_network
+from tests.campaigns.strangers import campaign
+
+REFUSED = why_no_network()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REFUSED is not None, reason=f"no hosts here: {REFUSED}")
+def test_a_third_party_gains_nothing_and_the_job_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    tally = campaign(0, 1, tmp_path)
+    assert tally.gains == []
+    assert tally.failures == []
+    assert set(tally.tried) >= {
+        "clients of torch's store",
+        "garbage",
+        "half-open connections",
+        "wrong secrets",
+        "pickles",
+    }
