@@ -18,7 +18,7 @@ import contextlib
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -42,16 +42,20 @@ _NO_RETURN = (
     "before the forward."
 )
 _END = "end"
+_TIME_LIMIT = 60.0  # seconds, until the configuration is read
 
 
 class Agreement:
     """The book of one engine. With one rank, or simulated ones, there is nobody to agree with and it does nothing."""
 
-    def __init__(self, mesh: Mesh, time_limit: float, cut_links: Callable[[], None]) -> None:
+    def __init__(
+        self, mesh: Mesh, time_limit: float = _TIME_LIMIT, cut_links: Callable[[], None] = lambda: None
+    ) -> None:
+        """`cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self._mesh = mesh
         self._active = mesh.size > 1 and mesh.backend != "fake"
-        self._time_limit = time_limit
-        self._cut_links = cut_links
+        self.time_limit = time_limit
+        self.cut_links = cut_links
         self._book: dict[int, str] = {}
         self._revisions: dict[int, int] = {}
         self._recent: deque[int] = deque()
@@ -120,7 +124,7 @@ class Agreement:
         else_ = f"; the step so far leads to '{expected}'" if expected else ""
         self._store.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._store.add(f"{key}/count", 1)
-        deadline = time.monotonic() + self._time_limit
+        deadline = time.monotonic() + self.time_limit
         pause = 1e-4
         while arrived < self._mesh.size:
             self.look_for_failures()
@@ -130,7 +134,7 @@ class Agreement:
                 raise self.fail(
                     DivergenceError(
                         f"ranks diverge: rank {self._mesh.rank} is about to run '{token}', but rank(s) "
-                        f"{_listed(others)} did not join it within {self._time_limit:g} s{else_}. "
+                        f"{_listed(others)} did not join it within {self.time_limit:g} s{else_}. "
                         f"{self._way_out(token, expected)}"
                     )
                 )
@@ -184,6 +188,16 @@ class Agreement:
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
         return error
 
+    @contextlib.contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """An error on this rank would leave the others waiting: tell them before it goes up."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, (PeerError, DivergenceError)):
+                self.fail(ShardwellError(f"{type(error).__name__} in {what}: {error}"))
+            raise
+
     def leave_word(self, words: str) -> None:
         """Tell peers that will wait for this rank why it does not come; the links stand, for what else uses them."""
         if self._active:
@@ -193,7 +207,7 @@ class Agreement:
     def _tell(self, kind: str, words: str) -> None:
         with contextlib.suppress(Exception):  # the store may have gone down with its host
             self._store.compare_set(_FAILURE, "", f"{kind} {self._mesh.rank} {words}")
-        self._cut_links()
+        self.cut_links()
 
     def explain(self, error: Exception) -> ShardwellError:
         """What a broken collective really means: the first failing rank's own words if it left any.
@@ -211,7 +225,7 @@ class Agreement:
             except Exception:  # the store went down with its host
                 words += ". The store that ranks leave words in is gone, too: the process that holds it (rank 0's, or "
                 words += "the launcher's) has ended."
-                self._cut_links()
+                self.cut_links()
                 break
             time.sleep(0.05)
         else:
@@ -266,7 +280,7 @@ class Agreement:
         known = {"divergence": DivergenceError(words), "lost": PeerError(words)}
         found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}. {_NO_RETURN}")
         self._failure = type(found), str(found)
-        self._cut_links()
+        self.cut_links()
         raise found
 
 

@@ -34,6 +34,7 @@ from shardwell.memory import Device, Mark, Scratch, State
 _STAGING = "(staging)"
 _CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that nobody sends
 _FIRST_PROBE = 4  # looks
+_MOST_TOKENS = 1 << 14  # with sizes, that are remembered
 
 
 class Collectives:
@@ -49,6 +50,7 @@ class Collectives:
         self._scratch = scratch
         self._by_links = mesh.backend == "gloo" and device.torch_device.type == "cpu"
         self._tag = 0
+        self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with what travels
 
     # ---------------------------------------------------------------------------------------------- the moves
 
@@ -70,7 +72,7 @@ class Collectives:
 
         With a codec, all shards become what was encoded of them, this rank's own too. Without a token it was announced.
         """
-        self._announce(token)  # also by a rank that is alone in its node: its peers' books say so
+        self._announce(token, flat)  # also by a rank that is alone in its node: its peers' books say so
         if codec is not None and self.mesh.size > 1 and flat.numel():
             return coded.gather(self, flat, codec, kind, self._scratch)
         return self.path_gather(flat, kind)
@@ -88,7 +90,7 @@ class Collectives:
 
         `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
         """
-        self._announce(token)
+        self._announce(token, flat)
         return coded.gather(self, flat, codec, Kind.GATHER, self._scratch, rest, copied, keep)
 
     def path_gather(self, flat: Tensor, kind: Kind) -> Pending:
@@ -116,7 +118,7 @@ class Collectives:
         announced.
         """
         if self.mesh.size > 1:
-            self._announce(token)
+            self._announce(token, flat)
         if codecs is not None and self.mesh.size > 1 and flat.numel():
             path = self._path(*codecs)
             for (comm, _), size in zip(path, coded.num_bytes(path, flat.numel()), strict=True):
@@ -211,7 +213,8 @@ class Collectives:
         """Overwrite `tensor` on every rank with `source`'s."""
         if self.mesh.size == 1 or tensor.numel() == 0:
             return
-        self._announce(token)
+        is_text = tensor.dtype is torch.uint8  # of any length, which was told before
+        self._announce(token, None if is_text else tensor)
         self._count_from(source, tensor, kind)
         self._complete(dist.broadcast, tensor, src=self.mesh.global_rank(source))
 
@@ -222,7 +225,7 @@ class Collectives:
         """
         start = self.place * into.numel()
         if self.mesh.size > 1 and flat.numel():
-            self._announce(token)
+            self._announce(token, into)
             self._count_from(source, into if self._by_links else flat)
             if self._by_links:
                 self._wait_all(self._deal(flat, into, source))
@@ -255,7 +258,7 @@ class Collectives:
         """Add a small tensor up over the ranks, in place."""
         if self.mesh.size == 1:
             return
-        self._announce(token)
+        self._announce(token, value)
         size = value.numel() * value.element_size()
         self._ledger.count(Kind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
         self._complete(dist.all_reduce, value)
@@ -272,6 +275,18 @@ class Collectives:
 
     def barrier(self, token: str = "barrier") -> None:
         self.sum_scalar(self.device.scalar(0.0), token)
+
+    def tell_all(self, mine: bytes, token: str) -> list[bytes]:
+        """What each rank says, which is of the same length everywhere."""
+        if self.mesh.size == 1:
+            return [mine]
+        self._announce(token)
+        flat = torch.zeros(self.mesh.size * len(mine), dtype=torch.uint8, device=self.device.torch_device)
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        flat.chunk(self.mesh.size)[self.mesh.rank].copy_(own)
+        self.count(Kind.CONTROL, flat)
+        self.move_gather(flat).wait()
+        return [bytes(part.tolist()) for part in flat.cpu().chunk(self.mesh.size)]
 
     # --------------------------------------------------------------------------------------------- the routes
 
@@ -349,9 +364,23 @@ class Collectives:
         inside = size * self.mesh.num_inside // (self.mesh.size - 1)
         return inside, size - inside
 
-    def _announce(self, token: str | None) -> None:
-        if self.agreement is not None and token is not None:
-            self.agreement.announce(token)
+    def _announce(self, token: str | None, tensor: Tensor | None = None) -> None:
+        """Say what comes next and, if all ranks bring as much of it, how much of what."""
+        if self.agreement is None or token is None:
+            return
+        if tensor is not None:
+            key = token, tensor.numel(), tensor.dtype
+            token = self._sized.get(key)
+            if token is None:
+                token = self._with_size(key)
+        self.agreement.announce(token)
+
+    def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
+        token, numel, dtype = key
+        if len(self._sized) >= _MOST_TOKENS:
+            self._sized.clear()
+        words = self._sized[key] = f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
+        return words
 
     # --------------------------------------------------------------------------------------------------- faults
 
