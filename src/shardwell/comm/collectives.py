@@ -28,12 +28,13 @@ from shardwell.comm.ledger import Kind, Ledger
 from shardwell.comm.mesh import Mesh
 from shardwell.comm.patience import wait_for
 from shardwell.comm.pending import Pending
+from shardwell.comm.slowness import Slowness
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device, Mark, Scratch, State
 
 _STAGING = "(staging)"
 _CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that nobody sends
-_FIRST_PROBE = 4  # looks
+_FIRST_PROBE, _PROBE_EVERY = 4, 16  # looks
 _MOST_TOKENS = 1 << 14  # with sizes, that are remembered
 
 
@@ -390,7 +391,11 @@ class Collectives:
 
     def _wait_all(self, works: list[Any]) -> None:
         if self._by_links and self.agreement is not None:
-            self._guarded(wait_for, works, self.looking(), self._abandon)
+            self.agreement.is_waiting = True
+            try:
+                self._guarded(wait_for, works, self.looking(), self._abandon)
+            finally:
+                self.agreement.is_waiting = False
             return
         for work in works:  # in this thread: on cuda it is the lane that waits
             self._guarded(work.wait)
@@ -398,20 +403,28 @@ class Collectives:
     def looking(self) -> Callable[[], None]:
         """What is to be called again and again by who waits for others: raises if there is no use in that."""
         times = 0
+        slow = None if self.agreement is None else Slowness(self.agreement)
 
         def look() -> None:
             nonlocal times
             times += 1
             if self.agreement is not None:
                 self.agreement.look_for_failures()
-            if times >= _FIRST_PROBE and times & (times - 1) == 0:  # ever less often: what is posted stays there
+            # ever less often, up to a point: what is posted stays there
+            if times >= _FIRST_PROBE and (times & (times - 1) == 0 or times % _PROBE_EVERY == 0):
                 if self.agreement is not None:
                     self.agreement.look_for_ends()
-                self._guarded(self._probe)
+                self.probe()
+            if slow is not None:
+                slow.look()
 
         return look
 
-    def _probe(self) -> None:
+    def probe(self) -> None:
+        """Raise what it means if a link to another rank is broken."""
+        self._guarded(self._try_links)
+
+    def _try_links(self) -> None:
         """Raise if a peer is gone and has left no word: nothing can be received over a link that is broken."""
         if self.mesh.backend == "gloo":
             for peer in (peer for peer in range(self.mesh.size) if peer != self.mesh.rank):

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from shardwell.memory.device import num_gpus
 
+_USUAL_TIMEOUT = 1800.0  # torch's own
+
 
 class Axis(enum.Enum):
     """A way to split over ranks."""
@@ -102,6 +104,12 @@ def _timeout() -> timedelta | None:
             if (options := getattr(backend, "options", None)) is not None:
                 return cast(timedelta, options._timeout)
     return None
+
+
+def timeout() -> float:
+    """Seconds that a rank may keep others waiting, as whoever made the default group has said."""
+    limit = _timeout()
+    return _USUAL_TIMEOUT if limit is None else limit.total_seconds()
 
 
 def ranks_here(world_size: int) -> int:

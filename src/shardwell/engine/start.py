@@ -230,7 +230,7 @@ def _context(home: Device, world: Mesh, settings: Config, agreement: Agreement) 
             route.cut_links()
 
     agreement.time_limit, agreement.cut_links = settings.shardwell.divergence_timeout, cut_links
-    everyone.agreement = agreement
+    everyone.agreement, agreement.probe = agreement, everyone.probe
     nodes = replace(world, node_size=ranks_per_node(everyone))
     everyone.leaves_the_machine = nodes.node_size < nodes.size
     if nodes.has_nodes:
