@@ -428,7 +428,11 @@ class Collectives:
         """Raise if a peer is gone and has left no word: nothing can be received over a link that is broken."""
         if self.mesh.backend == "gloo":
             for peer in (peer for peer in range(self.mesh.size) if peer != self.mesh.rank):
-                dist.irecv(_nothing(), self.mesh.global_rank(peer), group=self.mesh.group, tag=_PROBE)
+                number = self.mesh.global_rank(peer)
+                try:
+                    dist.irecv(_nothing(), number, group=self.mesh.group, tag=_PROBE)
+                except RuntimeError as error:
+                    raise RuntimeError(f"the link to rank {number} is broken: {error}") from error
 
     def _abandon(self, signal: BaseException) -> None:
         """Others will write to memory that the caller is about to free: tell them, and cut the links."""
