@@ -95,7 +95,8 @@ def initialize(
     world = world_mesh(where)
     agreement = Agreement(world)
     with agreement.telling("initialize"):
-        settings = settle_precision(load(source, world_size=world.size), model.parameters())
+        asked = load(source, world_size=world.size, optimizer_given=optimizer is not None)
+        settings = settle_precision(asked, model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         context, ledger = _context(home, world, settings, agreement)
         block = settings.optimizer if optimizer is None else None  # the code wins
