@@ -65,7 +65,7 @@ def test_the_defaults_of_an_optimizer_are_right(kind: str) -> None:
 def test_numbers_in_quotes_are_numbers() -> None:
     found = load(with_params(lr="3e-5", betas=["0.9", 0.95], weight_decay="0"))
     assert found.optimizer is not None
-    assert found.optimizer.params == {"lr": 3e-5, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    assert found.optimizer.params == {"lr": 3e-5, "betas": [0.9, 0.95], "weight_decay": 0.0}
 
 
 def test_numbers_in_quotes_are_numbers_in_a_config_of_python_too() -> None:
@@ -154,9 +154,9 @@ def test_a_value_that_makes_no_sense_is_refused(what: str) -> None:
     assert words in refusal(config)
 
 
-def test_a_copy_for_more_ranks_than_there_are_is_refused() -> None:
+def test_a_second_copy_for_a_single_rank_is_refused() -> None:
     config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 5}}
-    assert "5 ranks are to split a copy, and there is 1 rank" in refusal(config, world_size=1)
+    assert "5 ranks are to split a second copy, and there is one rank" in refusal(config, world_size=1)
     assert load(config, world_size=10).zero_optimization.zero_hpz_partition_size == 5
 
 

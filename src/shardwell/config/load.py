@@ -357,15 +357,9 @@ def _check_built(config: Config, found: Findings) -> None:
 
 def _check_ranks(config: Config, found: Findings, world_size: int | None) -> None:
     """Values that this many ranks cannot have."""
-    copies = config.zero_optimization.zero_hpz_partition_size
-    if world_size is not None and copies != "auto" and copies > world_size:
-        key, words = "zero_optimization.zero_hpz_partition_size", "1 rank" if world_size == 1 else f"{world_size} ranks"
-        if not found.broken(key):
-            found.add(
-                key,
-                f"{copies} ranks are to split a copy, and there {'is' if world_size == 1 else 'are'} {words}; "
-                "use at most as many, or 1",
-            )
+    key, copies = "zero_optimization.zero_hpz_partition_size", config.zero_optimization.zero_hpz_partition_size
+    if world_size == 1 and copies != "auto" and copies > 1 and not found.broken(key):
+        found.add(key, f"{copies} ranks are to split a second copy, and there is one rank; use 1, or start more ranks")
 
 
 # --- origins ----------------------------------------------------------------------------------------------------

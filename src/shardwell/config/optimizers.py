@@ -65,31 +65,31 @@ def _flag_or_null(value: Any) -> bool | None:
     return None if value is None else _flag(value)
 
 
-def _numbers(value: Any, length: int) -> tuple[float, ...]:
+def _numbers(value: Any, length: int) -> list[float]:
     if not isinstance(value, list | tuple) or len(value) != length:
         raise ValueError(f"expected a list of {length} numbers")
-    return tuple(_finite(item) for item in value)
+    return [_finite(item) for item in value]
 
 
-def _betas(value: Any) -> tuple[float, ...]:
+def _betas(value: Any) -> list[float]:
     found = _numbers(value, 2)
     if not all(0 <= beta < 1 for beta in found):
         raise ValueError("expected 2 numbers of at least 0 and below 1")
     return found
 
 
-def _etas(value: Any) -> tuple[float, ...]:
+def _etas(value: Any) -> list[float]:
     found = _numbers(value, 2)
     if not 0 < found[0] < 1 < found[1]:
         raise ValueError("expected a number between 0 and 1, and one above 1")
     return found
 
 
-def _three(value: Any) -> tuple[float, ...]:
+def _three(value: Any) -> list[float]:
     return _numbers(value, 3)
 
 
-def _pair(value: Any) -> tuple[float, ...]:
+def _pair(value: Any) -> list[float]:
     return _numbers(value, 2)
 
 
