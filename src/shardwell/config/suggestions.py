@@ -18,7 +18,7 @@ PARAMS: dict[str, tuple[str, ...]] = {
 def suggest(key: str) -> str:
     """The name that was most likely meant: the same name elsewhere, then a near one here, then a near one anywhere."""
     prefix, _, name = key.rpartition(".")
-    every = list(_all_keys(Config, ""))
+    every = list(all_keys())
     here = [other for other in every if other.rpartition(".")[0] == prefix]
     same = [other for other in every if other.rpartition(".")[2].lower() == name.lower()]
     nearest = same or _nearest(name, here) or _nearest(name, every)
@@ -38,12 +38,13 @@ def _nearest(name: str, keys: list[str]) -> list[str]:
     return containing if len(containing) == 1 else [last[other] for other in close] or containing
 
 
-def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
+def all_keys(block: type[Block] = Config, prefix: str = "") -> Iterator[str]:
+    """Every key that a file may have, with dots."""
     for name, info in block.model_fields.items():
         yield prefix + name
         inner = block_of(info)
         if inner is not None:
-            yield from _all_keys(inner, f"{prefix}{name}.")
+            yield from all_keys(inner, f"{prefix}{name}.")
     if block is Config:
         yield from (key for key in unsupported.FEATURES if "." not in key)
         yield from (f"{params}.{name}" for params, names in PARAMS.items() for name in names)
