@@ -2,8 +2,8 @@
 
     python -m tests.campaigns.ranks_that_differ --count 200 --seed 1 --minutes 20 --json results.json
 
-Ranks are forked from this process once torch is imported. Each case is drawn from its seed: which thing, who has it, how
-many ranks, which stage.
+Ranks are forked from this process once torch is imported. Each case is drawn from its seed: which thing, who has it,
+how many ranks, which stage.
 """
 
 from __future__ import annotations

@@ -47,16 +47,19 @@ class Rates:
         """The sum has come; where the host need not wait for it, it is compared now."""
         if not self._is_on:
             return
-        self._later = self._context.device.read_later(total[place]), self._number
-        if not self._context.device.is_cuda:
-            self.hear()
+        if self._context.device.is_cuda:
+            self._later = self._context.device.read_later(total[place]), self._number
+        else:
+            self._compare(total[place].item(), self._number)
 
     def hear(self) -> None:
-        """Raise, on all ranks, if they do not have the same."""
-        if self._later is None:
-            return
-        (later, number), self._later = self._later, None
-        if float(later.get()) != number * self._context.world.mesh.size:
+        """Raise, on all ranks, if they did not have the same at the last step."""
+        if self._later is not None:
+            (later, number), self._later = self._later, None
+            self._compare(float(later.get()), number)
+
+    def _compare(self, total: float, number: float) -> None:
+        if total != number * self._context.world.mesh.size:
             check_alike(self._context.world, "step", {"optimizer's": self._words()})
             raise DivergenceError(
                 "ranks took the last step with different learning rates. Set the same on all of them."
@@ -85,6 +88,8 @@ class Rates:
 
 def _numbers(value: Any) -> list[float]:
     """What can be known without waiting for a GPU."""
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is float:
+        return [*value]
     if isinstance(value, list | tuple):
         return [number for item in value for number in _numbers(item)]
     if isinstance(value, Tensor):
