@@ -43,7 +43,7 @@ class Wait:
         signs = {rank: agreement.sign_of(rank) for rank in missing}
         for rank, sign in signs.items():
             if sign is not None and (sign.moves > agreement.num_moves or agreement.is_crossed_by(sign)):
-                raise agreement.fail(self._divergence(rank, f" but went on without it, and {sign}"))
+                raise agreement.fail(self._divergence(rank, f" but went on without it, and is {sign}"))
             if sign is None and waited > agreement.time_limit:
                 raise agreement.fail(self._divergence(rank, f" within {agreement.time_limit:g} s"))
         known = {rank: sign for rank, sign in signs.items() if sign is not None}

@@ -266,7 +266,7 @@ class ShardwellConfig(Block):
     """What only shardwell has."""
 
     divergence_timeout: PositiveReal = Field(
-        default=60.0, description="Seconds to wait for a rank before its collectives are compared with the others'."
+        default=60.0, description="Seconds after which a rank that is waited for is named, with what it does."
     )
     find_unused_parameters: Flag = Field(
         default=False,
