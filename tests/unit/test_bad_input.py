@@ -125,6 +125,19 @@ def test_what_is_accepted_is_taken_by_initialize(kind: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("warmup_max_lr", 10**400, "scheduler.params.warmup_max_lr: expected a finite number"),
+        ("warmup_num_steps", 10**400, "scheduler.params.warmup_num_steps: expected a whole number below 2**63"),
+    ],
+)
+def test_numbers_of_a_schedule_that_no_float_holds_are_refused(name: str, value: int, words: str) -> None:
+    config = {**with_params(lr=0.1), "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, name: value}}}
+    with pytest.raises(shardwell.ConfigError, match=words.replace(".", r"\.").replace("*", r"\*")):
+        shardwell.initialize(model=torch.nn.Linear(4, 4), config=config, device="cpu")
+
+
 # ---------------------------------------------------------------------------------------------------------- values
 
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {

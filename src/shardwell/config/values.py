@@ -33,7 +33,7 @@ def number(value: Any) -> Any:
     return value
 
 
-_LARGEST = (1 << 63) - 1
+LARGEST = (1 << 63) - 1
 _LARGEST_POWER = 127
 _LARGE = 1000  # from here on a fraction of an element is a rounding error
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
@@ -53,7 +53,7 @@ def _whole(value: Any) -> Any:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("expected a whole number")
-    if abs(value) > _LARGEST:
+    if abs(value) > LARGEST:
         raise ValueError("expected a whole number below 2**63")
     return value
 
@@ -66,12 +66,13 @@ def _size(value: Any) -> Any:
 
 def _real(value: Any) -> Any:
     value = number(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
         raise ValueError("expected a finite number")
     return value
 
 
-def _is_finite(value: int | float) -> bool:
+def is_finite(value: int | float) -> bool:
+    """Also of a whole number of any size."""
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number that no float is near to
