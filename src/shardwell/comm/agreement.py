@@ -167,6 +167,8 @@ class Agreement:
 
     def behind(self) -> dict[int, Sign]:
         """Ranks that have not announced what this one waits for, and what they do; none if a lower one can tell."""
+        if not self._active:
+            return {}
         signs = {rank: self.sign_of(rank) for rank in range(self._mesh.size) if rank != self._mesh.rank}
         known = {rank: sign for rank, sign in signs.items() if sign is not None}
         if any(rank < self._mesh.rank and sign.moves >= self.num_moves for rank, sign in known.items()):

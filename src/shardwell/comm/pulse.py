@@ -49,7 +49,9 @@ class Pulse:
         self.number, self._rank, self._size = number, rank, size
         self._agreement = weakref.ref(agreement)
         self._thread_id = threading.get_ident()
-        self._store = store.clone() if hasattr(store, "clone") else store  # others may wait while they hold a store
+        self._store = store
+        with contextlib.suppress(AttributeError, RuntimeError):  # not every store can
+            self._store = store.clone()  # with a connection of its own: others may wait while they hold theirs
         self._seen = (-1, False)
         self._since = time.monotonic()
         self._processes: dict[int, Process] = {}  # of other ranks on this machine
