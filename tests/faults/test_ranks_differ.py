@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -128,8 +129,8 @@ def test_an_error_of_one_rank_in_initialize_is_told_to_all(ranks: Ranks) -> None
     assert "zero_optimization.stage" in first["text"]
 
 
-def change_a_rate(stage: int, name: str, groups: int) -> dict[str, Any]:
-    """After two steps rank 1 changes something alone."""
+def change_a_rate(stage: int, name: str, groups: int, late: bool = False) -> dict[str, Any]:
+    """After two steps rank 1 changes something alone. `late`: sums are read as from a GPU."""
     torch.manual_seed(0)
     model = Gpt()
     parameters = list(model.parameters())
@@ -137,6 +138,11 @@ def change_a_rate(stage: int, name: str, groups: int) -> dict[str, Any]:
     split = [{"params": parameters[n * cut : (n + 1) * cut if n < groups - 1 else None]} for n in range(groups)]
     optimizer = torch.optim.AdamW(split, lr=0.1)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage))
+    if late:
+        device = SimpleNamespace(
+            is_cuda=True, scalar=engine._context.device.scalar, read_later=engine._context.device.read_later
+        )
+        engine.optimizer._global_norm._rates._context = SimpleNamespace(world=engine._context.world, device=device)
     taken = 0
     try:
         for batch in batches(5, 4):
@@ -158,6 +164,13 @@ def test_a_rate_that_changes_on_one_rank_stops_the_step(ranks: Ranks, stage: int
         assert answer["error"] == "DivergenceError"
         assert f"optimizer's {name}{place} is 0.05 on rank 1 and" in answer["text"]
         assert answer["taken"] == 2
+
+
+def test_where_the_host_does_not_wait_for_sums_rates_are_compared_a_step_later(ranks: Ranks) -> None:
+    for answer in ranks.run(2, change_a_rate, 2, "lr", 1, True):
+        assert answer["error"] == "DivergenceError"
+        assert "optimizer's lr is 0.05 on rank 1 and 0.1 on rank 0" in answer["text"]
+        assert answer["taken"] == 3
 
 
 def follow_a_schedule() -> list[float]:
