@@ -31,7 +31,7 @@ class NonFiniteError(ShardwellError):
 
 
 class DivergenceError(ShardwellError):
-    """Ranks are about to run different collectives."""
+    """Ranks are about to run different collectives, or to train different things."""
 
 
 class PeerError(ShardwellError):

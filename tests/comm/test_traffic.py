@@ -65,8 +65,8 @@ def test_payload_equals_the_formula(ranks: Ranks, stage: int, num_ranks: int, ac
         per_rank = answer["padded"] * 4 * (num_ranks - 1) // num_ranks
         assert answer["payload"] == VOLUME[stage](accumulation) * per_rank
         assert answer["counted"] == answer["payload"] + answer["control"]
-        # the norm, and for each parameter whether it got a gradient
-        assert answer["control"] == 2 * 8 * (1 + answer["parameters"]) * (num_ranks - 1)
+        # the norm, a checksum of the rates, and for each parameter whether it got a gradient
+        assert answer["control"] == 2 * 8 * (2 + answer["parameters"]) * (num_ranks - 1)
         assert answer["pad_per_group"] < 8 * num_ranks
 
 

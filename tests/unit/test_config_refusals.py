@@ -109,7 +109,7 @@ def test_a_missing_file_is_named_in_full() -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    assert "cannot be read" in refusal(tmp_path)
+    assert "a folder, not a file" in refusal(tmp_path)
 
 
 def test_a_source_of_another_type_is_refused() -> None:

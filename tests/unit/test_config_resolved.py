@@ -121,8 +121,9 @@ def test_an_auto_argument_is_reported_as_a_default(block: str, kind: str, made: 
 
 @pytest.mark.parametrize("block", [params.partition(".")[0] for params in PARAMS])
 def test_the_table_shows_an_argument_that_is_left_open(block: str) -> None:
+    kind = "OneCycle" if block == "scheduler" else "AdamW"
     console = Console(width=160, file=StringIO(), record=True)
-    console.print(table(load({block: {"type": "OneCycle", "params": {"lr": "auto"}}})))
+    console.print(table(load({block: {"type": kind, "params": {"lr": "auto"}}})))
     assert f"{block}.params.lr " in console.export_text(clear=False)
     assert f" the {block}'s own default " in console.export_text()
 
@@ -156,7 +157,7 @@ def test_the_table_has_a_row_for_every_line() -> None:
 
 def test_the_table_shows_brackets_as_they_are() -> None:
     console = Console(width=160, file=StringIO(), record=True)
-    console.print(table(load({"optimizer": {"type": "AdamW", "params": {"note": "[red]"}}})))
+    console.print(table(load({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "[red]"}}})))
     assert '"[red]"' in console.export_text()
 
 

@@ -171,7 +171,7 @@ def test_a_rate_that_is_a_string_is_its_number() -> None:
 
 @pytest.mark.parametrize("params", [{"lr": "fast"}, {"lr": -1}, {"betas": [0.9, 7]}])
 def test_an_argument_that_the_optimizer_refuses_is_an_error_of_the_configuration(params: dict[str, Any]) -> None:
-    with pytest.raises(shardwell.ConfigError, match=r"optimizer\.params: AdamW does not take these: "):
+    with pytest.raises(shardwell.ConfigError, match=r"optimizer\.params\.(lr|betas): expected "):
         start(zero(1, optimizer={"type": "AdamW", "params": params}))
 
 

@@ -37,6 +37,7 @@ from shardwell.checkpoint.parsing import (
 )
 from shardwell.errors import CheckpointError
 from shardwell.layout import product
+from shardwell.memory.limits import num_cores
 from shardwell.native import crc32
 
 # Measured on one core of a Xeon with AVX-512: zlib's crc32 1.7 to 2.5 GB/s, sha256 1.2 GB/s, blake2b 0.7 GB/s; the
@@ -224,7 +225,7 @@ def _checksum_beside(view: memoryview, value: int) -> Iterator[list[int]]:
 
 def _has_spare_core() -> bool:
     """Each rank here has a second core. Without one, a checksum is cheapest while its bytes are in the cache."""
-    return len(os.sched_getaffinity(0)) >= 2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return num_cores() >= 2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 _SYNC_FILE_RANGE_WRITE = 2

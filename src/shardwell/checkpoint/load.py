@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError
 from shardwell.layout import Slot, contiguous_stride
 from shardwell.memory.device import fault_in
+from shardwell.memory.limits import free_host_bytes
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.odd_state import state_from_json
 from shardwell.optim.shards import Shard
@@ -150,7 +150,7 @@ class Loading:
         wants = list(self._wants())
         num_bytes = sum(want.numel * self._source.tensors[want.name].dtype.itemsize for want in wants)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_bytes > _SHARE * psutil.virtual_memory().available / ranks_here:
+        if num_bytes > _SHARE * free_host_bytes(ranks_here) / ranks_here:
             for want in wants:
                 self._read(want)  # for the checksums; it is read again when it is needed
             return

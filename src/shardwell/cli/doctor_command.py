@@ -81,8 +81,9 @@ def versions() -> dict[str, str | None]:
 
 def devices() -> dict[str, Any]:
     """The processor, its memory and the GPUs."""
-    import psutil  # type: ignore[import-untyped, unused-ignore]
     import torch
+
+    from shardwell.memory.limits import all_host_bytes, num_cores
 
     gpus = []
     if torch.cuda.is_available():
@@ -91,8 +92,8 @@ def devices() -> dict[str, Any]:
             gpus.append({"name": properties.name, "memory": properties.total_memory})
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": psutil.virtual_memory().total,
+        "cores": num_cores(),
+        "memory": int(all_host_bytes()),
         "gpus": gpus,
     }
 

@@ -264,4 +264,6 @@ def _quiet_agent() -> Iterator[None]:
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from shardwell.memory.limits import num_cores
+
+    return num_cores()

@@ -28,12 +28,15 @@ from shardwell.comm.ledger import Kind, Ledger
 from shardwell.comm.mesh import Mesh
 from shardwell.comm.patience import wait_for
 from shardwell.comm.pending import Pending
+from shardwell.comm.slowness import Slowness
+from shardwell.comm.sums import combine
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device, Mark, Scratch, State
 
 _STAGING = "(staging)"
 _CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that nobody sends
-_FIRST_PROBE = 4  # looks
+_FIRST_PROBE, _PROBE_EVERY = 4, 16  # looks
+_MOST_TOKENS = 1 << 14  # with sizes, that are remembered
 
 
 class Collectives:
@@ -49,6 +52,7 @@ class Collectives:
         self._scratch = scratch
         self._by_links = mesh.backend == "gloo" and device.torch_device.type == "cpu"
         self._tag = 0
+        self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with what travels
 
     # ---------------------------------------------------------------------------------------------- the moves
 
@@ -70,7 +74,7 @@ class Collectives:
 
         With a codec, all shards become what was encoded of them, this rank's own too. Without a token it was announced.
         """
-        self._announce(token)  # also by a rank that is alone in its node: its peers' books say so
+        self._announce(token, flat)  # also by a rank that is alone in its node: its peers' books say so
         if codec is not None and self.mesh.size > 1 and flat.numel():
             return coded.gather(self, flat, codec, kind, self._scratch)
         return self.path_gather(flat, kind)
@@ -88,7 +92,7 @@ class Collectives:
 
         `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
         """
-        self._announce(token)
+        self._announce(token, flat)
         return coded.gather(self, flat, codec, Kind.GATHER, self._scratch, rest, copied, keep)
 
     def path_gather(self, flat: Tensor, kind: Kind) -> Pending:
@@ -116,7 +120,7 @@ class Collectives:
         announced.
         """
         if self.mesh.size > 1:
-            self._announce(token)
+            self._announce(token, flat)
         if codecs is not None and self.mesh.size > 1 and flat.numel():
             path = self._path(*codecs)
             for (comm, _), size in zip(path, coded.num_bytes(path, flat.numel()), strict=True):
@@ -211,7 +215,8 @@ class Collectives:
         """Overwrite `tensor` on every rank with `source`'s."""
         if self.mesh.size == 1 or tensor.numel() == 0:
             return
-        self._announce(token)
+        is_text = tensor.dtype is torch.uint8  # of any length, which was told before
+        self._announce(token, None if is_text else tensor)
         self._count_from(source, tensor, kind)
         self._complete(dist.broadcast, tensor, src=self.mesh.global_rank(source))
 
@@ -222,7 +227,7 @@ class Collectives:
         """
         start = self.place * into.numel()
         if self.mesh.size > 1 and flat.numel():
-            self._announce(token)
+            self._announce(token, into)
             self._count_from(source, into if self._by_links else flat)
             if self._by_links:
                 self._wait_all(self._deal(flat, into, source))
@@ -255,7 +260,7 @@ class Collectives:
         """Add a small tensor up over the ranks, in place."""
         if self.mesh.size == 1:
             return
-        self._announce(token)
+        self._announce(token, value)
         size = value.numel() * value.element_size()
         self._ledger.count(Kind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
         self._complete(dist.all_reduce, value)
@@ -272,6 +277,18 @@ class Collectives:
 
     def barrier(self, token: str = "barrier") -> None:
         self.sum_scalar(self.device.scalar(0.0), token)
+
+    def tell_all(self, mine: bytes, token: str) -> list[bytes]:
+        """What each rank says, which is of the same length everywhere."""
+        if self.mesh.size == 1:
+            return [mine]
+        self._announce(token)
+        flat = torch.zeros(self.mesh.size * len(mine), dtype=torch.uint8, device=self.device.torch_device)
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        flat.chunk(self.mesh.size)[self.mesh.rank].copy_(own)
+        self.count(Kind.CONTROL, flat)
+        self.move_gather(flat).wait()
+        return [bytes(part.tolist()) for part in flat.cpu().chunk(self.mesh.size)]
 
     # --------------------------------------------------------------------------------------------- the routes
 
@@ -349,9 +366,23 @@ class Collectives:
         inside = size * self.mesh.num_inside // (self.mesh.size - 1)
         return inside, size - inside
 
-    def _announce(self, token: str | None) -> None:
-        if self.agreement is not None and token is not None:
-            self.agreement.announce(token)
+    def _announce(self, token: str | None, tensor: Tensor | None = None) -> None:
+        """Say what comes next and, if all ranks bring as much of it, how much of what."""
+        if self.agreement is None or token is None:
+            return
+        if tensor is not None:
+            key = token, tensor.numel(), tensor.dtype
+            token = self._sized.get(key)
+            if token is None:
+                token = self._with_size(key)
+        self.agreement.announce(token)
+
+    def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
+        token, numel, dtype = key
+        if len(self._sized) >= _MOST_TOKENS:
+            self._sized.clear()
+        words = self._sized[key] = f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
+        return words
 
     # --------------------------------------------------------------------------------------------------- faults
 
@@ -361,7 +392,11 @@ class Collectives:
 
     def _wait_all(self, works: list[Any]) -> None:
         if self._by_links and self.agreement is not None:
-            self._guarded(wait_for, works, self.looking(), self._abandon)
+            self.agreement.is_waiting = True
+            try:
+                self._guarded(wait_for, works, self.looking(), self._abandon)
+            finally:
+                self.agreement.is_waiting = False
             return
         for work in works:  # in this thread: on cuda it is the lane that waits
             self._guarded(work.wait)
@@ -369,24 +404,36 @@ class Collectives:
     def looking(self) -> Callable[[], None]:
         """What is to be called again and again by who waits for others: raises if there is no use in that."""
         times = 0
+        slow = None if self.agreement is None else Slowness(self.agreement)
 
         def look() -> None:
             nonlocal times
             times += 1
             if self.agreement is not None:
                 self.agreement.look_for_failures()
-            if times >= _FIRST_PROBE and times & (times - 1) == 0:  # ever less often: what is posted stays there
+            # ever less often, up to a point: what is posted stays there
+            if times >= _FIRST_PROBE and (times & (times - 1) == 0 or times % _PROBE_EVERY == 0):
                 if self.agreement is not None:
                     self.agreement.look_for_ends()
-                self._guarded(self._probe)
+                self.probe()
+            if slow is not None:
+                slow.look()
 
         return look
 
-    def _probe(self) -> None:
+    def probe(self) -> None:
+        """Raise what it means if a link to another rank is broken."""
+        self._guarded(self._try_links)
+
+    def _try_links(self) -> None:
         """Raise if a peer is gone and has left no word: nothing can be received over a link that is broken."""
         if self.mesh.backend == "gloo":
             for peer in (peer for peer in range(self.mesh.size) if peer != self.mesh.rank):
-                dist.irecv(_nothing(), self.mesh.global_rank(peer), group=self.mesh.group, tag=_PROBE)
+                number = self.mesh.global_rank(peer)
+                try:
+                    dist.irecv(_nothing(), number, group=self.mesh.group, tag=_PROBE)
+                except RuntimeError as error:
+                    raise RuntimeError(f"the link to rank {number} is broken: {error}") from error
 
     def _abandon(self, signal: BaseException) -> None:
         """Others will write to memory that the caller is about to free: tell them, and cut the links."""
@@ -432,28 +479,3 @@ def _nothing() -> Tensor:
 
 def _after(mark: Mark) -> Pending:
     return Pending(mark.wait)
-
-
-def combine(parts: list[Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
-    """`into` = (or +=) `scale` x the sum of `parts`; 16-bit parts are summed in fp32 and rounded once."""
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    if accumulate:
-        for part in parts:
-            into.add_(part, alpha=scale)
-        return
-    if len(parts) == 1 and parts[0].dtype == into.dtype and scale == 1.0:
-        into.copy_(parts[0])
-        return
-    total = into if into.dtype == wide else torch.empty_like(into, dtype=wide)
-    if len(parts) == 1 or parts[0].dtype != wide:
-        total.copy_(parts[0])
-        rest = parts[1:]
-    else:
-        torch.add(parts[0], parts[1], out=total)
-        rest = parts[2:]
-    for part in rest:
-        total.add_(part)
-    if scale != 1.0:
-        total.mul_(scale)
-    if total is not into:
-        into.copy_(total)

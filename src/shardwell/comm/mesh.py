@@ -15,6 +15,8 @@ import torch.distributed as dist
 from shardwell.comm.roll_call import await_all_ranks
 from shardwell.memory.device import num_gpus
 
+_USUAL_TIMEOUT = 1800.0  # torch's own
+
 
 class Axis(enum.Enum):
     """A way to split over ranks."""
@@ -103,6 +105,12 @@ def _timeout() -> timedelta | None:
             if (options := getattr(backend, "options", None)) is not None:
                 return cast(timedelta, options._timeout)
     return None
+
+
+def timeout() -> float:
+    """Seconds that a rank may keep others waiting, as whoever made the default group has said."""
+    limit = _timeout()
+    return _USUAL_TIMEOUT if limit is None else limit.total_seconds()
 
 
 def ranks_here(world_size: int) -> int:

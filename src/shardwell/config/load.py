@@ -6,22 +6,21 @@ built and what contradicts -> resolve the batch sizes. Knows nothing of torch or
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from shardwell.config import unsupported
+from shardwell.config import optimizers, unsupported
 from shardwell.config.notes import Note
 from shardwell.config.schema import Block, Config, admits_auto, block_of, leaves, may_be_absent
-from shardwell.config.text import parse
+from shardwell.config.source import printable, read
+from shardwell.config.suggestions import PARAMS, suggest
 from shardwell.config.translate import translated
 from shardwell.config.values import flag, number
 from shardwell.errors import ConfigError
@@ -31,6 +30,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 BATCH = (TRAIN, MICRO, ACCUMULATION)
 
+_MOST_LINES, _MOST_LETTERS = 50, 200  # of problems in a message, of a value
 _SIZE = "shardwell's default"
 # Keys that may be "auto", and why they resolve as they do: each one then counts as absent.
 AUTO: dict[str, str] = {
@@ -52,24 +52,22 @@ AUTO: dict[str, str] = {
     "zero_optimization.stage3_model_persistence_threshold": _SIZE,
     "zero_optimization.stage3_module_granularity_threshold": _SIZE,
 }
-# Objects whose keys are arguments of something else, which checks them; each may be "auto". With the names to suggest.
-PARAMS: dict[str, tuple[str, ...]] = {
-    "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
-    "scheduler.params": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
-}
 
 
-def load(source: Source, *, world_size: int | None = None) -> Config:
+def load(source: Source, *, world_size: int | None = None, optimizer_given: bool = False) -> Config:
     """The effective configuration of a JSON file, JSON text, mapping or `Config`.
 
-    With `world_size` all three batch sizes are ints; without it what depends on it stays None.
+    With `world_size` all three batch sizes are ints; without it what depends on it stays None. Where the code has an
+    optimizer of its own, `optimizer_given`, nobody reads the one of the file.
     Raises one `ConfigError` that lists every problem.
     """
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ConfigError(f"world_size: expected a whole number of at least 1, found {world_size!r}")
     if isinstance(source, Config):
-        return _finish(source, Findings("Config"), dict(source.origins), world_size)
-    where, origin, raw = _read(source)
+        found = Findings("Config")
+        config = source if optimizer_given else _check_optimizer(source, found)
+        return _finish(config, found, dict(source.origins), world_size)
+    where, origin, raw = read(source)
     try:
         spoken = translated(raw)
     except RecursionError:
@@ -77,6 +75,8 @@ def load(source: Source, *, world_size: int | None = None) -> Config:
     found = Findings(where, spoken.problems, notes=spoken.notes)
     clean = _screen(spoken.content, Config, "", found)
     config = _validate(clean, found).with_notes(found.notes)
+    if not optimizer_given:
+        config = _check_optimizer(config, found)
     return _finish(config, found, _origins(config, found, origin), world_size)
 
 
@@ -89,22 +89,40 @@ class Findings:
     given: set[str] = field(default_factory=set)  # dotted keys that have a value in the source
     auto: set[str] = field(default_factory=set)  # dotted keys that were "auto"
     notes: list[Note] = field(default_factory=list)  # what to tell the user although nothing is wrong
+    num_unknown: int = 0  # keys
+    _broken: set[str] = field(default_factory=set)  # keys of so many problems
+    _num_counted: int = 0
 
     def add(self, key: str, sentence: str) -> None:
         self.problems.append((key, sentence))
 
     def broken(self, *keys: str) -> bool:
-        return any(key in keys for key, _ in self.problems)
+        while self._num_counted < len(self.problems):
+            self._broken.add(self.problems[self._num_counted][0])
+            self._num_counted += 1
+        return not self._broken.isdisjoint(keys)
 
     def raise_if_any(self) -> None:
         if self.problems:
             count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-            lines = [f"  {key}: {sentence}" for key, sentence in sorted(self.problems)]
-            raise ConfigError("\n".join([f"{self.where}: {count} in the configuration", *lines]))
+            lines = [f"  {key}: {sentence}" for key, sentence in sorted(self.problems)[:_MOST_LINES]]
+            more = [f"  and {len(self.problems) - _MOST_LINES:,} more"] if len(self.problems) > _MOST_LINES else []
+            raise ConfigError(printable("\n".join([f"{self.where}: {count} in the configuration", *lines, *more])))
+
+
+def _check_optimizer(config: Config, found: Findings) -> Config:
+    """With arguments as the optimizer takes them."""
+    block = config.optimizer
+    if block is None or block.type.lower() in unsupported.REMOVED_OPTIMIZERS or found.broken("optimizer.params"):
+        return config
+    params, problems = optimizers.checked(block.type, block.params)
+    found.problems.extend(problem for problem in problems if not found.broken(problem[0]))
+    return config.with_optimizer(block.model_copy(update={"params": params}))
 
 
 def _finish(config: Config, found: Findings, origins: dict[str, str], world_size: int | None) -> Config:
     _check_built(config, found)
+    _check_ranks(config, found, world_size)
     sizes: dict[str, int | None] = {}
     if not found.broken(*BATCH):
         for key, (size, origin) in _resolve_batch(config, origins, world_size, found).items():
@@ -112,31 +130,6 @@ def _finish(config: Config, found: Findings, origins: dict[str, str], world_size
             origins[key] = f"auto -> {_show(size)} ({origin})" if _is_auto(origins[key]) else origin
     found.raise_if_any()
     return config.with_origins(origins, sizes)
-
-
-# --- reading ----------------------------------------------------------------------------------------------------
-
-
-def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, str, Mapping[str, Any]]:
-    """(how messages call the source, how origins call it, its content)."""
-    if source is None:
-        return "default", "default", {}
-    if isinstance(source, Mapping):
-        return "dict", "dict", source
-    if isinstance(source, str) and "{" in source and source.lstrip().startswith(("{", "//", "#", "/*")):
-        return "JSON text", "JSON text", parse(source, "JSON text")
-    if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(f"expected a path, JSON text, a mapping or a Config, found {type(source).__name__}")
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (looked for {path.absolute()})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    return str(path), path.name, parse(text, str(path))
 
 
 # --- keys -------------------------------------------------------------------------------------------------------
@@ -212,7 +205,8 @@ def _take_foreign(key: str, value: Any, found: Findings) -> None:
         elif idle.why and value is not None:
             found.notes.append(Note(f"{key} has no effect: {idle.why}", unused=(key, idle.why)))
     elif not key.rpartition(".")[2].startswith(("_", "//", "#")):  # a comment, where JSON has none
-        found.add(key, f"unknown key; {_suggest(key)}")
+        found.num_unknown += 1
+        found.add(key, f"unknown key; {suggest(key)}" if found.num_unknown <= _MOST_LINES else "unknown key")
 
 
 def _asks(feature: unsupported.Feature, value: Any) -> bool:
@@ -241,40 +235,6 @@ def _is_same(value: Any, other: Any) -> bool:
     if isinstance(other, str):
         return isinstance(value, str) and value.lower() == other
     return bool(number(value) == other)
-
-
-def _suggest(key: str) -> str:
-    """The name that was most likely meant: the same name elsewhere, then a near one here, then a near one anywhere."""
-    prefix, _, name = key.rpartition(".")
-    every = list(_all_keys(Config, ""))
-    here = [other for other in every if other.rpartition(".")[0] == prefix]
-    same = [other for other in every if other.rpartition(".")[2].lower() == name.lower()]
-    nearest = same or _nearest(name, here) or _nearest(name, every)
-    if nearest:
-        return f"did you mean {' or '.join(nearest[:3])}?"
-    keys = ", ".join(other.rpartition(".")[2] for other in here)
-    return f"the keys of {prefix} are: {keys}" if prefix else "remove it"
-
-
-def _nearest(name: str, keys: list[str]) -> list[str]:
-    last = {key.rpartition(".")[2].lower(): key for key in reversed(keys)}
-    name = name.lower()
-    containing = [
-        key for other, key in last.items() if len(name) > 3 and len(other) > 3 and (name in other or other in name)
-    ]
-    close = difflib.get_close_matches(name, last, n=1, cutoff=0.7)
-    return containing if len(containing) == 1 else [last[other] for other in close] or containing
-
-
-def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
-    for name, info in block.model_fields.items():
-        yield prefix + name
-        inner = block_of(info)
-        if inner is not None:
-            yield from _all_keys(inner, f"{prefix}{name}.")
-    if block is Config:
-        yield from (key for key in unsupported.FEATURES if "." not in key)
-        yield from (f"{params}.{name}" for params, names in PARAMS.items() for name in names)
 
 
 # --- values -----------------------------------------------------------------------------------------------------
@@ -395,6 +355,13 @@ def _check_built(config: Config, found: Findings) -> None:
     found.problems.extend(refused.items())
 
 
+def _check_ranks(config: Config, found: Findings, world_size: int | None) -> None:
+    """Values that this many ranks cannot have."""
+    key, copies = "zero_optimization.zero_hpz_partition_size", config.zero_optimization.zero_hpz_partition_size
+    if world_size == 1 and copies != "auto" and copies > 1 and not found.broken(key):
+        found.add(key, f"{copies} ranks are to split a second copy, and there is one rank; use 1, or start more ranks")
+
+
 # --- origins ----------------------------------------------------------------------------------------------------
 
 
@@ -482,7 +449,8 @@ def _check_identity(given: Mapping[str, Sized], world_size: int | None, found: F
 
 
 def _show(value: Any) -> str:
-    return json.dumps(value, default=str)
+    words = json.dumps(value, default=str)
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
 
 def _kind(value: Any) -> str:

@@ -23,9 +23,11 @@ from shardwell.config.values import (
     Dtype,
     Flag,
     FlagOrAuto,
+    Paths,
     PositiveCount,
     PositiveCountOrAuto,
     PositiveReal,
+    Power,
     Real,
     Schedule,
     Share,
@@ -69,7 +71,7 @@ class Fp16Config(Block):
     enabled: Flag = Field(default=False, description="Run forward and backward in float16.")
     auto_cast: Flag = Field(default=False, description="No effect: floating inputs are always cast.")
     loss_scale: Real = Field(default=0.0, description="Fixed loss scale; 0 = dynamic.")
-    initial_scale_power: Count = Field(default=16, description="The dynamic scale starts at 2**this.")
+    initial_scale_power: Power = Field(default=16, description="The dynamic scale starts at 2**this.")
     loss_scale_window: PositiveCount = Field(
         default=1000, description="Steps without overflow before the dynamic scale doubles."
     )
@@ -131,7 +133,7 @@ class OffloadOptimizerConfig(Block):
     """Where the optimizer's state rests."""
 
     device: Device = Field(default="none", description="Where optimizer state rests: the GPU, the host, or disk.")
-    nvme_path: StrictStr | None = Field(
+    nvme_path: Paths | None = Field(
         default=None, description="Folders for nvme, one on each local drive, with ',' between them."
     )
     pin_memory: Flag = Field(default=False, description="No effect: what travels is pinned, what rests is not.")
@@ -152,7 +154,7 @@ class OffloadParamConfig(Block):
     """Where the parameters' shards rest."""
 
     device: Device = Field(default="none", description="Where parameter shards rest: the GPU, the host, or disk.")
-    nvme_path: StrictStr | None = Field(
+    nvme_path: Paths | None = Field(
         default=None, description="Folders for nvme, one on each local drive, with ',' between them."
     )
     pin_memory: Flag = Field(default=False, description="No effect: shards on the host are always pinned.")
@@ -264,7 +266,7 @@ class ShardwellConfig(Block):
     """What only shardwell has."""
 
     divergence_timeout: PositiveReal = Field(
-        default=60.0, description="Seconds to wait for a rank before its collectives are compared with the others'."
+        default=60.0, description="Seconds after which a rank that is waited for is named, with what it does."
     )
     find_unused_parameters: Flag = Field(
         default=False,
@@ -392,6 +394,12 @@ class Config(Block):
         """A copy with some top-level `values` replaced, that tells these `origins` for its values."""
         copy = self.model_copy(update=dict(values or {}))
         copy._origins = dict(origins)
+        return copy
+
+    def with_optimizer(self, block: OptimizerConfig) -> Config:
+        """A copy with another optimizer block; values keep their origins."""
+        copy = self.model_copy(update={"optimizer": block})
+        copy._origins, copy._notes = dict(self._origins), self._notes
         return copy
 
     @property

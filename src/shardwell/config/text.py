@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _NAMED: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 _INFINITE = {"infinity": float("inf"), "inf": float("inf"), "-infinity": -float("inf"), "-inf": -float("inf")}
 _DEEPEST = 100  # objects in objects
+_MOST_DIGITS = 1000  # of a number: Python refuses to read those of more than 4300
 
 
 class Object(dict[str, Any]):
@@ -27,8 +29,8 @@ class Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.repeated = {name: names.count(name) for name in self if names.count(name) > 1}
+        times = Counter(name for name, _ in pairs) if len(pairs) > len(self) else {}
+        self.repeated = {name: count for name, count in times.items() if count > 1}
 
 
 def parse(text: str, where: str) -> Mapping[str, Any]:
@@ -39,8 +41,13 @@ def parse(text: str, where: str) -> Mapping[str, Any]:
             raise ConfigError(f"{where}: NaN is not a number in JSON; write a finite number")
         return _INFINITE[word.lower()]
 
+    def whole(word: str) -> int:
+        if len(word) > _MOST_DIGITS:
+            raise ConfigError(f"{where}: a number of {len(word):,} digits ({word[:20]}...); write a smaller one")
+        return int(word)
+
     try:
-        content = json.loads(text, object_pairs_hook=Object, parse_constant=constant)
+        content = json.loads(text, object_pairs_hook=Object, parse_constant=constant, parse_int=whole)
     except json.JSONDecodeError as strict:
         try:
             content = _Reader(text).read()
@@ -170,6 +177,8 @@ class _Reader:
             raise _UnreadableError(start, "NaN is not a number in JSON; write a finite number")
         if _NUMBER.fullmatch(word):
             plain = word.replace("_", "")
+            if len(plain) > _MOST_DIGITS:
+                raise _UnreadableError(start, f"a number of {len(plain):,} digits; write a smaller one")
             return int(plain) if re.fullmatch(r"[+-]?\d+", plain) else float(plain)
         if word[0].isdigit() or word[0] in "+-":
             raise _UnreadableError(start, f"{word!r} is neither a number nor a word")

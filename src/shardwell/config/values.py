@@ -7,7 +7,7 @@ import os
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, Strict
 
 
 def plain(value: Any) -> Any:
@@ -33,6 +33,8 @@ def number(value: Any) -> Any:
     return value
 
 
+LARGEST = (1 << 63) - 1
+_LARGEST_POWER = 127
 _LARGE = 1000  # from here on a fraction of an element is a rounding error
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 
@@ -48,22 +50,49 @@ def _whole(value: Any) -> Any:
     """5e8 is a whole number, also as "5e8"; 1.5 and true are not."""
     value = number(value)
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("expected a whole number")
+    if abs(value) > LARGEST:
+        raise ValueError("expected a whole number below 2**63")
     return value
 
 
 def _size(value: Any) -> Any:
     """A number of elements that somebody computed, such as 0.9 times a product, may have a fraction."""
     value = number(value)
-    return int(value) if isinstance(value, float) and _LARGE <= value < math.inf else _whole(value)
+    return _whole(float(int(value)) if isinstance(value, float) and _LARGE <= value < math.inf else value)
 
 
 def _real(value: Any) -> Any:
     value = number(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
         raise ValueError("expected a finite number")
+    return value
+
+
+def is_finite(value: int | float) -> bool:
+    """Also of a whole number of any size."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float is near to
+        return False
+
+
+def _power(value: Any) -> Any:
+    """Of two: a float must be able to hold the result."""
+    value = _whole(value)
+    if value > _LARGEST_POWER:
+        raise ValueError(f"expected at most {_LARGEST_POWER}, as 2**{_LARGEST_POWER} is the largest scale of a float")
+    return value
+
+
+def _paths(value: Any) -> Any:
+    """What a file system can have as a name."""
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("expected a path without a NUL character")
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udbff" for letter in value):
+        raise ValueError("expected a path without lone surrogates")
     return value
 
 
@@ -77,7 +106,11 @@ def _flag(value: Any) -> Any:
 def _steps(value: Any) -> Any:
     """Accelerate writes infinity for never."""
     value = number(value)
-    return None if value == math.inf or (value == 0 and not isinstance(value, bool)) else value
+    return (
+        None
+        if (isinstance(value, float) and value == math.inf) or (value == 0 and not isinstance(value, bool))
+        else value
+    )
 
 
 def _at_least(least: int, value: Any) -> Any:
@@ -155,6 +188,8 @@ _DTYPES = {  # other spelling -> ours
 
 
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Power = Annotated[int, BeforeValidator(_power), Field(ge=0)]
+Paths = Annotated[str, Strict(), BeforeValidator(_paths)]
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Real = Annotated[float, BeforeValidator(_real), Field(ge=0)]

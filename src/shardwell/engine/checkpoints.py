@@ -26,7 +26,9 @@ from shardwell.checkpoint.place import folder_named, nothing_in
 from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
 from shardwell.checkpoint.sources import OwnSource, Source, is_foreign, locate_own, open_source
 from shardwell.comm import Collectives, Kind
+from shardwell.comm.sameness import check_alike
 from shardwell.engine import model_files
+from shardwell.engine.likeness import at_a_load
 from shardwell.engine.saved_values import (
     check_kind,
     of_optimizer,
@@ -181,6 +183,8 @@ class Checkpoints:
     ) -> tuple[str | None, Any]:
         with self._together(f"load_checkpoint({tag!r})"):
             self._end_background()
+            asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
+            check_alike(self._world, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
             root = self._named(given, "load_dir")
             source = self._open(root, tag)
             if source is None:

@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
-
 from shardwell.comm.mesh import Mesh
 from shardwell.config import Config
 from shardwell.engine.placement import Bytes, Place, States, ladder, plan, table, total
@@ -18,6 +16,7 @@ from shardwell.memory import Device, Tier
 from shardwell.memory.account import human
 from shardwell.memory.disk import DiskSettings, DiskTier
 from shardwell.memory.disk_file import free_bytes
+from shardwell.memory.limits import free_host_bytes
 from shardwell.optim import Recipe, ShardedOptimizer
 from shardwell.optim.store import FEWEST_SEATS
 from shardwell.optim.waiting import NUM_SLOTS
@@ -188,7 +187,7 @@ def _plan_as_asked(states: States, settings: Config, context: Context) -> Offloa
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
-    free = {Tier.HOST: psutil.virtual_memory().available / mesh.ranks_here}
+    free = {Tier.HOST: free_host_bytes(mesh.ranks_here) / mesh.ranks_here}
     needed = total(states.needs(name, place) for name, place in places.items())
     if settings.shardwell.gradients == "auto":
         places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwell.comm.sameness import check_alike
+from shardwell.engine.likeness import at_a_refit
 from shardwell.errors import ModelChangedError
 from shardwell.optim import Recipe, ShardedOptimizer
 from shardwell.optim.access import Access
@@ -51,6 +53,8 @@ def refit(
     cuts = builder.cut()
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
+    if units and (len(fitting) < len(cuts) or before.keys() != fitting):
+        check_alike(units[0].groups[0].context.world, "refit", at_a_refit(cuts))
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
     present = {id(p) for one in cuts for _, p in one.parameters}

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
 from torch import nn
 
 from shardwell.config import Config
 from shardwell.memory import Device, Tier
 from shardwell.memory.disk_file import free_bytes
+from shardwell.memory.limits import free_host_bytes
 from shardwell.unit import Context, Unit, guard
 from shardwell.unit.nursery import Newborn
 
@@ -46,7 +46,7 @@ def budgets(
     own, device, ranks_here = config.shardwell, context.device, context.world.mesh.ranks_here
     held = _held(parameters, device)
     above = (device.unused_bytes() + held[Tier.DEVICE]) * (1 - own.device_room) if device.is_cuda else float(floor)
-    available = psutil.virtual_memory().available * (1 - own.host_room)
+    available = free_host_bytes(ranks_here) * (1 - own.host_room)
     found = {
         Tier.DEVICE: _or(own.device_memory, above),
         Tier.HOST: _or(own.host_memory, available + ranks_here * held[Tier.HOST]) / ranks_here,

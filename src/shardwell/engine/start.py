@@ -19,12 +19,14 @@ from shardwell.codec import Codec
 from shardwell.comm import Agreement, Axis, Collectives, Ledger, start_process_group
 from shardwell.comm.hops import Hops, ranks_per_node
 from shardwell.comm.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
+from shardwell.comm.sameness import check_alike
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.buffers import place_buffers
 from shardwell.engine.ending import ModelBefore
 from shardwell.engine.engine import Engine
 from shardwell.engine.flow import Flow, Limits
 from shardwell.engine.given_loader import GivenLoader, loader_like, with_batch_of
+from shardwell.engine.likeness import before_building, once_built
 from shardwell.engine.loader import ShardedLoader
 from shardwell.engine.offload import Offload, commit_policy, open_disk, plan_offload, settle_commit
 from shardwell.engine.persistence import persistent_in
@@ -91,12 +93,32 @@ def initialize(
     start_process_group(where)
     meet_for_initialize(model)
     world = world_mesh(where)
-    settings = settle_precision(load(source, world_size=world.size), model.parameters())
-    home = Device(where, keep_pages=settings.shardwell.keep_pages)
-    context, ledger, agreement = _context(home, world, settings)
-    block = settings.optimizer if optimizer is None else None  # the code wins
-    recipe = recipe_for(optimizer, model, model_parameters, block, home)
+    agreement = Agreement(world)
+    with agreement.telling("initialize"):
+        asked = load(source, world_size=world.size, optimizer_given=optimizer is not None)
+        settings = settle_precision(asked, model.parameters())
+        home = Device(where, keep_pages=settings.shardwell.keep_pages)
+        context, ledger = _context(home, world, settings, agreement)
+        block = settings.optimizer if optimizer is None else None  # the code wins
+        recipe = recipe_for(optimizer, model, model_parameters, block, home)
+        engine = _engine(model, settings, recipe, context, ledger)
+        if recipe is not None:
+            engine.optimizer = _optimizer(recipe, engine, engine._flow, engine._context)
+        engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
+        engine.training_dataloader = _loader(training_data, engine, collate_fn)
+        check_alike(context.world, "initialize", once_built(engine))
+        ledger.close_step()
+        agreement.turn_page()
+        engine.startup_report = announce(engine, Given(optimizer is not None, lr_scheduler is not None))
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _engine(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context, ledger: Ledger) -> Engine:
+    """Cut the model into units and build them, if all ranks are about to build the same; the optimizer comes later."""
+    agreement = context.world.agreement
+    assert agreement is not None
     cuts = _cut(model, settings)
+    check_alike(context.world, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = settled(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     _open_nodes(context, settings, ledger, agreement)
@@ -118,7 +140,7 @@ def initialize(
             trained,
         ),
         lambda engine, recipe: _optimizer(recipe, engine, flow, context),
-        lambda given: recipe_for(given, model, None, None, home),
+        lambda given: recipe_for(given, model, None, None, context.device),
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
@@ -128,14 +150,7 @@ def initialize(
     engine._scale = _loss_scale(settings)
     flow.reducer.loss_scale = engine._scale
     checkpointing.follow(settings, model)
-    if recipe is not None:
-        engine.optimizer = _optimizer(recipe, engine, flow, context)
-    engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
-    ledger.close_step()
-    agreement.turn_page()
-    engine.training_dataloader = _loader(training_data, engine, collate_fn)
-    engine.startup_report = announce(engine, Given(optimizer is not None, lr_scheduler is not None))
-    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+    return engine
 
 
 def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
@@ -205,7 +220,7 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
     return optimizer
 
 
-def _context(home: Device, world: Mesh, settings: Config) -> tuple[Context, Ledger, Agreement]:
+def _context(home: Device, world: Mesh, settings: Config, agreement: Agreement) -> tuple[Context, Ledger]:
     account, ledger = Account(), Ledger()
     scratch = Scratch(home, account)
     everyone = Collectives(world, home, ledger, scratch)
@@ -215,8 +230,8 @@ def _context(home: Device, world: Mesh, settings: Config) -> tuple[Context, Ledg
         for route in routes.values():
             route.cut_links()
 
-    agreement = Agreement(world, settings.shardwell.divergence_timeout, cut_links)
-    everyone.agreement = agreement
+    agreement.time_limit, agreement.cut_links = settings.shardwell.divergence_timeout, cut_links
+    everyone.agreement, agreement.probe = agreement, everyone.probe
     nodes = replace(world, node_size=ranks_per_node(everyone))
     everyone.leaves_the_machine = nodes.node_size < nodes.size
     if nodes.has_nodes:
@@ -225,7 +240,7 @@ def _context(home: Device, world: Mesh, settings: Config) -> tuple[Context, Ledg
         everyone.hops = Hops(inside, across, scratch)
     asked = settings.zero_optimization.zero_hpz_partition_size
     everyone.mesh = _with_nodes(nodes, asked) if asked != "auto" and _ranks_per_copy(settings, world.size) else nodes
-    return Context(home, account, scratch, routes), ledger, agreement
+    return Context(home, account, scratch, routes), ledger
 
 
 def _open_nodes(context: Context, settings: Config, ledger: Ledger, agreement: Agreement) -> None:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwell.memory.limits import num_cores
+
 _SYSTEM = Path("/sys")
 _LEFT = 2  # for the thread that launches, and for a data loader
 
@@ -30,6 +32,8 @@ def update_cores(
     sharers = [other for other, node in enumerate(nodes) if node == nodes[rank]] if near != cores else range(len(nodes))
     place, num = list(sharers).index(rank), len(sharers)
     share = near[place * len(near) // num : (place + 1) * len(near) // num] or near[:1]
+    if allowed is None:
+        share = share[: max(1, num_cores() // len(nodes))]  # a container may have fewer than it sees
     return share[:-_LEFT] if len(share) > _LEFT else share[:1]
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwell.memory import Device
+from shardwell.optim.rates import Rates
 from shardwell.optim.shards import Shard, Shards
 from shardwell.unit import Context, Unit
 from shardwell.unit.table import Commit
@@ -41,10 +43,14 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
 
 
 class GlobalNorm:
-    """The norm over all ranks. The same sum tells which parameters got a gradient on no rank."""
+    """The norm over all ranks. The same sum tells which parameters got a gradient on no rank.
 
-    def __init__(self, context: Context, shards: Shards) -> None:
+    It also tells whether all ranks step with the same hyperparameters.
+    """
+
+    def __init__(self, context: Context, shards: Shards, optimizer: Optimizer) -> None:
         self._context, self._shards = context, shards
+        self._rates = Rates(context, optimizer)
         self.unseen: set[str] = set()  # those, by name, at the last call
         self._all_seen: Tensor | None = None
         self.told: Tensor | None = None  # the sum of what ranks say beside it
@@ -62,11 +68,13 @@ class GlobalNorm:
             for norm, is_whole in norms_of(unit):
                 (whole if is_whole else split).append(norm)
         seen = self._shards.seen()
-        parts = [sum_of_squares(split, self._context.device).view(1), self._flags(seen)]
+        self._rates.hear()
+        parts = [sum_of_squares(split, self._context.device).view(1), self._flags(seen), *self._rates.says()]
         if says is not None:
             parts.append(self._context.device.scalar(says, torch.float64).view(1))
         total = torch.cat(parts)
         self._context.world.sum_scalar(total, "NORM")
+        self._rates.ask(total, 1 + len(seen))
         self.told = None if says is None else total[-1]
         self.unseen = set()
         if not all(seen) and not self._context.device.is_virtual:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwell.config import SCHEDULERS, SchedulerConfig
+from shardwell.config.values import LARGEST, is_finite
 from shardwell.errors import ConfigError, ShardwellError
 
 Rate = float | Sequence[float]  # one for all parameter groups, or one for each
@@ -285,11 +286,11 @@ def _wrong(key: str, sentence: str) -> ConfigError:
 
 
 def _found(value: Any) -> str:
-    return f"found {json.dumps(value, default=str)}"
+    return f"found {json.dumps(value, default=str)[:200]}"
 
 
 def _number(key: str, value: Any, below: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
         raise _wrong(key, f"expected a finite number, {_found(value)}")
     if value < 0:
         raise _wrong(key, f"expected at least 0, {_found(value)}")
@@ -304,6 +305,8 @@ def _whole(key: str, value: Any, least: int = 0) -> int:
         raise _wrong(key, f"expected a whole number, {_found(value)}")
     if value < least:
         raise _wrong(key, f"expected at least {least}, {_found(value)}")
+    if value > LARGEST:
+        raise _wrong(key, f"expected a whole number below 2**63, {_found(value)}")
     return int(value)
 
 

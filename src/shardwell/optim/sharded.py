@@ -82,7 +82,7 @@ class ShardedOptimizer(Optimizer):
         self._hooks = StepHooks(self, recipe.given)
         self.habit = Habit(self.inner, context, self._units)
         self._norm: Tensor | None = None
-        self._global_norm = GlobalNorm(context, self.shards)
+        self._global_norm = GlobalNorm(context, self.shards, self.inner)
         self._verdict = Verdict(context, self.shards, self.scale, policy=terms.nonfinite)
         self._num_states = -1
         self._store: Store | None = None

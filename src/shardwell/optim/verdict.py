@@ -117,5 +117,5 @@ class Verdict:
     def _first(self) -> str:
         for shard in (shard for unit in self._units for shard in self._shards.of(unit)):
             if shard.gradient is not None and not bool(torch.isfinite(shard.gradient).all()):
-                return f", first in unit '{shard.group.unit}'"
+                return f", first in unit '{shard.group.unit or '(root)'}'"
         return ""

@@ -55,7 +55,7 @@ class Nursery:
         world = world_mesh(where)
         comm = Collectives(world, device, ledger, scratch)
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
-        self.agreement.advice = _ADVICE
+        self.agreement.advice, self.agreement.probe = _ADVICE, comm.probe
         disk = None
         if rest.tier is Tier.DISK:
             disk = DiskTier(rest.folders, DiskSettings(**settings.aio.model_dump(exclude={"use_gds"})))

@@ -1,0 +1,99 @@
+"""Where a configuration comes from: a file, a text or a mapping. What is no plain file is refused before it is read."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwell.config.text import parse
+from shardwell.errors import ConfigError
+
+_LARGEST = 64 << 20  # bytes of a file
+_PATIENCE = 10.0  # seconds, for who writes into a pipe
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, str, Mapping[str, Any]]:
+    """(how messages call the source, how origins call it, its content)."""
+    if source is None:
+        return "default", "default", {}
+    if isinstance(source, Mapping):
+        return "dict", "dict", source
+    if isinstance(source, str) and "{" in source and source.lstrip().startswith(("{", "//", "#", "/*")):
+        return "JSON text", "JSON text", parse(source, "JSON text")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"expected a path, JSON text, a mapping or a Config, found {type(source).__name__}")
+    path = Path(source)
+    shown = printable(str(path))
+    try:
+        text = _bytes(path, shown).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{shown}: no such file (looked for {printable(str(path.absolute()))})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
+    except ValueError as error:  # NUL, or a letter that no file system has
+        raise ConfigError(f"{shown}: no name of a file ({error})") from None
+    return shown, printable(path.name), parse(text, shown)
+
+
+def printable(text: str) -> str:
+    """Without what a terminal cannot be sent: lone surrogates and NUL."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+
+
+def _bytes(path: Path, shown: str) -> bytes:
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind in _KINDS:
+        raise ConfigError(f"{shown}: {_KINDS[kind]}, not a file")
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes into would be waited for
+    try:
+        found = _from_pipe(file, shown) if kind == stat.S_IFIFO else _from_file(file)
+    finally:
+        os.close(file)
+    if len(found) > _LARGEST:
+        raise ConfigError(f"{shown}: more than {_LARGEST >> 20} MiB, too large to be a configuration")
+    return found
+
+
+def _from_file(file: int) -> bytes:
+    parts = []
+    size = 0
+    while size <= _LARGEST and (part := os.read(file, 1 << 20)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _from_pipe(file: int, shown: str) -> bytes:
+    """As a shell gives for `<(command)`; until its writer closes it."""
+    deadline, parts, size = time.monotonic() + _PATIENCE, [], 0
+    while size <= _LARGEST:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ConfigError(f"{shown}: a pipe that nobody has written a configuration into for {_PATIENCE:g} s")
+        if not select.select([file], [], [], min(left, 0.1))[0]:
+            continue
+        try:
+            part = os.read(file, 1 << 16)
+        except BlockingIOError:
+            continue
+        if part:
+            parts.append(part)
+            size += len(part)
+        elif parts:
+            break
+        else:
+            time.sleep(0.05)  # nobody writes yet
+    return b"".join(parts)

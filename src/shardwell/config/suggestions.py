@@ -1,0 +1,50 @@
+"""Which key was meant by one that is not known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from shardwell.config import unsupported
+from shardwell.config.schema import Block, Config, block_of
+
+# Objects whose keys are arguments of something else, which checks them; each may be "auto". With the names to suggest.
+PARAMS: dict[str, tuple[str, ...]] = {
+    "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
+    "scheduler.params": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
+}
+
+
+def suggest(key: str) -> str:
+    """The name that was most likely meant: the same name elsewhere, then a near one here, then a near one anywhere."""
+    prefix, _, name = key.rpartition(".")
+    every = list(all_keys())
+    here = [other for other in every if other.rpartition(".")[0] == prefix]
+    same = [other for other in every if other.rpartition(".")[2].lower() == name.lower()]
+    nearest = same or _nearest(name, here) or _nearest(name, every)
+    if nearest:
+        return f"did you mean {' or '.join(nearest[:3])}?"
+    keys = ", ".join(other.rpartition(".")[2] for other in here)
+    return f"the keys of {prefix} are: {keys}" if prefix else "remove it"
+
+
+def _nearest(name: str, keys: list[str]) -> list[str]:
+    last = {key.rpartition(".")[2].lower(): key for key in reversed(keys)}
+    name = name.lower()
+    containing = [
+        key for other, key in last.items() if len(name) > 3 and len(other) > 3 and (name in other or other in name)
+    ]
+    close = difflib.get_close_matches(name, last, n=1, cutoff=0.7)
+    return containing if len(containing) == 1 else [last[other] for other in close] or containing
+
+
+def all_keys(block: type[Block] = Config, prefix: str = "") -> Iterator[str]:
+    """Every key that a file may have, with dots."""
+    for name, info in block.model_fields.items():
+        yield prefix + name
+        inner = block_of(info)
+        if inner is not None:
+            yield from all_keys(inner, f"{prefix}{name}.")
+    if block is Config:
+        yield from (key for key in unsupported.FEATURES if "." not in key)
+        yield from (f"{params}.{name}" for params, names in PARAMS.items() for name in names)

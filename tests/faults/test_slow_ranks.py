@@ -1,0 +1,135 @@
+"""A slow rank is waited for and named; one that went on is a divergence; of one that is gone the others hear soon."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwell
+from shardwell.comm import pulse
+from tests.models import Gpt, batches, share, zero
+from tests.ranks import Ranks
+
+SHORT = 1.0  # seconds: the limit of divergences
+SLOW = 4.0
+SOON = 15.0
+
+
+def one_is_slow(when: str, folder: str) -> dict[str, Any]:
+    """Rank 0 alone is busy before the first step, or before a save."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwell").addHandler(handler)
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(2, shardwell={"divergence_timeout": SHORT})
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    try:
+        for step, batch in enumerate(batches(2, 4)):
+            if dist.get_rank() == 0 and when == "the first step" and step == 0:
+                time.sleep(SLOW)
+            engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+            engine.step()
+        if dist.get_rank() == 0 and when == "a save":
+            time.sleep(SLOW)
+        engine.save_checkpoint(folder)
+    finally:
+        logging.getLogger("shardwell").removeHandler(handler)
+    return {"heard": [words for words in heard if "waiting for" in words], "steps": engine.global_steps}
+
+
+@pytest.mark.parametrize("when", ["the first step", "a save"])
+def test_a_rank_that_is_slow_before_something_is_waited_for_and_named(ranks: Ranks, tmp_path: Path, when: str) -> None:
+    answers = ranks.run(2, one_is_slow, when, str(tmp_path))
+    assert [answer["steps"] for answer in answers] == [2, 2]
+    assert any("rank 0, which is in user code at tests/faults/test_slow_ranks.py:" in w for w in answers[1]["heard"])
+
+
+def one_saves_alone(folder: str) -> dict[str, Any]:
+    """Rank 0 saves, the others train on: that will never come together."""
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(3, shardwell={"divergence_timeout": 30.0})
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    batch = batches(1, 4)[0]
+    begin = time.monotonic()
+    try:
+        for _ in range(2):
+            engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+            engine.step()
+        begin = time.monotonic()
+        if dist.get_rank() == 0:
+            engine.save_checkpoint(folder)
+        else:
+            engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+    except shardwell.ShardwellError as error:
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begin}
+    return {"error": "", "text": "", "seconds": 0.0}
+
+
+def test_a_rank_that_went_on_to_something_else_is_a_divergence_long_before_the_limit(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for answer in ranks.run(2, one_saves_alone, str(tmp_path)):
+        assert answer["error"] == "DivergenceError"
+        assert "save_checkpoint" in answer["text"]
+        assert "rank 1 did not join it but went on without it" in answer["text"]
+        assert answer["seconds"] < SOON
+
+
+def cross(limit: float) -> dict[str, Any]:
+    """Two engines, in another order on each rank."""
+    torch.manual_seed(0)
+    engines = []
+    for _ in range(2):
+        model = Gpt()
+        config = zero(3, shardwell={"divergence_timeout": limit})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engines.append(shardwell.initialize(model=model, optimizer=optimizer, config=config).engine)
+    batch = batches(1, 4)[0]
+    try:
+        for turn in range(2):
+            for engine in engines if turn == 0 or dist.get_rank() == 0 else engines[::-1]:
+                engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+                engine.step()
+    except shardwell.ShardwellError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"error": "", "text": ""}
+
+
+def test_engines_in_another_order_on_each_rank_are_a_divergence(ranks: Ranks) -> None:
+    answers = ranks.run(2, cross, 2.0)
+    assert "DivergenceError" in {answer["error"] for answer in answers}
+    assert {answer["error"] for answer in answers} <= {"DivergenceError", "PeerError"}
+
+
+def test_survivors_of_a_kill_end_soon_and_name_the_rank_that_is_gone(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.faults.killed_script", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == 4, done.stderr[-2000:]
+    for answer in answers:
+        assert answer["error"] == "PeerError", answer
+        assert f"rank {answer['victim']} is gone" in answer["text"]
+        assert answer["seconds"] < SOON
+
+
+def test_a_process_is_not_taken_for_a_later_one_with_its_number() -> None:
+    own = pulse.Process.own()
+    assert not own.has_ended
+    assert pulse.Process(own.space, own.pid, own.started + 1).has_ended
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    process = pulse.Process(own.space, child.pid, pulse._state_of(child.pid)[1])
+    while child.poll() is None:
+        time.sleep(0.01)
+    assert process.has_ended
