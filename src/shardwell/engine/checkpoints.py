@@ -90,8 +90,10 @@ class Checkpoints:
             folder = Folder(root)
 
             def begin() -> str:
-                folder.clean()
-                return str(folder.begin(tag))
+                temporary = folder.begin(tag)
+                with contextlib.suppress(CheckpointError):  # what others left is no reason not to save
+                    folder.clean()
+                return str(temporary)
 
             temporary = Path(self._from_rank_0(begin))
             keep_last = engine.config.shardwell.keep_last
@@ -220,16 +222,20 @@ class Checkpoints:
         mine: list[OwnSource] = []
 
         def look() -> str | None:
-            Folder(root).clean()
             own = locate_own(root, tag) if os.path.exists(root) else None
             if own is not None:
                 folder, chosen = own
                 path, manifest = folder.path(chosen), folder.open(chosen)
-                mine.append(OwnSource(path, manifest))
+                mine.append(OwnSource(path, manifest, shares=True))
                 return json.dumps({"path": str(path), "manifest": manifest.text()})
             if is_foreign(root):
                 return json.dumps({})
-            return None if tag is None else str(Folder(root).path(tag))  # which says what is there
+            folder = Folder(root)
+            if tag is not None:
+                folder.path(tag)  # which says what is there
+            if folder.latest() is None:
+                return None
+            return look()  # it was committed just now
 
         found = self._from_rank_0_or_none(look)
         if found is None:
@@ -237,7 +243,10 @@ class Checkpoints:
         told = json.loads(found)
         if not told:
             return self._open_foreign(root, tag)
-        return mine[0] if mine else OwnSource(Path(told["path"]), Manifest.from_json(told["manifest"], told["path"]))
+        if mine:
+            return mine[0]
+        manifest = Manifest.from_json(told["manifest"], told["path"])
+        return OwnSource(Path(told["path"]), manifest, shares=True)
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:
         source: Source | None = None
