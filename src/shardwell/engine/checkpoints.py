@@ -69,7 +69,7 @@ class Checkpoints:
         asynchronous: bool,
         is_latest: bool,
     ) -> None:
-        with self._together("save_checkpoint"):
+        with self._together("save_checkpoint", tag):
             self._end_background()
             self._same(tag, "save_checkpoint: tag")
             root = self._named(given, "save_dir")
@@ -185,7 +185,7 @@ class Checkpoints:
         with_scheduler: bool,
         module_only: bool,
     ) -> tuple[str | None, Any]:
-        with self._together("load_checkpoint"):
+        with self._together("load_checkpoint", tag):
             self._end_background()
             self._same(tag, "load_checkpoint: tag")
             root = self._named(given, "load_dir")
@@ -219,7 +219,7 @@ class Checkpoints:
 
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Only the model's own tensors, from any source."""
-        with self._together("load_model"):
+        with self._together("load_model", path):
             self._end_background()
             self._same(path, "load_model: path")
             source = self._open_foreign(path, None)
@@ -325,7 +325,7 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------------------ the ranks
 
     @contextlib.contextmanager
-    def _together(self, name: str) -> Iterator[None]:
+    def _together(self, name: str, given: Any) -> Iterator[None]:
         """All ranks must come here. A rank that comes alone learns so instead of waiting for ever.
 
         What is wrong with a checkpoint they tell each other, and the engine can go on. The name has no tag in it: what
@@ -335,7 +335,8 @@ class Checkpoints:
             try:
                 self._world.barrier(name)
             except DivergenceError as error:
-                raise DivergenceError(f"{error} All ranks must call {name}, with the same tag.") from None
+                words = f"All ranks must call {name}, with the same tag: this one has called {name}({given!r})."
+                raise DivergenceError(f"{error} {words}") from None
             yield
 
     def _same(self, given: Any, what: str) -> None:
