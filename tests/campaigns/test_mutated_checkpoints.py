@@ -7,11 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.campaigns import checkpoints
 from tests.campaigns.checkpoints import Campaign, Tally, Trial, main
 from tests.campaigns.mutations import OWN
-from tests.checkpoint.folders import save
+from tests.checkpoint.samples import save_own
 from tests.ranks import Ranks
 
 
@@ -40,9 +41,7 @@ def test_a_campaign_says_what_it_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", [name for name in OWN if name != "latest"])
 def test_each_mutation_changes_something(tmp_path: Path, name: str) -> None:
-    from shardwell.checkpoint import Folder
-
-    save(Folder(tmp_path), "a", 1)
+    save_own(tmp_path, "a", {"model/w": torch.arange(2000.0)})
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     changed = 0
     for seed in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
 from tests.checkpoint.engines import CASE, alone, step
 from tests.checkpoint.legs import Leg
@@ -83,6 +85,35 @@ def test_a_file_is_no_place_for_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="is a file; expected the path of a folder"):
             call(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written_to_is_read_with_what_crashes_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = alone()
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    crashed = Folder(tmp_path)
+    left = crashed.begin("later")
+    os.close(crashed._locks.pop(left.name))
+    opened = os.open
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def open_to_read(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and str(path).startswith(str(tmp_path)):
+            read_only()
+        return opened(path, flags, *rest, **more)
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "utime"):
+        monkeypatch.setattr(os, name, read_only)
+    monkeypatch.setattr(os, "open", open_to_read)
+    other = alone()
+    assert other.load_checkpoint(tmp_path, strict=True)[0] is not None
+    assert other.global_steps == 1
+    monkeypatch.undo()
+    assert left.exists()
 
 
 @pytest.mark.parametrize("tag", ["a/b", "..", "../up", "", "latest", "."])

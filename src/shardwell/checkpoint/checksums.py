@@ -57,6 +57,15 @@ class Sums:
         return "".join(map(shown, found)) if len(found) > 1 else None
 
 
+def joined(sums: str, size: int, rest: int = 0) -> str:
+    """The checksum of blocks of `size` bytes, from theirs. `rest`: the bytes of the last one, if it has fewer."""
+    blocks = [int(sums[at : at + DIGITS], 16) for at in range(0, len(sums), DIGITS)]
+    value = 0
+    for block in blocks[: len(blocks) - bool(rest)]:
+        value = _moved_by_a_block(value, size) ^ block
+    return shown(_moved(value, rest) ^ blocks[-1] if rest else value)
+
+
 def _moved(value: int, num_bytes: int) -> int:
     """What a checksum contributes to that of bytes of which `num_bytes` more follow: crc(a + b) = moved(a) ^ crc(b)."""
     return crc32(_zeros(num_bytes), value ^ 0xFFFFFFFF) ^ 0xFFFFFFFF

@@ -1,9 +1,9 @@
 """One directory of a folder of checkpoints: is it a checkpoint, of which step, whole; is it written, or left behind?
 
 What writes a directory locks a file in it, which the end of its process unlocks, however it ends. The file names the
-running system that knows the lock: on other machines, and where files cannot be locked, nobody can tell whether the
-writer lives, and only a directory in which nothing has changed for an hour counts as left behind. Whoever writes gives
-up long before that.
+running system and the mount that know the lock: elsewhere, and where files cannot be locked, nobody can tell whether
+the writer lives, and only a directory in which nothing has changed for an hour counts as left behind. Whoever writes
+gives up long before that.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def lock(path: Path) -> int:
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, _system())  # after the lock: who reads it can rely on that
+        os.write(descriptor, _system(descriptor))  # after the lock: who reads it can rely on that
     except OSError:  # some file systems know no locks, and a full disk takes no byte: then age decides
         pass
     return descriptor
@@ -188,7 +188,7 @@ def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -
     except OSError:
         return not marked and age(path) >= SILENCE
     try:
-        if os.read(descriptor, 100) == _system():
+        if os.read(descriptor, 200) == _system(descriptor):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return True
     except BlockingIOError:
@@ -223,12 +223,16 @@ def turn(root: Path) -> Iterator[None]:
         close(descriptor)
 
 
-def _system() -> bytes:
-    """What this running system is called: no other has the name, nor has this one after its next start."""
+def _system(descriptor: int) -> bytes:
+    """What knows of a lock: this running system, and the file system that it has mounted.
+
+    No other has the name, nor has this one after its next start. Two mounts of the same storage need not share locks.
+    """
     try:
-        return b"shardwell " + Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return f"shardwell {os.uname().nodename}".encode()
+        system = os.uname().nodename
+    return f"shardwell {system} {os.fstat(descriptor).st_dev}".encode()
 
 
 def age(path: Path) -> float:

@@ -152,7 +152,7 @@ class Folder:
     def _advice(self) -> str:
         newest = self.newest_whole()
         if newest is None:
-            return "No checkpoint here is whole"
+            return "No checkpoint here is whole: to begin from scratch, move away what is here"
         return f"The newest checkpoint here that is whole is {newest!r}: pass tag={newest!r} to go on from it"
 
     def has_any(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.checksums import ALGORITHM, DIGITS, shown
+from shardwell.checkpoint.checksums import ALGORITHM, DIGITS, joined, shown
 from shardwell.checkpoint.files import CHUNK, MAX_HEADER, METADATA, Entry, FileRecord, bytes_of
 from shardwell.checkpoint.parsing import (
     LIMIT,
@@ -179,10 +179,7 @@ class Reader:
         """Fills a tensor with some of the elements, and checks them if there is a record."""
         view, first, record = bytes_of(flat), start * entry.dtype.itemsize, self._record
         if record is not None and entry.name in record.blocks:
-            sums = record.blocks[entry.name]
-            for index in range(first // record.block, -(-(first + len(view)) // record.block)):
-                expected = sums[index * DIGITS : (index + 1) * DIGITS]
-                self._take_of_block(entry, (index, record.block), first, view, expected)
+            self._take_blocks(entry, first, view, record.blocks[entry.name], record.block)
         elif record is not None and (record.block or entry.num_bytes <= CHUNK):  # a block of its own
             self._take_of_block(entry, (0, entry.num_bytes), first, view, record.checksums[entry.name])
         else:
@@ -193,6 +190,25 @@ class Reader:
             for at in range(0, len(view), CHUNK):
                 self._pull_data(entry, first + at, view[at : at + CHUNK])
         self._check_values(entry, flat)
+
+    def _take_blocks(self, entry: Entry, first: int, view: memoryview, sums: str, size: int) -> None:
+        """Fills `view` from byte `first` of a tensor on. Blocks that lie in it whole are checked as one."""
+        end = first + len(view)
+        begin_whole, end_whole = -(-first // size), entry.num_bytes if end == entry.num_bytes else end // size * size
+        last_whole = -(-end_whole // size)
+        if begin_whole >= last_whole:
+            begin_whole = last_whole = -(-end // size)  # it begins and ends inside of blocks
+        for index in (*range(first // size, begin_whole), *range(last_whole, -(-end // size))):
+            expected = sums[index * DIGITS : (index + 1) * DIGITS]
+            self._take_of_block(entry, (index, size), first, view, expected)
+        value, at, stop = 0, begin_whole * size - first, min(last_whole * size, entry.num_bytes) - first
+        for start in range(at, stop, CHUNK):
+            part = view[start : min(start + CHUNK, stop)]
+            self._pull_data(entry, first + start, part)
+            value = crc32(part, value)
+        if at < stop:
+            rest = (first + stop) % size  # bytes of a last block that is shorter
+            self._compare(entry.name, value, joined(sums[begin_whole * DIGITS : last_whole * DIGITS], size, rest))
 
     def _take_of_block(self, entry: Entry, block: tuple[int, int], first: int, view: memoryview, checksum: str) -> None:
         """Fills the part of `view`, which begins at byte `first` of a tensor, that lies in a block, and checks it."""
