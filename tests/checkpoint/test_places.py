@@ -87,6 +87,37 @@ def test_a_file_is_no_place_for_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("harm", ["manifest", "latest", "all", "storage"])
+def test_a_checkpoint_that_cannot_be_used_is_not_none_yet(tmp_path: Path, harm: str) -> None:
+    engine, root = alone(), tmp_path / "root"
+    step(engine)
+    engine.save_checkpoint(root, "one")
+    if harm != "all":
+        engine.save_checkpoint(root, "two")
+    newest = root / (root / "latest").read_text().strip()
+    if harm == "latest":
+        (root / "latest").write_text("")
+    elif harm == "storage":
+        newest.rename(tmp_path / "storage")
+        newest.symlink_to(tmp_path / "away")
+    else:
+        (newest / "manifest.json").unlink()  # as after an interrupted copy
+    words = "No checkpoint here is whole" if harm == "all" else f"whole is {'two' if harm == 'latest' else 'one'!r}"
+    with pytest.raises(CheckpointError, match=words):
+        alone().load_checkpoint(root)
+
+
+def test_a_checkpoint_may_be_a_link_to_other_storage(tmp_path: Path) -> None:
+    engine, root = alone(), tmp_path / "root"
+    step(engine)
+    engine.save_checkpoint(root)
+    (root / "global_step1").rename(tmp_path / "storage")
+    (root / "global_step1").symlink_to(tmp_path / "storage")
+    other = alone()
+    other.load_checkpoint(root)
+    assert other.global_steps == 1
+
+
 def test_a_folder_that_cannot_be_written_to_is_read_with_what_crashes_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
