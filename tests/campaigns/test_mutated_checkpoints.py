@@ -41,7 +41,7 @@ def test_a_campaign_says_what_it_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", [name for name in OWN if name != "latest"])
 def test_each_mutation_changes_something(tmp_path: Path, name: str) -> None:
-    save_own(tmp_path, "a", {"model/w": torch.arange(2000.0)})
+    save_own(tmp_path, "a", {"model/w": torch.arange(2000.0)}, {"counters": {"global_steps": 3}})
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     changed = 0
     for seed in range(4):
