@@ -132,6 +132,8 @@ FORGERIES: list[tuple[str, Any]] = [
     ("optimizer|param_groups|0|betas", {"$tuple": [0.9, "x"]}),
     ("optimizer|param_groups|0|betas", 0.9),
     ("optimizer|param_groups|0|amsgrad", "yes"),
+    ("optimizer|param_groups|0|foreach", "x"),
+    ("optimizer|param_groups|0|fused", 1e300),
     ("scheduler", 5),
     ("scheduler", "x"),
     ("scheduler|last_batch_iteration", "x"),

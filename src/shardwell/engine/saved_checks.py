@@ -130,7 +130,8 @@ def _check_groups(optimizer: ShardedOptimizer, saved: Any) -> None:
     for index, (now, then) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for key, value in then.items():
             where = f"values.optimizer.param_groups[{index}].{key}"
-            if key in now and key != "params" and not _is_alike(now[key], value):
+            is_right = value is None or isinstance(value, bool) if key in _SWITCHES else True
+            if key in now and key != "params" and not (is_right and _is_alike(now[key], value)):
                 raise CheckpointError(f"{where}: expected a value such as {now[key]!r}, found {str(value)[:80]!r}")
         _check_options(optimizer, now, then, f"values.optimizer.param_groups[{index}]")
 
