@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.files import Reader
+from shardwell.checkpoint.reader import Reader
 from shardwell.checkpoint.sources.base import Source
 from shardwell.checkpoint.sources.deepspeed import STUBS
 from shardwell.checkpoint.sources.torch_files import load

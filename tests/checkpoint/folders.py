@@ -12,16 +12,17 @@ from shardwell.checkpoint import Folder, Manifest, Piece, TensorRecord, write
 FILES = ("r0.safetensors", "r1.safetensors")
 
 
-def fill(path: Path, number: int) -> Manifest:
+def fill(path: Path, number: int, step: int | None = None) -> Manifest:
     """Two files that hold halves of a tensor whose elements are all `number`."""
     files = {name: write(path / name, {"w": torch.full((3,), float(number))}) for name in FILES}
     pieces = tuple(Piece(name, "w", 3 * index, 3) for index, name in enumerate(FILES))
-    return Manifest({"w": TensorRecord(torch.float32, (6,), (1,), "parameter", pieces)}, files, {"number": number})
+    values = {"number": number, **({} if step is None else {"counters": {"global_steps": step}})}
+    return Manifest({"w": TensorRecord(torch.float32, (6,), (1,), "parameter", pieces)}, files, values)
 
 
-def save(folder: Folder, tag: str, number: int) -> None:
+def save(folder: Folder, tag: str, number: int, step: int | None = None) -> None:
     path = folder.begin(tag)
-    folder.commit(path, tag, fill(path, number))
+    folder.commit(path, tag, fill(path, number, step))
 
 
 def load(folder: Folder, tag: str | None = None) -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
+from shardwell.checkpoint import checksums
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.models import batches, share, zero
 from tests.parity.loops import ROWS, Case
@@ -74,6 +75,15 @@ def run_leg(leg: Leg, root: str) -> dict[str, Any]:
         engine.save_checkpoint(root, **leg.options)
     engine.finish_saving()
     return {"path": path, "losses": losses, "steps": engine.global_steps, "loaded": loaded, "ended": everything(engine)}
+
+
+def run_leg_in_blocks(leg: Leg, root: str, block: int) -> dict[str, Any]:
+    """As `run_leg`; each `block` bytes that are saved have a checksum of their own."""
+    before, checksums.BLOCK = checksums.BLOCK, block
+    try:
+        return run_leg(leg, root)
+    finally:
+        checksums.BLOCK = before
 
 
 def everything(engine: shardwell.Engine) -> dict[str, Tensor | float]:

@@ -11,12 +11,13 @@ import torch
 
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint.sources import OwnSource
-from tests.checkpoint.legs import Leg, run_leg, uninterrupted
+from tests.checkpoint.legs import Leg, run_leg, run_leg_in_blocks, uninterrupted
 from tests.parity.loops import Case, distance, plainly
 from tests.ranks import Ranks
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+BLOCK = 64  # bytes of which each has a checksum: small models have many such blocks
 CHAIN = [(4, 3), (2, 1), (3, 2), (1, 3), (2, 0)]  # (ranks, stage)
 
 
@@ -83,7 +84,7 @@ def read_counting(leg: Leg, root: str) -> dict[str, int]:
     """How many bytes a rank read to load, and how many its shards hold."""
     opened = []
     before = OwnSource.close
-    OwnSource.close = lambda self: (opened.append(self.bytes_read), before(self))[1]  # type: ignore[method-assign]
+    OwnSource.close = lambda self: (opened.append((self.bytes_read, self.bytes_beside)), before(self))[1]  # type: ignore
     try:
         engine = leg.engine()
         engine.load_checkpoint(root)
@@ -91,13 +92,15 @@ def read_counting(leg: Leg, root: str) -> dict[str, int]:
         OwnSource.close = before  # type: ignore[method-assign]
     groups = [group for unit in engine._flow.units for group in unit.groups]
     own = sum(piece.numel for group in groups for run, _ in group.runs for piece in run.pieces)
-    return {"read": opened[0], "own": own, "all": sum(group.layout.numel for group in groups)}
+    (read, beside), stretches = opened[0], sum(len(run.pieces) for group in groups for run, _ in group.runs)
+    whole = sum(group.layout.numel for group in groups)
+    return {"read": read - beside, "beside": beside, "stretches": stretches, "own": own, "all": whole}
 
 
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved")
-    ranks.run(2, run_leg, Leg(3, 0, 1, Case(dtype=torch.float32), loads=False), str(root))
+    ranks.run(2, run_leg_in_blocks, Leg(3, 0, 1, Case(dtype=torch.float32), loads=False), str(root), BLOCK)
     return root
 
 
@@ -109,4 +112,5 @@ def test_a_rank_reads_no_more_bytes_than_it_holds(ranks: Ranks, saved: Path, sta
     for answer in answers:
         extra = answer["read"] - 12 * answer["own"]  # master, first and second moment in fp32
         assert 0 <= extra <= buffers_and_random_state, answer
+        assert answer["beside"] <= 3 * answer["stretches"] * 2 * BLOCK, answer  # the rest of the blocks at both ends
     assert sum(answer["own"] for answer in answers) == answers[0]["all"]

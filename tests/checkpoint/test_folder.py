@@ -12,7 +12,7 @@ import pytest
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
-from tests.checkpoint.folders import abandon, fill, hidden, lay_aside, load, save
+from tests.checkpoint.folders import FILES, abandon, fill, hidden, lay_aside, load, save
 
 # --- the life of a checkpoint -----------------------------------------------------------------------------------
 
@@ -178,6 +178,7 @@ def test_what_is_in_the_way_is_not_touched(folder: Folder) -> None:
     (folder.root / "late").write_text("mine")
     with pytest.raises(CheckpointError, match="in the way"):
         folder.commit(path, "late", manifest)
+    folder.discard(path)
     for number in range(3):
         save(folder, f"step-{number}", number)
     assert folder.tags() == ["step-2", "step-1", "step-0"]
@@ -217,6 +218,38 @@ def test_prune_keeps_the_newest_and_the_latest(folder: Folder) -> None:
     assert folder.prune(1) == ["step-4", "step-1"]
     with pytest.raises(CheckpointError, match="keep_last: expected at least 1, found 0"):
         folder.prune(0)
+
+
+def test_prune_goes_by_the_step_in_the_manifest_and_not_by_the_time_of_files(folder: Folder) -> None:
+    for number, tag in enumerate(["e", "d", "c", "b", "a"]):
+        save(folder, tag, number, step=10 * number)
+        copied = 10**18 - number * 10**12  # a plain copy, the newest first
+        os.utime(folder.root / tag / "manifest.json", ns=(copied, copied))
+    (folder.root / "latest").unlink()
+    assert folder.tags() == ["a", "b", "c", "d", "e"]
+    assert folder.prune(2) == ["c", "d", "e"]
+    assert folder.tags() == ["a", "b"]
+
+
+def test_prune_neither_counts_nor_removes_what_is_not_whole(folder: Folder) -> None:
+    for number in range(4):
+        save(folder, f"step-{number}", number, step=number)
+    (folder.root / "step-3" / FILES[0]).unlink()
+    (folder.root / "step-1" / "manifest.json").write_text("{")
+    assert folder.prune(1) == ["step-0"]
+    assert sorted(folder.tags()) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_leftover_of_who_cannot_be_asked_stays_for_an_hour(folder: Folder) -> None:
+    save(folder, "a", 1)
+    elsewhere, unmarked, here = (folder.begin(name) for name in ("elsewhere", "unmarked", "here"))
+    abandon(folder)
+    (elsewhere / ".lock").write_text("shardwell another-boot")
+    (unmarked / ".lock").unlink()  # killed before it was there, or about to be committed
+    assert folder.clean() == [here.name]
+    for path in (elsewhere / ".lock", elsewhere, unmarked):
+        os.utime(path, (0, 0))
+    assert folder.clean() == [elsewhere.name, unmarked.name]
 
 
 def test_a_tag_that_looks_deleted_loses_its_name_before_it_is_removed(

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
-from tests.checkpoint.folders import hidden, load, save
+from tests.checkpoint.folders import fill, hidden, load, save
+from tests.ranks import Ranks
 
 
 def at_once(*acts: Callable[[], None]) -> None:
@@ -110,3 +112,44 @@ def test_a_tag_that_others_never_stop_writing_is_given_up(folder: Folder, monkey
         with pytest.raises(CheckpointError, match="others keep writing the same tag"):
             save(folder, "a", 2)
     assert load(folder) == 1
+
+
+# --- several processes ------------------------------------------------------------------------------------------
+
+SAVES = 15
+
+
+def save_or_poll(root: str, others: int) -> tuple[int, list[str]]:
+    """The last rank polls as a reader does, the others are jobs that save as engines do: how often, and what failed."""
+    rank, failures, count = dist.get_rank(), [], 0
+    end = Path(root, "end")
+    while count < SAVES if rank < others else len(list(Path(root).glob("end*"))) < others:
+        count += 1
+        try:
+            if rank < others:
+                folder = Folder(root)
+                tag = f"step-{count}" if count % 2 else f"job-{rank}-{count}"  # its own, and one that all use
+                path = folder.begin(tag)
+                folder.clean()
+                folder.commit(path, tag, fill(path, count, step=count))
+                folder.prune(3)
+            elif Folder(root).has_any():
+                load(Folder(root))
+        except (CheckpointError, OSError, AssertionError) as error:
+            if rank < others:  # a reader may find that what it reads was replaced, and hears so
+                failures.append(f"{type(error).__name__}: {error}")
+            elif not isinstance(error, CheckpointError):
+                failures.append(repr(error))
+    if rank < others:
+        end.with_name(f"end{rank}").write_text("")
+    return count, failures
+
+
+def test_several_jobs_save_into_one_folder_while_a_reader_polls(ranks: Ranks, tmp_path: Path) -> None:
+    answers = ranks.run(4, save_or_poll, str(tmp_path), 3)
+    assert [failures for _, failures in answers] == [[], [], [], []]
+    assert [count for count, _ in answers[:3]] == [SAVES] * 3
+    folder = Folder(tmp_path)
+    assert folder.newest_whole() == folder.tags()[0]
+    assert load(folder) in {SAVES, SAVES - 1, SAVES - 2}
+    assert hidden(tmp_path) == []

@@ -96,16 +96,22 @@ def test_a_checkpoint_without_a_regular_manifest_is_not_opened(saved: Folder) ->
     assert saved.tags() == []
 
 
-def test_a_tag_that_is_a_link_is_no_checkpoint(saved: Folder, tmp_path: Path) -> None:
+def test_a_tag_may_be_a_link_to_other_storage(saved: Folder, tmp_path: Path) -> None:
     (saved.root / "a").rename(tmp_path / "outside")
     (saved.root / "a").symlink_to(tmp_path / "outside")
-    assert not saved.is_committed("a")
-    assert saved.tags() == []
-    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        saved.open("a")
-    with pytest.raises(CheckpointError, match="in the way"):
-        saved.begin("a")
-    assert sorted(os.listdir(tmp_path / "outside")) == ["manifest.json", *FILES]
+    assert saved.latest() == "a"
+    assert saved.tags() == ["a"]
+    assert load(saved) == 1
+    save(saved, "b", 2)
+    save(saved, "c", 3)
+    assert saved.prune(1) == ["b", "a"]
+    (saved.root / "a").symlink_to(tmp_path / "outside")
+    save(saved, "a", 4)
+    assert load(saved, "a") == 4
+    assert sorted(os.listdir(tmp_path / "outside")) == [
+        "manifest.json",
+        *FILES,
+    ]  # links are removed, not what they mean
 
 
 def test_a_root_that_is_a_link_works(saved: Folder, tmp_path: Path) -> None:
@@ -132,16 +138,20 @@ def test_files_that_the_manifest_does_not_name_cannot_be_read(saved: Folder) -> 
 
 
 @pytest.mark.parametrize("content", ["gone\n", "../a\n", "", ".hidden", "\0", "latest", "x" * 10_000, "a/b", "a\nb"])
-def test_a_latest_that_names_no_checkpoint_falls_back_to_the_newest(folder: Folder, content: str) -> None:
+def test_a_latest_that_names_no_checkpoint_is_an_error_with_the_newest_that_is_whole(
+    folder: Folder, content: str
+) -> None:
     save(folder, "b", 1)
     save(folder, "a", 2)
+    save(folder, "torn", 3)
+    (folder.root / "torn" / FILES[0]).unlink()
     (folder.root / "latest").write_text(content)
-    with pytest.warns(UserWarning, match="newest checkpoint, 'a'"):
-        assert folder.latest() == "a"
+    with pytest.raises(CheckpointError, match=r"latest: names .* that is whole is 'a': pass tag='a'"):
+        folder.latest()
 
 
-@pytest.mark.parametrize("kind", ["missing", "directory", "link", "pipe", "binary"])
-def test_a_latest_that_cannot_be_read_falls_back_to_the_newest(saved: Folder, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe", "binary"])
+def test_a_latest_that_cannot_be_read_is_an_error(saved: Folder, tmp_path: Path, kind: str) -> None:
     path = saved.root / "latest"
     path.unlink()
     if kind == "directory":
@@ -153,15 +163,59 @@ def test_a_latest_that_cannot_be_read_falls_back_to_the_newest(saved: Folder, tm
         os.mkfifo(path)
     elif kind == "binary":
         path.write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"latest: .* that is whole is 'a'"):
+        saved.latest()
+
+
+def test_without_a_latest_the_newest_is_meant(folder: Folder) -> None:
+    save(folder, "b", 1)
+    save(folder, "a", 2)
+    (folder.root / "latest").unlink()  # as after a crash between the first commit and its `latest`
     with pytest.warns(UserWarning, match="newest checkpoint, 'a'"):
-        assert saved.latest() == "a"
+        assert folder.latest() == "a"
 
 
-def test_a_latest_without_any_checkpoint_is_none(folder: Folder) -> None:
+@pytest.mark.parametrize("torn", ["manifest", "all", "dangling"])
+def test_a_latest_whose_checkpoint_cannot_be_used_is_not_none_yet(saved: Folder, tmp_path: Path, torn: str) -> None:
+    if torn == "manifest":
+        (saved.root / "a" / "manifest.json").unlink()
+    else:
+        (saved.root / "a").rename(tmp_path / "outside")
+    if torn == "dangling":
+        (saved.root / "a").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(CheckpointError, match=r"names 'a', which .* No checkpoint here is whole"):
+        saved.latest()
+
+
+def test_a_torn_checkpoint_without_latest_is_not_none_yet(saved: Folder) -> None:
+    (saved.root / "latest").unlink()
+    (saved.root / "a").rename(saved.root / "x")
+    (saved.root / "x" / FILES[0]).rename(saved.root / "x" / "rank-00000.safetensors")
+    (saved.root / "x" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="x: a checkpoint without its manifest, and there is no other"):
+        saved.latest()
+
+
+@pytest.mark.parametrize("what", ["logs", "leftover"])
+def test_a_folder_in_which_nothing_was_committed_is_none_yet(folder: Folder, what: str) -> None:
     folder.root.mkdir()
-    (folder.root / "latest").write_text("a")
-    with pytest.warns(UserWarning, match="nor is any other"):
-        assert folder.latest() is None
+    (folder.root / "logs").mkdir()
+    (folder.root / "logs" / "events").write_text("mine")
+    if what == "leftover":
+        fill(folder.begin("a"), 1)
+    assert folder.latest() is None
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_short])
+def test_an_opened_checkpoint_that_is_not_whole_names_the_newest_that_is(
+    folder: Folder, damage: Callable[[Path], None]
+) -> None:
+    for number in range(3):
+        save(folder, f"step-{number}", number)
+    damage(folder.root / "step-2" / FILES[0])
+    (folder.root / "step-1" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-2.* that is whole is 'step-0': pass tag='step-0'"):
+        folder.open()
 
 
 def test_a_latest_edited_by_hand_may_have_spaces(folder: Folder) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import shardwell
-from shardwell.checkpoint.files import Reader
+from shardwell.checkpoint.reader import Reader
 from shardwell.checkpoint.sources import SafetensorsSource
 from shardwell.errors import CheckpointError
 from shardwell.memory import Tier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
 from tests.checkpoint.engines import CASE, alone, step
 from tests.checkpoint.legs import Leg
@@ -83,6 +85,66 @@ def test_a_file_is_no_place_for_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="is a file; expected the path of a folder"):
             call(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("harm", ["manifest", "latest", "all", "storage"])
+def test_a_checkpoint_that_cannot_be_used_is_not_none_yet(tmp_path: Path, harm: str) -> None:
+    engine, root = alone(), tmp_path / "root"
+    step(engine)
+    engine.save_checkpoint(root, "one")
+    if harm != "all":
+        engine.save_checkpoint(root, "two")
+    newest = root / (root / "latest").read_text().strip()
+    if harm == "latest":
+        (root / "latest").write_text("")
+    elif harm == "storage":
+        newest.rename(tmp_path / "storage")
+        newest.symlink_to(tmp_path / "away")
+    else:
+        (newest / "manifest.json").unlink()  # as after an interrupted copy
+    words = "No checkpoint here is whole" if harm == "all" else f"whole is {'two' if harm == 'latest' else 'one'!r}"
+    with pytest.raises(CheckpointError, match=words):
+        alone().load_checkpoint(root)
+
+
+def test_a_checkpoint_may_be_a_link_to_other_storage(tmp_path: Path) -> None:
+    engine, root = alone(), tmp_path / "root"
+    step(engine)
+    engine.save_checkpoint(root)
+    (root / "global_step1").rename(tmp_path / "storage")
+    (root / "global_step1").symlink_to(tmp_path / "storage")
+    other = alone()
+    other.load_checkpoint(root)
+    assert other.global_steps == 1
+
+
+def test_a_folder_that_cannot_be_written_to_is_read_with_what_crashes_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = alone()
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    crashed = Folder(tmp_path)
+    left = crashed.begin("later")
+    os.close(crashed._locks.pop(left.name))
+    opened = os.open
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def open_to_read(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and str(path).startswith(str(tmp_path)):
+            read_only()
+        return opened(path, flags, *rest, **more)
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "utime"):
+        monkeypatch.setattr(os, name, read_only)
+    monkeypatch.setattr(os, "open", open_to_read)
+    other = alone()
+    assert other.load_checkpoint(tmp_path, strict=True)[0] is not None
+    assert other.global_steps == 1
+    monkeypatch.undo()
+    assert left.exists()
 
 
 @pytest.mark.parametrize("tag", ["a/b", "..", "../up", "", "latest", "."])

@@ -343,6 +343,13 @@ def test_prune_never_removes_the_latest(root: Path) -> None:
     assert save_own_later.tags() == ["step-30", "step-20"]
 
 
+def test_prune_works_where_latest_is_broken_and_inspect_names_the_newest_that_is_whole(root: Path) -> None:
+    (root / "latest").write_text("gone\n")
+    assert "that is whole is 'step-30'" in str(checkpoint("inspect", root).exception)
+    assert checkpoint("prune", root, "--keep-last", "1").exit_code == 0
+    assert Folder(root).tags() == ["step-30"]
+
+
 def test_prune_takes_only_folders_of_ours(root: Path, model: Path) -> None:
     for path in (model, root / "step-20"):
         assert "no folder of shardwell's checkpoints" in str(checkpoint("prune", path, "--keep-last", "1").exception)

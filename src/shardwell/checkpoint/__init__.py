@@ -3,10 +3,11 @@
 Files and CPU tensors only. This package knows no engine, no process group and no device.
 """
 
-from shardwell.checkpoint.files import Entry, FileRecord, Reader, stream, write
+from shardwell.checkpoint.files import Entry, FileRecord, stream, write
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import VERSION, Extent, Manifest, Piece, TensorRecord, plan
 from shardwell.checkpoint.parsing import DTYPES
+from shardwell.checkpoint.reader import Reader
 
 __all__ = [
     "DTYPES",

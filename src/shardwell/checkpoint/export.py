@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwell.checkpoint import directory
 from shardwell.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from shardwell.checkpoint.adapters import WEIGHTS, adapters_of, files_of, merge
 from shardwell.checkpoint.files import Entry, stream
@@ -29,6 +31,7 @@ from shardwell.checkpoint.sources.reading import Progress, in_order, parts, weig
 from shardwell.checkpoint.sources.safetensors import CONFIG, INDEX, SINGLE
 from shardwell.errors import CheckpointError
 
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial", re.DOTALL)
 MAX_FILE = 5_000_000_000  # bytes
 GENERATION = "generation_config.json"
 TOKENIZER = (
@@ -143,6 +146,8 @@ def to_own(
     sizes = [(name, stored.numel * stored.dtype.itemsize) for name, stored in source.tensors.items()]
     batches = _batches(sizes, max_file_bytes)
     path = folder.begin(tag)
+    with contextlib.suppress(CheckpointError):  # what others left is no reason not to write
+        folder.clean()
     try:
         files, tensors = {}, {}
         for number, batch in enumerate(batches):
@@ -175,23 +180,32 @@ def _new_directory(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
     path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     with failing(f"{out_dir}: cannot be made"):
         os.makedirs(path)
+        lock = directory.lock(path)
+    _remove_leftovers(target.parent)
     try:
         yield path
         with failing(f"{out_dir}: cannot be put in its place"):
-            _sync(path)
+            os.unlink(path / directory.LOCK)
+            directory.sync(path)
             os.rename(path, target)
-            _sync(target.parent)
+            directory.sync(target.parent)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        directory.close(lock)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """What exports that were killed have left: it has their mark, and nobody holds its lock."""
+    try:
+        names = os.listdir(parent)
+    except OSError:
+        return
+    for path in [parent / name for name in names if _PARTIAL.fullmatch(name)]:
+        with contextlib.suppress(CheckpointError, OSError):  # of no harm to what is exported
+            if directory.is_abandoned(path, marked=True):
+                shutil.rmtree(path)
 
 
 def _write_json(path: Path, content: Any) -> None:

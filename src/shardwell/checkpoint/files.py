@@ -12,38 +12,26 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from shardwell.checkpoint import checksums
+from shardwell.checkpoint.checksums import ALGORITHM, Sums
 from shardwell.checkpoint.parsing import (
     CODES,
     DTYPES,
-    LIMIT,
     failing,
-    is_size,
-    open_plain,
-    parse_dtype,
-    parse_json,
-    parse_shape,
     show,
 )
 from shardwell.errors import CheckpointError
 from shardwell.layout import product
 from shardwell.memory.limits import num_cores
-from shardwell.native import crc32
-
-# Measured on one core of a Xeon with AVX-512: zlib's crc32 1.7 to 2.5 GB/s, sha256 1.2 GB/s, blake2b 0.7 GB/s; the
-# compiled crc32 7 GB/s, and 14 to 37 where there are wide carry-less products.
-ALGORITHM = "crc32"
-CHECKSUM = re.compile("[0-9a-f]{8}")
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
 CHUNK = 2**19  # bytes that are read or written at once, small enough to be in the cache for the checksum
@@ -76,9 +64,8 @@ class FileRecord:
     header: str  # the checksum of everything before the data
     checksums: Mapping[str, str]  # by tensor
     algorithm: str = ALGORITHM
-
-
-# --- writing ----------------------------------------------------------------------------------------------------
+    blocks: Mapping[str, str] = field(default_factory=dict)  # by tensor, those of its blocks, if it has several
+    block: int = 0  # bytes of a block; 0: none are known, it was written before there were any
 
 
 def write(
@@ -157,12 +144,12 @@ def _fill(
     data: Callable[[str], Tensor | Iterable[Tensor]],
     path: Path,
 ) -> FileRecord:
-    output, checksums = _Output(descriptor), {}
-    head = output.put(memoryview(header), 0, f"{path}: header")
+    output, wholes, blocks = _Output(descriptor), {}, {}
+    output.put(memoryview(header), head := Sums(), f"{path}: header")
     for entry in entries:
         where = f"{path}: tensor {show(entry.name)}"
         given = data(entry.name)
-        value = numel = 0
+        numel, sums = 0, Sums()
         for part in (given,) if isinstance(given, Tensor) else given:
             numel += part.numel()
             if part.dtype != entry.dtype or numel > entry.numel:
@@ -170,13 +157,15 @@ def _fill(
                     f"{where}: expected {entry.numel} elements of {entry.dtype}, found {numel} of {part.dtype}"
                 )
             flat = _on_host(part, where)
-            value = output.put(_bytes_of(flat), value, where)
+            output.put(bytes_of(flat), sums, where)
         if numel != entry.numel:
             raise CheckpointError(f"{where}: expected {entry.numel} elements, found {numel}")
-        checksums[entry.name] = f"{value:08x}"
+        wholes[entry.name] = sums.whole
+        if sums.blocks is not None:
+            blocks[entry.name] = sums.blocks
     with failing(f"{path}: cannot be written"):
         os.fsync(descriptor)
-    return FileRecord(output.size, f"{head:08x}", checksums)
+    return FileRecord(output.size, head.whole, wholes, ALGORITHM, blocks, checksums.BLOCK)
 
 
 class _Output:
@@ -188,18 +177,17 @@ class _Output:
         self._begun = 0  # bytes that the disk was told of
         self._is_helped = _has_spare_core()
 
-    def put(self, view: memoryview, value: int, where: str) -> int:
-        """Writes bytes; the checksum so far becomes the one that includes them."""
+    def put(self, view: memoryview, sums: Sums, where: str) -> None:
+        """Writes bytes, and adds them to the checksums."""
         chunks = [view[start : start + CHUNK] for start in range(0, len(view), CHUNK)]
         if self._is_helped and len(chunks) > 2:
-            with _checksum_beside(view, value) as result:
+            with _beside(lambda: sums.add(view)):
                 for chunk in chunks:
                     self._write(chunk, where)
-            return result[0]
+            return
         for chunk in chunks:
-            value = crc32(chunk, value)
+            sums.add(chunk)
             self._write(chunk, where)
-        return value
 
     def _write(self, rest: memoryview, where: str) -> None:
         self.size += len(rest)
@@ -212,15 +200,34 @@ class _Output:
 
 
 @contextlib.contextmanager
-def _checksum_beside(view: memoryview, value: int) -> Iterator[list[int]]:
-    """A thread that computes a checksum: it is in the list afterwards. No pool, which could not be used at exit."""
-    result: list[int] = []
-    thread = threading.Thread(target=lambda: result.append(crc32(view, value)))
-    thread.start()
+def _beside(work: Callable[[], object]) -> Iterator[None]:
+    """Has a thread do something meanwhile; if there is none to be had, it is done afterwards. Raises what it raises.
+
+    No pool is used: it could not be at exit.
+    """
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
     try:
-        yield result
+        thread.start()
+        is_begun = True
+    except RuntimeError:  # the system has no thread left
+        is_begun = False
+    try:
+        yield
     finally:
-        thread.join()
+        if is_begun:
+            thread.join()
+        else:
+            guarded()
+    if errors:
+        raise errors[0]
 
 
 def _has_spare_core() -> bool:
@@ -251,191 +258,7 @@ def _on_host(tensor: Tensor, where: str) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a tensor, which must outlive this. Not through numpy: torch never resizes a storage it has seen."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 1)).cast("B")
-
-
-# --- reading ----------------------------------------------------------------------------------------------------
-
-
-def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:
-    """1D, unfilled."""
-    try:
-        return torch.empty(numel, dtype=dtype, device="cpu")
-    except (RuntimeError, MemoryError):
-        raise CheckpointError(f"{where}: not enough memory for {numel * dtype.itemsize} bytes") from None
-
-
-class Reader:
-    """An open file of tensors, with a valid header. With a record, what is read whole is checked against it.
-
-    Reads touch no other bytes than those asked for. A symbolic link is not followed.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None) -> None:
-        self.path = Path(path)
-        self.bytes_read = 0  # of the data, since it was opened
-        self._lock = threading.Lock()
-        self._record = record
-        self._file, self.size = open_plain(self.path)
-        try:
-            header = self._read_header()
-            if record is not None:
-                self._check_record(record, header)
-            self.entries, self._offsets, self.metadata = _parse_header(header[8:], self.size, str(self.path))
-            if record is not None and record.checksums.keys() != self.entries.keys():
-                raise CheckpointError(f"{self.path}: holds other tensors than recorded")
-        except BaseException:
-            self.close()
-            raise
-
-    def read(self, name: str, checksum: str | None = None) -> Tensor:
-        """The tensor, whole; checked against `checksum`, or against the record if there is one."""
-        entry = self._entry(name)
-        flat = room(entry.numel, entry.dtype, self._where(name))
-        self._take(entry, 0, flat, checksum or self._recorded(name))
-        return flat.view(entry.shape)
-
-    def read_range(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the flat tensor. Checked only if that is all of it and there is a record."""
-        entry = self._entry(name)
-        self._check_range(entry, start, stop)
-        return self.read_into(name, start, room(stop - start, entry.dtype, self._where(name)))
-
-    def read_into(self, name: str, start: int, flat: Tensor) -> Tensor:
-        """Fills a 1D tensor of the same dtype with elements from `start` on; see `read_range`."""
-        entry = self._entry(name)
-        self._check_range(entry, start, start + flat.numel())
-        if flat.dtype != entry.dtype or flat.device.type != "cpu" or not flat.is_contiguous():
-            raise CheckpointError(f"{self._where(name)}: expected room for {entry.dtype} on cpu, found {flat.dtype}")
-        self._take(entry, start, flat, self._recorded(name) if flat.numel() == entry.numel else None)
-        return flat
-
-    def verify(self, name: str, checksum: str | None = None) -> None:
-        """Reads a tensor's bytes, a chunk at a time, and raises if they are not those of the checksum."""
-        entry = self._entry(name)
-        expected = checksum or self._recorded(name)
-        if expected is None:
-            raise CheckpointError(f"{self._where(name)}: no checksum to verify it against")
-        buffer, value = memoryview(bytearray(min(CHUNK, entry.num_bytes))), 0
-        for start in range(0, entry.num_bytes, CHUNK):
-            part = buffer[: min(CHUNK, entry.num_bytes - start)]
-            self._pull_data(entry, start, part)
-            value = crc32(part, value)
-        self._compare(name, value, expected)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _read_header(self) -> bytes:
-        first = bytearray(8)
-        self._pull(0, memoryview(first), "length")
-        length = int.from_bytes(first, "little")
-        if length > min(MAX_HEADER, self.size - 8):
-            raise CheckpointError(
-                f"{self.path}: truncated, or no safetensors file: {self.size} bytes with a header of {length}"
-            )
-        header = bytearray(length)
-        self._pull(8, memoryview(header), "header")
-        return bytes(first + header)
-
-    def _check_record(self, record: FileRecord, header: bytes) -> None:
-        if record.algorithm != ALGORITHM:
-            raise CheckpointError(
-                f"{self.path}: checksums of algorithm {show(record.algorithm)}; expected {show(ALGORITHM)}"
-            )
-        if record.size != self.size:
-            raise CheckpointError(f"{self.path}: {self.size} bytes, {record.size} were written; it was cut or changed")
-        if record.header != f"{crc32(header):08x}":
-            raise CheckpointError(f"{self.path}: the header is damaged: it does not match its checksum")
-
-    def _entry(self, name: str) -> Entry:
-        if name not in self.entries:
-            raise CheckpointError(f"{self._where(name)}: not in this file")
-        return self.entries[name]
-
-    def _where(self, name: str) -> str:
-        return f"{self.path}: tensor {show(name)}"
-
-    def _check_range(self, entry: Entry, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= entry.numel:
-            raise CheckpointError(f"{self._where(entry.name)}: has {entry.numel} elements, asked for {start} to {stop}")
-
-    def _recorded(self, name: str) -> str | None:
-        return None if self._record is None else self._record.checksums[name]
-
-    def _take(self, entry: Entry, start: int, flat: Tensor, checksum: str | None) -> None:
-        """Fills a tensor from element `start` on, and checks it if there is a checksum."""
-        view, value = _bytes_of(flat), 0
-        for first in range(0, len(view), CHUNK):
-            part = view[first : first + CHUNK]
-            self._pull_data(entry, start * entry.dtype.itemsize + first, part)
-            if checksum is not None:
-                value = crc32(part, value)
-        if checksum is not None:
-            self._compare(entry.name, value, checksum)
-        if entry.dtype == torch.bool and flat.numel() and int(flat.view(torch.uint8).max()) > 1:
-            raise CheckpointError(f"{self._where(entry.name)}: holds bytes that are neither true nor false")
-
-    def _pull(self, offset: int, view: memoryview, what: str) -> None:
-        """Fills `view` with the bytes of the file from `offset` on."""
-        while view:
-            with failing(f"{self.path}: {what}: cannot be read"):
-                num_bytes = os.preadv(self._file.fileno(), [view], offset)
-            if not num_bytes:
-                raise CheckpointError(f"{self.path}: {what}: the file is truncated")
-            view, offset = view[num_bytes:], offset + num_bytes
-
-    def _pull_data(self, entry: Entry, start: int, view: memoryview) -> None:
-        """Fills `view` with the bytes of a tensor from `start` on."""
-        self._pull(self._offsets[entry.name] + start, view, f"tensor {show(entry.name)}")
-        with self._lock:
-            self.bytes_read += len(view)
-
-    def _compare(self, name: str, value: int, expected: str) -> None:
-        if f"{value:08x}" != expected:
-            raise CheckpointError(f"{self._where(name)}: damaged: {ALGORITHM} is {value:08x}, recorded was {expected}")
-
-
-def _parse_header(header: bytes, size: int, where: str) -> tuple[dict[str, Entry], dict[str, int], dict[str, str]]:
-    """The entries, where each begins in the file, and the metadata."""
-    content = parse_json(header, where)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{where}: expected a JSON object as header, found {show(content)}")
-    metadata = content.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{where}: {METADATA}: expected an object of strings")
-    begin = 8 + len(header)
-    found = sorted((_parse_entry(name, raw, where) for name, raw in content.items()), key=lambda item: item[1:])
-    reached = 0
-    for entry, start, end in found:
-        if start != reached:
-            raise CheckpointError(f"{where}: tensor {show(entry.name)}: begins at {start}, expected {reached}")
-        reached = end
-    if reached != size - begin:
-        raise CheckpointError(f"{where}: truncated or too long: {size - begin} bytes of data, expected {reached}")
-    entries = {entry.name: entry for entry, _, _ in found}
-    return entries, {entry.name: begin + start for entry, start, _ in found}, metadata
-
-
-def _parse_entry(name: str, raw: Any, where: str) -> tuple[Entry, int, int]:
-    where = f"{where}: tensor {show(name)}"
-    if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: expected an object of dtype, shape and data_offsets")
-    entry = Entry(name, parse_dtype(raw["dtype"], where), parse_shape(raw["shape"], where))
-    offsets = raw["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(offset) for offset in offsets):
-        raise CheckpointError(f"{where}: data_offsets: expected two sizes, found {show(offsets)}")
-    if entry.num_bytes >= LIMIT or offsets[1] - offsets[0] != entry.num_bytes:
-        raise CheckpointError(f"{where}: data_offsets: expected {entry.num_bytes} bytes, found {offsets}")
-    return entry, offsets[0], offsets[1]

@@ -11,34 +11,31 @@ manifest, then the old checkpoint aside, then the new one in its place, then `la
 the one moment in which neither has the tag as its name, the old one is read where it lies aside; `clean` gives it
 its name back. To be removed, a checkpoint first loses its name.
 
-Any number of processes may do this at once. Links are not followed below the root.
+Any number of processes may do this at once. Only who writes cleans; who reads changes nothing. A checkpoint's directory
+may be a link to other storage; below it, and to be removed, no link is followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
-import shutil
-import stat
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwell.checkpoint.files import FileRecord, Reader
+from shardwell.checkpoint import directory
 from shardwell.checkpoint.manifest import MAX_NAME, NAME, Manifest, plain_name, read_manifest
 from shardwell.checkpoint.parsing import failing, open_plain
+from shardwell.checkpoint.reader import Reader
 from shardwell.errors import CheckpointError
 
 LATEST = "latest"
-_LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{16}\.(?P<state>partial|aside|deleted)", re.DOTALL)
 _TICK = 1_000_000  # ns; the least distance of two commits in time, so that their order is kept
-_ATTEMPTS = 10  # before a name that others keep changing is given up
 
 
 class Folder:
@@ -58,7 +55,12 @@ class Folder:
         path = self._temporary(tag, "partial")
         with failing(f"{self.root}: no checkpoint can be written here"):
             os.mkdir(path)
-            self._locks[path.name] = _lock(path)
+            try:
+                self._locks[path.name] = directory.lock(path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+                raise
         return path
 
     def commit(
@@ -67,18 +69,19 @@ class Folder:
         """Makes what was written to `temporary` the checkpoint `tag`, and the latest; replaces the one before."""
         self._check_tag(tag)
         temporary, begun = self._begun(temporary)
-        if begun != tag or not _is_directory(temporary):
+        if begun != tag or not directory.is_directory(temporary):
             raise CheckpointError(f"{temporary}: not what begin({tag!r}) returned, or no longer there")
-        _check_files(temporary, manifest)
+        directory.check_files(temporary, manifest)
         text = manifest.to_json(str(temporary / NAME)).encode("ascii")
-        _write_whole(temporary / NAME, text, stamp=self._next_stamp())
-        _sync(temporary)
-        self._unlock(temporary)
-        aside = self._move_in(temporary, tag)
-        _sync(self.root)
-        if is_latest:
-            _write_whole(self.root / LATEST, f"{tag}\n".encode())
-            _sync(self.root)
+        directory.write_whole(temporary / NAME, text, at=self._next_stamp())
+        directory.sync(temporary)
+        with directory.turn(self.root):  # or others could remove it as an old one before `latest` names it
+            aside = self._move_in(temporary, tag)
+            directory.sync(self.root)
+            if is_latest:
+                directory.write_whole(self.root / LATEST, f"{tag}\n".encode())
+                directory.sync(self.root)
+        self._unlock(temporary, self.root / tag)
         for path in aside:
             try:
                 self._remove(path, tag)
@@ -89,39 +92,83 @@ class Folder:
     def discard(self, temporary: str | os.PathLike[str]) -> None:
         """Removes what `begin` made and nobody committed."""
         path, tag = self._begun(temporary)
-        self._unlock(path)
+        self._unlock(path, path)
         self._remove(path, tag)
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     def latest(self) -> str | None:
-        """The tag to go on from: what `latest` names, else the newest committed one, with a warning; None if none."""
-        problem = f"{self.root / LATEST}: missing"
+        """The tag to go on from: what `latest` names. None if no checkpoint was ever committed here.
+
+        Without a file `latest` it is the newest, with a warning: a crash may have come before the first one was
+        written. Where it names what is no checkpoint, or something here was one, that is an error.
+        """
         try:
             tag = self._named()
-            if tag is not None and self.is_committed(tag):
-                return tag
-            if tag is not None:
-                problem = f"{self.root / LATEST}: names {tag!r}, which is not there"
         except CheckpointError as error:
-            problem = str(error)
+            raise CheckpointError(f"{error}. {self._advice()}") from error
+        if tag is not None:
+            if not self.is_committed(tag):
+                found = "has no manifest" if os.path.lexists(self.root / tag) else "is not there"
+                raise CheckpointError(
+                    f"{self.root / LATEST}: names {tag!r}, which {found}: was it removed, or is it copied still? "
+                    f"{self._advice()}"
+                )
+            return tag
         newest = next(iter(self.tags()), None)
         if newest is not None:
-            warnings.warn(f"{problem}; going on from the newest checkpoint, {newest!r}", stacklevel=2)
-        elif os.path.lexists(self.root / LATEST):
-            warnings.warn(f"{problem}, nor is any other checkpoint", stacklevel=2)
-        return newest
+            words = f"{self.root / LATEST}: missing; going on from the newest checkpoint, {newest!r}"
+            warnings.warn(words, stacklevel=2)
+            return newest
+        torn = next((name for name, path in self._list() if _is_tag(name) and directory.looks_torn(path)), None)
+        if torn is not None:
+            raise CheckpointError(
+                f"{self.root / torn}: a checkpoint without its manifest, and there is no other: was a copy "
+                "interrupted, or is its storage away? To begin from scratch, move it"
+            )
+        return None
 
     def tags(self) -> list[str]:
-        """The committed checkpoints, the newest first: by the time of their manifests, then by name."""
+        """The committed checkpoints, the newest first: by the step that they say, when they were committed, by name."""
+        stamps = self._stamps()
+
+        def key(tag: str) -> tuple[int, int, list[tuple[str, int]]]:
+            path = self._find(tag)
+            return -1 if path is None else directory.step_in(path), stamps[tag], _natural(tag)
+
+        return sorted(stamps, key=key, reverse=True)
+
+    def newest_whole(self) -> str | None:
+        """The newest checkpoint whose files are all there in full size."""
+        return next((tag for tag in self.tags() if self._is_whole(tag)), None)
+
+    def _whole(self) -> list[str]:
+        return [tag for tag in self.tags() if self._is_whole(tag)]
+
+    def _is_whole(self, tag: str) -> bool:
+        path = self._find(tag)
+        return path is not None and directory.is_whole(path)
+
+    def _advice(self) -> str:
+        newest = self.newest_whole()
+        if newest is None:
+            return "No checkpoint here is whole: to begin from scratch, move away what is here"
+        return f"The newest checkpoint here that is whole is {newest!r}: pass tag={newest!r} to go on from it"
+
+    def has_any(self) -> bool:
+        """Whether a checkpoint is here."""
+        return bool(self._stamps())
+
+    def _stamps(self) -> dict[str, int]:
+        """When each checkpoint was committed."""
         stamps: dict[str, int] = {}
         for name, path in self._list():
             match = _TEMPORARY.fullmatch(name)
             tag = match["tag"] if match is not None and match["state"] == "aside" else name
-            stamp = _stamp(path) if _is_tag(tag) else None
+            stamp = directory.stamp(path) if _is_tag(tag) else None
             if stamp is not None:
                 stamps[tag] = max(stamp, stamps.get(tag, stamp))
-        return sorted(stamps, key=lambda tag: (stamps[tag], _natural(tag)), reverse=True)
+        return stamps
 
     def is_committed(self, tag: str) -> bool:
         return _is_tag(tag) and self._find(tag) is not None
@@ -142,17 +189,17 @@ class Folder:
             tag = self.latest()
             if tag is None:
                 raise CheckpointError(f"{self.root}: no checkpoint to open")
-        for _ in range(_ATTEMPTS):
+        for _ in range(directory.ATTEMPTS):
             path = self.path(tag)
-            before = path, _identity(path)
+            before = path, directory.identity(path)
             try:
                 manifest = read_manifest(path)
-                _check_files(path, manifest)
+                directory.check_files(path, manifest)
                 return manifest
-            except CheckpointError:
+            except CheckpointError as error:
                 path = self.path(tag)
-                if (path, _identity(path)) == before:  # else it was moved or replaced while it was read
-                    raise
+                if (path, directory.identity(path)) == before:  # else it was moved or replaced while it was read
+                    raise CheckpointError(f"{error}. {self._advice()}") from error
         raise CheckpointError(f"{self.root / tag}: replaced again and again while it was read")
 
     def reader(self, tag: str, file: str, manifest: Manifest) -> Reader:
@@ -168,8 +215,8 @@ class Folder:
     def clean(self, older_than: float = 0.0, dry_run: bool = False) -> list[str]:
         """Ends what crashes left undone: old checkpoints get their names back, leftovers are removed.
 
-        A checkpoint that somebody still writes is locked and stays. Where the file system knows no locks, one whose
-        last change is less than `older_than` seconds ago stays too. Returns the names of what was removed, or would be.
+        For who writes, not for who reads. What somebody still writes, or may do, stays (`directory.is_abandoned`), and
+        what was changed less than `older_than` seconds ago. Returns the names of what was removed, or would be.
         """
         removed = []
         for name, path in self._list():
@@ -180,7 +227,7 @@ class Folder:
             if state == "aside" and self._find(tag) == path:
                 if not dry_run:
                     self._move_back(path, tag)
-            elif state != "partial" or (_age(path) >= older_than and not _is_locked(path)):
+            elif state != "partial" or directory.is_abandoned(path, older_than=older_than):
                 if not dry_run:
                     self._remove(path, tag)
                 removed.append(name)
@@ -189,20 +236,25 @@ class Folder:
     def prune(self, keep_last: int, dry_run: bool = False) -> list[str]:
         """Removes all but the newest `keep_last` checkpoints and the one that `latest` names.
 
-        Returns the tags of what was removed, or would be.
+        One that is not whole does not count, and is left to the user. Returns the tags of what was removed, or would
+        be.
         """
         if keep_last < 1:
             raise CheckpointError(f"keep_last: expected at least 1, found {keep_last}")
-        try:
-            named = self._named()
-        except CheckpointError:
-            named = None
-        removed = [tag for tag in self.tags()[keep_last:] if tag != named]
-        for tag in [] if dry_run else removed:
-            for path in self._asides(tag):  # first these: they are what is read once it has no name
-                self._remove(path, tag)
-            if _stamp(self.root / tag) is not None:
-                self._remove(self.root / tag, tag)
+        doomed = []
+        with contextlib.nullcontext() if dry_run else directory.turn(self.root):
+            try:
+                named = self._named()
+            except CheckpointError:
+                named = None
+            removed = [tag for tag in self._whole()[keep_last:] if tag != named]
+            for tag in [] if dry_run else removed:
+                # first those aside: they are what is read once it has no name
+                paths = [*self._asides(tag), *([self.root / tag] if directory.stamp(self.root / tag) else [])]
+                doomed += [self._doom(path, tag) for path in paths]
+        for path in doomed:
+            with failing(f"{path}: cannot be removed"):
+                directory.remove_tree(path)
         return removed
 
     # --- names --------------------------------------------------------------------------------------------------
@@ -225,14 +277,11 @@ class Folder:
             raise CheckpointError(f"{path}: not what begin returned for {self.root}")
         return self.root / path.name, match["tag"]
 
-    def _unlock(self, temporary: Path) -> None:
+    def _unlock(self, temporary: Path, path: Path) -> None:
+        """What was begun as `temporary` is not being written any more; it is at `path` now."""
         descriptor = self._locks.pop(temporary.name, None)
         if descriptor is not None:
-            try:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary / _LOCK)
-            finally:
-                _close(descriptor)
+            directory.unlock(path, descriptor)
 
     def _named(self) -> str | None:
         """The tag in the file `latest`; None if there is no such file."""
@@ -262,17 +311,16 @@ class Folder:
     def _find(self, tag: str) -> Path | None:
         """Where a committed checkpoint is: under its tag, or aside while a commit is between its renames."""
         for _ in range(3):  # a commit may end between the two looks
-            if _stamp(self.root / tag) is not None:
+            if directory.stamp(self.root / tag) is not None:
                 return self.root / tag
-            stamps = [(stamp, path) for path in self._asides(tag) if (stamp := _stamp(path)) is not None]
+            stamps = [(stamp, path) for path in self._asides(tag) if (stamp := directory.stamp(path)) is not None]
             if stamps:
                 return max(stamps)[1]
         return None
 
     def _next_stamp(self) -> int:
         """A time for the manifest that is later than that of any other, whatever the clocks say."""
-        stamps = [_stamp(self.root / tag) or 0 for tag in self.tags()]
-        return max([time.time_ns(), *(stamp + _TICK for stamp in stamps)])
+        return max([time.time_ns(), *(stamp + _TICK for stamp in self._stamps().values())])
 
     # --- moves --------------------------------------------------------------------------------------------------
 
@@ -283,24 +331,24 @@ class Folder:
             missing.append(path)
             path = path.parent
         with failing(f"{self.root}: cannot be made"):
-            for directory in reversed(missing):
-                os.makedirs(directory, exist_ok=True)
-                _sync(directory.parent)
+            for made in reversed(missing):
+                os.makedirs(made, exist_ok=True)
+                directory.sync(made.parent)
         if not self.root.is_dir():
             raise CheckpointError(f"{self.root}: not a directory; checkpoints need one")
 
     def _check_free(self, tag: str) -> None:
         """Raises if what has the tag as its name is no checkpoint, and so not ours to replace."""
         path = self.root / tag
-        identity = _identity(path)
-        if identity is not None and _stamp(path) is None and _identity(path) == identity:
+        identity = directory.identity(path)
+        if identity is not None and directory.stamp(path) is None and directory.identity(path) == identity:
             raise CheckpointError(f"{path}: in the way, and not a checkpoint; move it, or use another tag")
 
     def _move_in(self, temporary: Path, tag: str) -> list[Path]:
         """Gives a complete checkpoint its name; returns where those are now that had it before."""
         target = self.root / tag
         aside = list(self._asides(tag))  # a crash left these, or another process that replaces the same checkpoint
-        for _ in range(_ATTEMPTS):
+        for _ in range(directory.ATTEMPTS):
             self._check_free(tag)
             old = self._temporary(tag, "aside")
             with failing(f"{target}: cannot be replaced"):
@@ -323,28 +371,29 @@ class Folder:
     def _move_back(self, aside: Path, tag: str) -> None:
         try:
             os.rename(aside, self.root / tag)
-            _sync(self.root)
+            directory.sync(self.root)
         except OSError as error:
             gone = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a commit was faster, or in the way
             if error.errno not in gone:
                 raise CheckpointError(f"{aside}: cannot get its name back ({error.strerror})") from error
 
     def _remove(self, path: Path, tag: str) -> None:
-        """Removes a directory of ours. It loses its name first, so that half of it is never taken for a checkpoint."""
-        doomed = path
         with failing(f"{path}: cannot be removed"):
-            match = _TEMPORARY.fullmatch(path.name)
-            if match is None or match["state"] != "deleted":
-                doomed = self._temporary(tag, "deleted")
-                try:
-                    os.rename(path, doomed)
-                except FileNotFoundError:
-                    return  # another process was faster
-                _sync(self.root)
-            _remove_tree(doomed)
+            directory.remove_tree(self._doom(path, tag))
 
-
-# --- one directory ----------------------------------------------------------------------------------------------
+    def _doom(self, path: Path, tag: str) -> Path:
+        """What is to be removed loses its name first, so that half of it is never taken for a checkpoint."""
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is not None and match["state"] == "deleted":
+            return path
+        doomed = self._temporary(tag, "deleted")
+        with failing(f"{path}: cannot be removed"):
+            try:
+                os.rename(path, doomed)
+            except FileNotFoundError:
+                return doomed  # another process was faster
+            directory.sync(self.root)
+        return doomed
 
 
 def _is_tag(tag: str, but: str | None = None) -> bool:
@@ -354,138 +403,3 @@ def _is_tag(tag: str, but: str | None = None) -> bool:
 def _natural(tag: str) -> list[tuple[str, int]]:
     """A key that puts step-9 before step-10."""
     return [(word, int(digits or -1)) for word, digits in re.findall(r"([^0-9]*)([0-9]*)", tag)]
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _stamp(path: Path) -> int | None:
-    """When a checkpoint was committed; None if the directory is none."""
-    if not _is_directory(path):
-        return None
-    try:
-        status = os.lstat(path / NAME)
-    except OSError:
-        return None
-    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
-
-
-def _age(path: Path) -> float:
-    """Seconds since something in a directory was changed."""
-    last = 0.0
-    with failing(f"{path}: cannot be read"), contextlib.suppress(FileNotFoundError):
-        last = os.lstat(path).st_mtime
-        for name in os.listdir(path) if _is_directory(path) else ():
-            last = max(last, os.lstat(path / name).st_mtime)
-    return time.time() - last
-
-
-def _lock(path: Path) -> int:
-    """Marks a directory as being written, for as long as the descriptor is open."""
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with contextlib.suppress(OSError):  # some file systems know no locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        _close(descriptor)
-
-
-def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # nothing was written through it
-        os.close(descriptor)
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    """Raises unless each file of the manifest is there, is no link, and has its size."""
-    for name, record in manifest.files.items():
-        if not plain_name(name):
-            raise CheckpointError(f"{path / NAME}: files[{name!r}]: not a plain name")
-        _check_file(path / name, record)
-
-
-def _check_file(path: Path, record: FileRecord) -> None:
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing; the manifest names it") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: expected a file, found a link or something else")
-    if status.st_size != record.size:
-        raise CheckpointError(f"{path}: {status.st_size} bytes, expected {record.size}; it was cut or changed")
-
-
-def _write_whole(path: Path, content: bytes, stamp: int | None = None) -> None:
-    """Puts a file in its place by a rename, once it is on the disk."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    with failing(f"{path}: cannot be written"):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            try:
-                view = memoryview(content)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-                if stamp is not None:
-                    os.utime(descriptor, ns=(stamp, stamp))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
-
-def _sync(path: Path) -> None:
-    """Brings the names in a directory to the disk."""
-    with failing(f"{path}: cannot be synchronised"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do it
-                raise
-        finally:
-            os.close(descriptor)
-
-
-def _remove_tree(path: Path) -> None:
-    for _ in range(_ATTEMPTS):
-        try:
-            if _is_directory(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
-            return
-        except FileNotFoundError:
-            if not os.path.lexists(path):
-                return  # another process removes the same
-    shutil.rmtree(path)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.checkpoint.contents import aliases_of, buffers_of
-from shardwell.checkpoint.files import room
+from shardwell.checkpoint.reader import room
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, OwnSource, Source
 from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError

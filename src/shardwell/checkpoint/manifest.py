@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwell.checkpoint.files import ALGORITHM, CHECKSUM, FileRecord
+from shardwell.checkpoint.checksums import ALGORITHM, CHECKSUM, CHECKSUMS
+from shardwell.checkpoint.files import FileRecord
 from shardwell.checkpoint.parsing import (
     CODES,
     LIMIT,
@@ -242,6 +243,12 @@ def _check_file(name: Any, record: FileRecord, where: str) -> None:
         if not is_text(key) or not is_text(checksum) or not CHECKSUM.fullmatch(checksum):
             _check_text(key, f"{where}.checksums")
             _check_checksum(checksum, f"{where}.checksums[{show(key)}]")
+    _check_size(record.block, f"{where}.block")
+    if record.blocks and not record.block:
+        raise CheckpointError(f"{where}.block: expected the bytes of a block, found 0")
+    for key, sums in record.blocks.items():
+        if key not in record.checksums or not is_text(sums) or not CHECKSUMS.fullmatch(sums):
+            raise CheckpointError(f"{where}.blocks[{show(key)}]: expected checksums of a tensor's blocks")
 
 
 def _check_tensor(record: TensorRecord, where: str) -> None:
@@ -369,6 +376,7 @@ def _content(manifest: Manifest) -> dict[str, Any]:
                 "algorithm": record.algorithm,
                 "header": record.header,
                 "checksums": dict(record.checksums),
+                **({"block": record.block, "blocks": dict(record.blocks)} if record.block else {}),
             }
             for name, record in manifest.files.items()
         },
@@ -408,9 +416,10 @@ def _read_tensor(raw: Any, where: str) -> TensorRecord:
 
 
 def _read_file(raw: Any, where: str) -> FileRecord:
-    fields = _fields(raw, ("size", "algorithm", "header", "checksums"), where)
+    fields = _fields(raw, ("size", "algorithm", "header", "checksums"), where, ("block", "blocks"))
     checksums = _object(fields["checksums"], f"{where}.checksums")
-    return FileRecord(fields["size"], fields["header"], checksums, fields["algorithm"])
+    blocks = _object(fields.get("blocks", {}), f"{where}.blocks")
+    return FileRecord(fields["size"], fields["header"], checksums, fields["algorithm"], blocks, fields.get("block", 0))
 
 
 def _object(raw: Any, where: str) -> dict[str, Any]:
@@ -425,12 +434,13 @@ def _list(raw: Any, where: str) -> list[Any]:
     return raw
 
 
-def _fields(raw: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
+def _fields(raw: Any, names: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> dict[str, Any]:
+    """An object with all of `names`, and perhaps `others`."""
     content = _object(raw, where)
     for name in names:
         if name not in content:
             raise CheckpointError(f"{where}: {name}: missing")
     for name in content:
-        if name not in names:
+        if name not in names and name not in others:
             raise CheckpointError(f"{where}: {show(name)}: unknown field")
     return content

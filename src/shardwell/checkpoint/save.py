@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,11 @@ from shardwell.errors import CheckpointError
 from shardwell.memory import Account, Device, State, Tier
 
 _OK, _VERDICT = "ok", "verdict"
-PATIENCE, LITTLE_PATIENCE = 600.0, 30.0  # seconds without a sign of life from ranks that write; if one has failed
+PATIENCE, LITTLE_PATIENCE = 600.0, 10.0  # seconds without a sign of life from ranks that write; if one has failed
 _PAUSE = 0.02  # between two looks at the store, of the time waited so far
 _SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
 _LINGER = 5.0  # seconds that rank 0 waits for the others to hear its verdict
+_ROUND, _GRACE = 2.0, 8.0  # seconds between two looks for ranks that are gone; that what they left may take to end well
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Saver:
         self._snapshot = Snapshot(device, account)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_given_up = threading.Event()  # by who waits in the training loop
         self._number = 0
         self._beaten = 0.0
 
@@ -84,11 +87,18 @@ class Saver:
         self._write(job, contents, values, data)
 
     def write_later(self, job: Job, contents: Contents, values: Mapping[str, Any]) -> None:
-        """Copy what is to be saved, and write it while training goes on."""
-        read = self._snapshot.take(contents)
+        """Copy what is to be saved, and write it while training goes on. Whatever fails, all ranks hear of it later."""
+        read: Callable[[str], Tensor] | None = None
+        problem: Exception | None = None
+        try:
+            read = self._snapshot.take(contents)
+        except Exception as error:  # no memory, say
+            problem = error
 
         def data(name: str) -> Tensor:
             self._beat(job)
+            if read is None:
+                raise CheckpointError(f"there is no copy to be written: {problem}") from problem
             return read(name)
 
         def work() -> None:
@@ -97,14 +107,32 @@ class Saver:
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=work, name=f"saving {job.tag}")
-        self._thread.start()
+        thread = threading.Thread(target=work, name=f"saving {job.tag}")
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has none left
+            warnings.warn(f"{job.tag}: written before training goes on, not beside it: {error}", stacklevel=2)
+            work()
+        else:
+            self._thread = thread
 
-    def wait(self) -> None:
-        """Until nothing is on its way; raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
+    def wait(self, find_gone: Callable[[], Exception | None]) -> Exception | None:
+        """Until nothing is on its way; raises what went wrong with it.
+
+        `find_gone` is asked now and then: it returns an error if a rank is gone. Then what is on its way may still end
+        well, if that rank had done its part; if it does not, it is given up, and the error is returned.
+        """
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join(_ROUND)
+            gone = find_gone() if thread.is_alive() else None
+            if gone is not None:
+                thread.join(_GRACE)
+                if thread.is_alive():
+                    self._is_given_up.set()
+                    return gone
         self.check()
+        return None
 
     def check(self) -> None:
         """Raise what went wrong in the background."""
@@ -122,8 +150,12 @@ class Saver:
             self._write_part(job, contents, values, data)
         except Exception as error:
             problem = f"rank {self._rank}: {error}"
+        except BaseException:  # somebody wants to end this
+            self._discard(job)
+            raise
         finally:
             contents.close()
+        self._forget(job)
         self._store.set(self._key(job, self._rank), problem or _OK)
         verdict = self._commit(job) if self._rank == 0 else self._hear(job)
         if verdict != _OK:
@@ -154,7 +186,7 @@ class Saver:
             manifest = Manifest.merge(manifests, str(job.temporary))
             job.folder.commit(job.temporary, job.tag, manifest, is_latest=job.is_latest)
             if job.keep_last is not None:
-                job.folder.prune(job.keep_last)
+                self._prune(job, job.keep_last)
         except Exception as error:
             verdict = str(error) or type(error).__name__
             self._discard(job)
@@ -162,7 +194,16 @@ class Saver:
         self._let_others_hear(job)
         return verdict
 
+    @staticmethod
+    def _prune(job: Job, keep_last: int) -> None:
+        try:
+            job.folder.prune(keep_last)
+        except CheckpointError as error:  # of no harm to what was committed
+            warnings.warn(f"an old checkpoint is left: {error}", stacklevel=2)
+
     def _discard(self, job: Job) -> None:
+        if self._rank:
+            return
         with contextlib.suppress(CheckpointError):  # what went wrong first is what counts
             job.folder.discard(job.temporary)
 
@@ -174,6 +215,13 @@ class Saver:
     @staticmethod
     def _key(job: Job, what: int | str) -> str:
         return f"save/{job.number}/{what}"
+
+    def _forget(self, job: Job) -> None:
+        """Of the save before, which all ranks have left behind, nothing stays in the store."""
+        mine = [f"{self._rank}", f"{self._rank}/beat", f"{self._rank}/heard"]
+        for what in [*mine, *([_VERDICT] if self._rank == 0 else [])]:
+            with contextlib.suppress(RuntimeError):  # a kind of store that cannot forget
+                self._store.delete_key(f"save/{job.number - 1}/{what}")
 
     def _beat(self, job: Job) -> None:
         """A sign of life, at most once a second."""
@@ -191,6 +239,8 @@ class Saver:
         while not self._store.check([key]):
             time.sleep(min(max(_PAUSE * (now - begin), _SHORTEST), _LONGEST))
             now = time.monotonic()
+            if self._is_given_up.is_set():
+                raise CheckpointError(f"{job.tag}: given up, because a rank is gone")
             if now - last > patience:
                 whom = "rank 0" if who == _VERDICT else f"rank {who}"
                 raise CheckpointError(f"{job.tag}: no word from {whom} for {patience:g} s while it was saving")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwell.checkpoint.files import FileRecord, Reader
+from shardwell.checkpoint.files import FileRecord
 from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.reader import Reader
 from shardwell.checkpoint.sources.base import Source
 from shardwell.checkpoint.sources.reading import Progress, parts
 from shardwell.errors import CheckpointError

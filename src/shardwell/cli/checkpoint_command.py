@@ -196,12 +196,10 @@ def prune(
 ) -> None:
     """Remove old checkpoints, and what crashes have left more than an hour ago."""
     from shardwell.checkpoint import Folder
-    from shardwell.checkpoint.sources import locate_own
 
-    own = locate_own(path)
-    if own is None or own[0].root != path:
-        raise CheckpointError(f"{path}: no folder of shardwell's checkpoints")
     folder = Folder(path)
+    if not path.is_dir() or not folder.has_any():  # whatever `latest` says: a broken one is no reason not to tidy
+        raise CheckpointError(f"{path}: no folder of shardwell's checkpoints")
     removed = folder.prune(keep_last, dry_run)
     left = folder.clean(_LEFTOVER_AGE, dry_run)
     console = _console()

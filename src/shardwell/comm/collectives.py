@@ -435,6 +435,21 @@ class Collectives:
                 except RuntimeError as error:
                     raise RuntimeError(f"the link to rank {number} is broken: {error}") from error
 
+    def find_gone(self) -> Exception | None:
+        """What is wrong with a link, if a peer is gone: for who waits for something else than a collective.
+
+        Nobody is told of it, and no links are cut: a peer may have ended well. `lost` is for who has waited enough.
+        """
+        try:
+            self._try_links()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def lost(self, error: Exception) -> Exception:
+        """What `find_gone` found, with the first cause; the others are told."""
+        return error if self.agreement is None else self.agreement.explain(error)
+
     def _abandon(self, signal: BaseException) -> None:
         """Others will write to memory that the caller is about to free: tell them, and cut the links."""
         assert self.agreement is not None

@@ -24,11 +24,12 @@ from shardwell.checkpoint.load import Loading
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.place import folder_named, nothing_in
 from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
-from shardwell.checkpoint.sources import OwnSource, Source, is_foreign, locate_own, open_source
+from shardwell.checkpoint.sources import SCALAR, OwnSource, Source, is_foreign, locate_own, open_source
 from shardwell.comm import Collectives, Kind
 from shardwell.comm.sameness import check_alike
 from shardwell.engine import model_files
 from shardwell.engine.likeness import at_a_load
+from shardwell.engine.saved_checks import check_names, check_scalars, check_values
 from shardwell.engine.saved_values import (
     check_kind,
     of_optimizer,
@@ -70,8 +71,9 @@ class Checkpoints:
         asynchronous: bool,
         is_latest: bool,
     ) -> None:
-        with self._together(f"save_checkpoint({tag!r})"):
+        with self._together("save_checkpoint", tag):
             self._end_background()
+            self._same(tag, "save_checkpoint: tag")
             root = self._named(given, "save_dir")
             _check_whole_steps(engine)
             _settle(engine)
@@ -92,8 +94,10 @@ class Checkpoints:
             folder = Folder(root)
 
             def begin() -> str:
-                folder.clean()
-                return str(folder.begin(tag))
+                temporary = folder.begin(tag)
+                with contextlib.suppress(CheckpointError):  # what others left is no reason not to save
+                    folder.clean()
+                return str(temporary)
 
             temporary = Path(self._from_rank_0(begin))
             keep_last = engine.config.shardwell.keep_last
@@ -120,14 +124,16 @@ class Checkpoints:
         """Until nothing is being written; raises on all ranks what went wrong, though some may know already."""
         problem: CheckpointError | None = None
         try:
-            self._saver.wait()
+            self.wait()
         except CheckpointError as error:
             problem = error
         self._agree(problem)
 
     def wait(self) -> None:
-        """Until a save in the background has ended; raises what went wrong with it."""
-        self._saver.wait()
+        """Until a save in the background has ended; raises what went wrong with it, or that a rank is gone."""
+        gone = self._saver.wait(self._world.find_gone)
+        if gone is not None:
+            raise self._world.lost(gone) from gone
 
     def check(self) -> None:
         """Raise what went wrong in the background."""
@@ -181,10 +187,11 @@ class Checkpoints:
         with_scheduler: bool,
         module_only: bool,
     ) -> tuple[str | None, Any]:
-        with self._together(f"load_checkpoint({tag!r})"):
+        with self._together("load_checkpoint", tag):
             self._end_background()
             asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
             check_alike(self._world, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
+            self._same(tag, "load_checkpoint: tag")
             root = self._named(given, "load_dir")
             source = self._open(root, tag)
             if source is None:
@@ -193,7 +200,13 @@ class Checkpoints:
             try:
                 if not module_only:
                     self._check_loader(engine, source)
-                values = self._take(engine, source, strict=strict, with_optimizer=with_optimizer and not module_only)
+
+                def check(values: dict[str, Any]) -> None:
+                    if not module_only:
+                        check_values(engine, source.where, values, with_optimizer, with_scheduler)
+
+                with_optimizer = with_optimizer and not module_only
+                values = self._take(engine, source, check, strict=strict, with_optimizer=with_optimizer)
             finally:
                 source.close()
             if not module_only:
@@ -210,11 +223,12 @@ class Checkpoints:
 
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Only the model's own tensors, from any source."""
-        with self._together(f"load_model({path!r})"):
+        with self._together("load_model", path):
             self._end_background()
+            self._same(path, "load_model: path")
             source = self._open_foreign(path, None)
             try:
-                self._take(engine, source, strict=strict, with_optimizer=False)
+                self._take(engine, source, lambda values: None, strict=strict, with_optimizer=False)
             finally:
                 source.close()
 
@@ -224,16 +238,20 @@ class Checkpoints:
         mine: list[OwnSource] = []
 
         def look() -> str | None:
-            Folder(root).clean()
             own = locate_own(root, tag) if os.path.exists(root) else None
             if own is not None:
                 folder, chosen = own
                 path, manifest = folder.path(chosen), folder.open(chosen)
-                mine.append(OwnSource(path, manifest))
+                mine.append(OwnSource(path, manifest, shares=True))
                 return json.dumps({"path": str(path), "manifest": manifest.text()})
             if is_foreign(root):
                 return json.dumps({})
-            return None if tag is None else str(Folder(root).path(tag))  # which says what is there
+            folder = Folder(root)
+            if tag is not None:
+                folder.path(tag)  # which says what is there
+            if folder.latest() is None:
+                return None
+            return look()  # it was committed just now
 
         found = self._from_rank_0_or_none(look)
         if found is None:
@@ -241,7 +259,10 @@ class Checkpoints:
         told = json.loads(found)
         if not told:
             return self._open_foreign(root, tag)
-        return mine[0] if mine else OwnSource(Path(told["path"]), Manifest.from_json(told["manifest"], told["path"]))
+        if mine:
+            return mine[0]
+        manifest = Manifest.from_json(told["manifest"], told["path"])
+        return OwnSource(Path(told["path"]), manifest, shares=True)
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:
         source: Source | None = None
@@ -263,17 +284,36 @@ class Checkpoints:
                 problem = error
         self._agree(problem)
 
-    def _take(self, engine: Engine, source: Source, *, strict: bool, with_optimizer: bool) -> dict[str, Any]:
-        """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing."""
+    def _take(
+        self,
+        engine: Engine,
+        source: Source,
+        check: Callable[[dict[str, Any]], None],
+        *,
+        strict: bool,
+        with_optimizer: bool,
+    ) -> dict[str, Any]:
+        """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing.
+
+        `check` raises if those values cannot be taken over.
+        """
         _settle(engine, is_overwritten=with_optimizer)
         problem: Exception | None = None
         try:
             optimizer = engine.optimizer if with_optimizer else None
             check_kind(optimizer, source)
+            check_names(source.values, source.where)
+            check_scalars(source.values, SCALAR, source.where)
             loading = Loading(source, engine.module, engine._flow.units, optimizer, strict=strict)
             loading.fetch()
             wanted = {**dict.fromkeys(_ENCODED), f"rng/{engine.global_rank}": None}
-            decoded = {key: decode(source.values[key], key, _get(source)) for key in wanted if key in source.values}
+            decoded = {
+                key: decode(source.values[key], f"{source.where}: values.{key}", _get(source))
+                for key in wanted
+                if key in source.values
+            }
+            values = {**source.values, **decoded}
+            check(values)
         except Exception as error:
             problem = error
         self._agree(problem)
@@ -284,23 +324,32 @@ class Checkpoints:
         for group in (group for unit in engine._flow.units for group in unit.trainable):
             group.gradients.free()
         loading.apply()
-        return {**source.values, **decoded}
+        return values
 
     # ------------------------------------------------------------------------------------------------ the ranks
 
     @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
+    def _together(self, name: str, given: Any) -> Iterator[None]:
         """All ranks must come here. A rank that comes alone learns so instead of waiting for ever.
 
-        What is wrong with a checkpoint they tell each other, and the engine can go on.
+        What is wrong with a checkpoint they tell each other, and the engine can go on. The name has no tag in it: what
+        ranks announce is kept in the store, and a word that never comes again would make all that follows new.
         """
-        name = what.partition("(")[0]
         with self._context.failing_together(name, common=(CheckpointError,)):
             try:
-                self._world.barrier(what)
+                self._world.barrier(name)
             except DivergenceError as error:
-                raise DivergenceError(f"{error} All ranks must call {name}, with the same tag.") from None
+                words = f"All ranks must call {name}, with the same tag: this one has called {name}({given!r})."
+                raise DivergenceError(f"{error} {words}") from None
             yield
+
+    def _same(self, given: Any, what: str) -> None:
+        """Raise on all ranks if one of them was given something else than rank 0."""
+        first = _share(self._world, repr(given))
+        problem = None
+        if first != repr(given):
+            problem = CheckpointError(f"{what}: rank 0 has {first}, and rank {self._world.mesh.rank} has {given!r}")
+        self._agree(problem)
 
     def _named(self, given: Any, argument: str) -> str:
         """The folder that the user named. All ranks raise if it is none on one of them."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwell.checkpoint.sources import Source
 from shardwell.errors import CheckpointError
@@ -36,16 +36,21 @@ def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool,
         if with_optimizer and values.get("optimizer"):
             _restore_groups(engine.optimizer, values["optimizer"])
     if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
-        _restore_schedule(engine.lr_scheduler, values["scheduler"])
+        restore_schedule(engine.lr_scheduler, values["scheduler"])
     if engine._scale.is_on and values.get("loss_scale"):
         engine._scale.load_state_dict(values["loss_scale"])
     if engine.training_dataloader is not None and values.get("loader"):
         engine.training_dataloader.load_state_dict(values["loader"])
     for key, state in values.get("extra", {}).items():
-        engine.module.get_submodule(key.removesuffix(_EXTRA).rstrip(".")).set_extra_state(state)
+        module_of_extra(engine.module, key).set_extra_state(state)
     state = values.get(f"rng/{engine.global_rank}")
     if state is not None:
-        _set_random_state(engine, state)
+        set_random_state(engine, state)
+
+
+def module_of_extra(model: nn.Module, key: str) -> nn.Module:
+    """The module whose extra state has this name."""
+    return model.get_submodule(key.removesuffix(_EXTRA).rstrip("."))
 
 
 def of_optimizer(optimizer: ShardedOptimizer | None, put: Callable[[Tensor], str]) -> Any:
@@ -93,11 +98,14 @@ def _restore_groups(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
         group.update({key: value for key, value in values.items() if key != "params"})
 
 
-def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
+def restore_schedule(schedule: Any, saved: dict[str, Any], *, warns: bool = True) -> None:
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"expected the state of a schedule, found a {type(saved).__name__}")
     if not set(saved) & set(schedule.state_dict()):
-        warnings.warn(
-            f"the checkpoint holds the state of another schedule than {type(schedule).__name__}", stacklevel=2
-        )
+        if warns:
+            warnings.warn(
+                f"the checkpoint holds the state of another schedule than {type(schedule).__name__}", stacklevel=2
+            )
         return
     schedule.load_state_dict(saved)
 
@@ -112,7 +120,7 @@ def random_state(engine: Engine) -> dict[str, Any]:
     return state
 
 
-def _set_random_state(engine: Engine, state: dict[str, Any]) -> None:
+def set_random_state(engine: Engine, state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state:

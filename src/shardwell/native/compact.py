@@ -68,11 +68,31 @@ class Compact:
         return self.codes[start:stop], self.exponents[start // BLOCK : -(-stop // BLOCK)]
 
     def copy_(self, values: Tensor) -> Compact:
-        """Take over values; what has no code is rounded, up or down at random."""
+        """Take over values; what has no code is rounded, up or down at random. Values of codes are what they were."""
         encode = moments8.encode_second if self.is_second else moments8.encode_first
         for part in _chunks(0, self.numel()):
-            encode(self.codes, self.exponents, part, values[part].float(), 0)
+            wide = values[part].float()
+            encode(self.codes, self.exponents, part, wide, 0)
+            self._raise_exponents(part, wide)
         return self
+
+    def _raise_exponents(self, span: slice, values: Tensor) -> None:
+        """Where the greatest number of a block was rounded down when it became a code, its exponent shows no more.
+
+        With the exponent above, values that were codes are codes again.
+        """
+        wrong = _in_blocks(self[span] != values)
+        if not bool(wrong.any()):
+            return
+        before, exponents = self.parts(span)
+        other = Compact.zeros(values.numel(), is_second=self.is_second)
+        encode = moments8.encode_second if self.is_second else moments8.encode_first
+        above = (exponents.int() + 1).clamp(max=254).to(torch.uint8)
+        encode(other.codes, other.exponents, slice(0, values.numel()), values, 0, above)
+        better = wrong & ~_in_blocks(other[:] != values)
+        exponents[better] = above[better]
+        each = better.repeat_interleave(BLOCK)[: values.numel()]
+        before[each] = other.codes[each]
 
     def cut(self, first: int, numel: int) -> Compact:
         """A stretch of it, in memory of its own."""
@@ -93,6 +113,11 @@ class Compact:
         for mine, its in ((self.codes, other.codes), (self.exponents, other.exponents)):
             before, mine.data = mine.data, its.data
             its.data = before
+
+
+def _in_blocks(flags: Tensor) -> Tensor:
+    """Whether one of a block is true."""
+    return torch.nn.functional.pad(flags, (0, -flags.numel() % BLOCK)).view(-1, BLOCK).any(dim=1)
 
 
 def _chunks(first: int, stop: int) -> Iterator[slice]:

@@ -35,16 +35,22 @@ def encode(moments: Moments8, span: slice, first: Tensor, second: Tensor, seed: 
     encode_second(moments.codes[1], moments.exponents[1], span, second, seed)
 
 
-def encode_first(codes: Tensor, exponents: Tensor, span: slice, values: Tensor, seed: int) -> None:
-    exponents[_blocks(span)] = _exponents(values)
+def encode_first(
+    codes: Tensor, exponents: Tensor, span: slice, values: Tensor, seed: int, given: Tensor | None = None
+) -> None:
+    """`given`: the exponents of the blocks; without them the least ones."""
+    exponents[_blocks(span)] = _exponents(values) if given is None else given
     base, chance = _bases(exponents, span, _SPAN1), _chances(span, seed) & 0xFFF
     shifted = _bits(values.abs() + _floats(base << _DROPPED))
     code = (((shifted + (chance << 8)) >> _DROPPED) - base).clamp(max=0x7F) + 0x80 * torch.signbit(values)
     codes[span] = code.masked_fill(values.isnan(), 0x7F).to(torch.uint8)
 
 
-def encode_second(codes: Tensor, exponents: Tensor, span: slice, values: Tensor, seed: int) -> None:
-    exponents[_blocks(span)] = _exponents(values)
+def encode_second(
+    codes: Tensor, exponents: Tensor, span: slice, values: Tensor, seed: int, given: Tensor | None = None
+) -> None:
+    """`given`: as above."""
+    exponents[_blocks(span)] = _exponents(values) if given is None else given
     base, chance = _bases(exponents, span, _SPAN2), _chances(span, seed) >> 12
     code = (((_bits(values) + chance) >> _DROPPED) - base).clamp(0, 0xFF)
     codes[span] = code.masked_fill(values.isnan(), 0xFF).to(torch.uint8)

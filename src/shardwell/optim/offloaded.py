@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,12 @@ def host_updates(
     """Who steps beside the training loop, if there is something below the device that can be stepped so."""
     mine = [unit for unit in units if any(group.is_stepped_on_host for group in unit.trainable)]
     if not mine:
+        if eight_bits and any(unit.trainable for unit in units):
+            warnings.warn(
+                'shardwell.moments "8bit" has no effect: no optimizer state rests on the host or on disk. Is '
+                "offload_optimizer.ratio 0, or is there room on the device?",
+                stacklevel=2,
+            )
         return None
     cores = context.device.update_cores()
     threads = torch.get_num_threads() if cores is None else len(cores)
@@ -49,6 +56,12 @@ def host_updates(
                 f"optimizer state on disk is stepped by kernels, and there is none for {type(inner).__name__} with "
                 f"these options over {groups[0].precision.master}: use AdamW, Adam, SGD, Adagrad or Lion over fp32 "
                 'masters, or set offload_optimizer.device to "cpu"'
+            )
+        if eight_bits:
+            raise ShardwellError(
+                'shardwell.moments "8bit" needs a kernel, and there is none for '
+                f"{type(inner).__name__} with these options over {groups[0].precision.master}: use AdamW or Adam "
+                'without amsgrad and the like, over fp32 masters, or set it to "fp32"'
             )
         return None
     return HostUpdates(context, inner, kernel, mine, Worker("shardwell host updates", cores), num_slots, store)

@@ -74,7 +74,7 @@ def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Fo
             raise CheckpointError(f"{path}: is one checkpoint; the tag {tag!r} needs the folder that holds it")
         return Folder(path.resolve().parent), path.resolve().name
     folder = Folder(path)
-    if not path.is_dir() or not folder.tags():
+    if not path.is_dir() or not folder.has_any():
         return None
     chosen = tag or folder.latest()
     assert chosen is not None

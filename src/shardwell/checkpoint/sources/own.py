@@ -9,29 +9,34 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwell.checkpoint.files import Reader, room
 from shardwell.checkpoint.manifest import Extent, Manifest, plan
+from shardwell.checkpoint.reader import Reader, room
 from shardwell.checkpoint.sources.base import Stored
 from shardwell.errors import CheckpointError
 
 
 class OwnSource:
-    """A committed checkpoint: its directory, and the manifest that was read from it."""
+    """A committed checkpoint: its directory, and the manifest that was read from it. `shares`: see `Reader`."""
 
     tensors: Mapping[str, Stored]
     values: Mapping[str, Any]
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, shares: bool = False) -> None:
         self.where = str(path)
         self.tensors = {name: Stored(r.dtype, r.shape, r.stride) for name, r in manifest.tensors.items()}
         self.values = manifest.values
-        self._path, self._manifest = path, manifest
+        self._path, self._manifest, self._shares = path, manifest, shares
         self._readers: dict[str, Reader] = {}
         self._lock = threading.Lock()
 
     @property
     def bytes_read(self) -> int:
         return sum(reader.bytes_read for reader in self._readers.values())
+
+    @property
+    def bytes_beside(self) -> int:
+        """Of these, what was read for the checksums alone."""
+        return sum(reader.bytes_beside for reader in self._readers.values())
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         extents = self._plan(name, start, stop)
@@ -57,7 +62,7 @@ class OwnSource:
     def _reader(self, file: str) -> Reader:
         with self._lock:
             if file not in self._readers:
-                self._readers[file] = Reader(self._path / file, self._manifest.files[file])
+                self._readers[file] = Reader(self._path / file, self._manifest.files[file], shares=self._shares)
             return self._readers[file]
 
     def close(self) -> None:

@@ -19,9 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwell.checkpoint.files import Entry, Reader
+from shardwell.checkpoint.files import Entry
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.checkpoint.parsing import failing, open_plain, parse_json, show
+from shardwell.checkpoint.reader import Reader
 from shardwell.checkpoint.sources.base import MODEL, Stored
 from shardwell.errors import CheckpointError
 

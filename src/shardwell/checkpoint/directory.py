@@ -1,0 +1,297 @@
+"""One directory of a folder of checkpoints: is it a checkpoint, of which step, whole; is it written, or left behind?
+
+What writes a directory locks a file in it, which the end of its process unlocks, however it ends. The file names the
+running system and the mount that know the lock: elsewhere, and where files cannot be locked, nobody can tell whether
+the writer lives, and only a directory in which nothing has changed for an hour counts as left behind. Whoever writes
+gives up long before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwell.checkpoint.manifest import NAME, Manifest, plain_name, read_manifest
+from shardwell.checkpoint.parsing import failing
+from shardwell.errors import CheckpointError
+
+LOCK = ".lock"
+SILENCE = 3600.0  # seconds without a change after which nobody writes a directory any more
+ATTEMPTS = 10  # before a name that others keep changing is given up
+_MOST_SUMMARIES = 1000
+_LONGEST_TURN, _PAUSE = 10.0, 0.002  # seconds
+
+
+# --- what it is -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a folder has to know of a checkpoint, without its tensors."""
+
+    step: int  # -1: it does not say
+    sizes: Mapping[str, int]  # of the files
+
+
+_summaries: dict[tuple[int, int, int, int], Summary] = {}  # by what identifies a manifest that was read
+
+
+def is_directory(path: Path, *, follows: bool = False) -> bool:
+    try:
+        return stat.S_ISDIR((os.stat if follows else os.lstat)(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def stamp(path: Path) -> int | None:
+    """When a checkpoint was committed; None if the directory is none. It may be a link to one."""
+    status = _manifest_of(path)
+    return None if status is None else status.st_mtime_ns
+
+
+def _manifest_of(path: Path) -> os.stat_result | None:
+    if not is_directory(path, follows=True):
+        return None
+    try:
+        status = os.lstat(path / NAME)
+    except OSError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def summary(path: Path) -> Summary:
+    """Of a checkpoint. A manifest is read once, as long as nobody changes it."""
+    status = _manifest_of(path)
+    key = (0, 0, 0, 0) if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+    found = _summaries.get(key)
+    if found is None:
+        manifest = read_manifest(path)
+        found = Summary(step_of(manifest), {name: record.size for name, record in manifest.files.items()})
+        if len(_summaries) >= _MOST_SUMMARIES:
+            _summaries.clear()
+        if status is not None:
+            _summaries[key] = found
+    return found
+
+
+def step_of(manifest: Manifest) -> int:
+    """The step after which a checkpoint was saved; -1 if it does not say."""
+    counters = manifest.values.get("counters")
+    step = counters.get("global_steps") if isinstance(counters, Mapping) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else -1
+
+
+def step_in(path: Path) -> int:
+    """As `step_of`; -1 also if the manifest cannot be read."""
+    try:
+        return summary(path).step
+    except CheckpointError:
+        return -1
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint has a valid manifest, and all its files in full size."""
+    try:
+        for name, size in summary(path).sizes.items():
+            _check_file(path / name, size)
+    except CheckpointError:
+        return False
+    return True
+
+
+def looks_torn(path: Path) -> bool:
+    """Whether something was a checkpoint, or is to become one: an interrupted copy, a link to storage that is away."""
+    if stamp(path) is not None:
+        return False
+    if path.is_symlink() and not path.exists():
+        return True
+    try:
+        names = os.listdir(path) if is_directory(path, follows=True) else []
+    except OSError:
+        return False
+    return NAME in names or any(name.startswith("rank-") and name.endswith(".safetensors") for name in names)
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Raises unless each file of the manifest is there, is no link, and has its size."""
+    for name, record in manifest.files.items():
+        if not plain_name(name):
+            raise CheckpointError(f"{path / NAME}: files[{name!r}]: not a plain name")
+        _check_file(path / name, record.size)
+
+
+def _check_file(path: Path, size: int) -> None:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; the manifest names it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: expected a file, found a link or something else")
+    if status.st_size != size:
+        raise CheckpointError(f"{path}: {status.st_size} bytes, expected {size}; it was cut or changed")
+
+
+# --- who writes it ----------------------------------------------------------------------------------------------
+
+
+def lock(path: Path) -> int:
+    """Marks a directory as being written, for as long as the descriptor is open."""
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, _system(descriptor))  # after the lock: who reads it can rely on that
+    except OSError:  # some file systems know no locks, and a full disk takes no byte: then age decides
+        pass
+    return descriptor
+
+
+def unlock(path: Path, descriptor: int) -> None:
+    try:
+        with contextlib.suppress(OSError):
+            os.unlink(path / LOCK)
+    finally:
+        close(descriptor)
+
+
+def close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # nothing was written through it that matters
+        os.close(descriptor)
+
+
+def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -> bool:
+    """Whether nobody writes a directory any more. `marked`: only if what wrote it has left its mark."""
+    if age(path) < older_than:
+        return False
+    if not is_directory(path):  # a file on its way to its place; or a link, which is nobody's work in progress
+        return not marked and (path.is_symlink() or age(path) >= SILENCE)
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return not marked and age(path) >= SILENCE
+    try:
+        if os.read(descriptor, 200) == _system(descriptor):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    finally:
+        close(descriptor)
+    return age(path) >= SILENCE
+
+
+@contextlib.contextmanager
+def turn(root: Path) -> Iterator[None]:
+    """One at a time gives and takes names in a folder. Who waits for longer than a few seconds goes on without."""
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield  # whatever is done next says what is wrong
+        return
+    try:
+        deadline = time.monotonic() + _LONGEST_TURN
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_PAUSE)
+            except OSError:
+                break  # some file systems know no locks
+        yield
+    finally:
+        close(descriptor)
+
+
+def _system(descriptor: int) -> bytes:
+    """What knows of a lock: this running system, and the file system that it has mounted.
+
+    No other has the name, nor has this one after its next start. Two mounts of the same storage need not share locks.
+    """
+    try:
+        system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        system = os.uname().nodename
+    return f"shardwell {system} {os.fstat(descriptor).st_dev}".encode()
+
+
+def age(path: Path) -> float:
+    """Seconds since something in a directory was changed."""
+    last = 0.0
+    with failing(f"{path}: cannot be read"), contextlib.suppress(FileNotFoundError):
+        last = os.lstat(path).st_mtime
+        for name in os.listdir(path) if is_directory(path) else ():
+            last = max(last, os.lstat(path / name).st_mtime)
+    return time.time() - last
+
+
+# --- what is done to it -----------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, content: bytes, at: int | None = None) -> None:
+    """Puts a file in its place by a rename, once it is on the disk; `at`: its time."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    with failing(f"{path}: cannot be written"):
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+                if at is not None:
+                    os.utime(descriptor, ns=(at, at))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+def sync(path: Path) -> None:
+    """Brings the names in a directory to the disk."""
+    with failing(f"{path}: cannot be synchronised"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do it
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    for _ in range(ATTEMPTS):
+        try:
+            if is_directory(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+            return
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                return  # another process removes the same
+    shutil.rmtree(path)

@@ -1,0 +1,288 @@
+"""Reading tensors from safetensors files, whole or in part, checked against checksums.
+
+Nothing that a file says is trusted: a header is validated in full before anything is allocated, and what is allocated
+is never larger than the file. Of a file with a record every byte that reaches a tensor is compared with a checksum: of
+what is read in part, that of each block that it touches.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwell.checkpoint.checksums import ALGORITHM, DIGITS, joined, shown
+from shardwell.checkpoint.files import CHUNK, MAX_HEADER, METADATA, Entry, FileRecord, bytes_of
+from shardwell.checkpoint.parsing import (
+    LIMIT,
+    failing,
+    is_size,
+    open_plain,
+    parse_dtype,
+    parse_json,
+    parse_shape,
+    show,
+)
+from shardwell.errors import CheckpointError
+from shardwell.native import crc32
+
+
+def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:
+    """1D, unfilled."""
+    try:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    except (RuntimeError, MemoryError):
+        raise CheckpointError(f"{where}: not enough memory for {numel * dtype.itemsize} bytes") from None
+
+
+class Reader:
+    """An open file of tensors, with a valid header. With a record, all that is read is checked against it.
+
+    A symbolic link is not followed. `shares`: others read the rest at the same time, and all hear of what one of them
+    finds. Then a tensor without checksums of blocks is checked by whoever reads its first byte, and by nobody else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None, *, shares: bool = False) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0  # of the data, since it was opened
+        self.bytes_beside = 0  # of these, what nobody asked for: it was read for the checksums
+        self._lock = threading.Lock()
+        self._record, self._shares = record, shares
+        self._verified: set[str] = set()  # tensors that were read in part, and checked whole
+        self._file, self.size = open_plain(self.path)
+        try:
+            header = self._read_header()
+            if record is not None:
+                self._check_record(record, header)
+            self.entries, self._offsets, self.metadata = _parse_header(header[8:], self.size, str(self.path))
+            if record is not None:
+                self._check_tensors(record)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, checksum: str | None = None) -> Tensor:
+        """The tensor, whole; checked against `checksum`, or against the record if there is one."""
+        entry = self._entry(name)
+        flat = room(entry.numel, entry.dtype, self._where(name))
+        self._take(entry, flat, checksum or self._recorded(name))
+        return flat.view(entry.shape)
+
+    def read_range(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of the flat tensor."""
+        entry = self._entry(name)
+        self._check_range(entry, start, stop)
+        return self.read_into(name, start, room(stop - start, entry.dtype, self._where(name)))
+
+    def read_into(self, name: str, start: int, flat: Tensor) -> Tensor:
+        """Fills a 1D tensor of the same dtype with elements from `start` on."""
+        entry = self._entry(name)
+        self._check_range(entry, start, start + flat.numel())
+        if flat.dtype != entry.dtype or flat.device.type != "cpu" or not flat.is_contiguous():
+            raise CheckpointError(f"{self._where(name)}: expected room for {entry.dtype} on cpu, found {flat.dtype}")
+        if flat.numel() == entry.numel:
+            self._take(entry, flat, self._recorded(name))
+        elif flat.numel():
+            self._take_part(entry, start, flat)
+        return flat
+
+    def verify(self, name: str, checksum: str | None = None) -> None:
+        """Reads a tensor's bytes, a chunk at a time, and raises if they are not those of the checksum."""
+        entry = self._entry(name)
+        expected = checksum or self._recorded(name)
+        if expected is None:
+            raise CheckpointError(f"{self._where(name)}: no checksum to verify it against")
+        buffer, value = memoryview(bytearray(min(CHUNK, entry.num_bytes))), 0
+        for start in range(0, entry.num_bytes, CHUNK):
+            part = buffer[: min(CHUNK, entry.num_bytes - start)]
+            self._pull_data(entry, start, part)
+            value = crc32(part, value)
+        self._compare(name, value, expected)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_header(self) -> bytes:
+        first = bytearray(8)
+        self._pull(0, memoryview(first), "length")
+        length = int.from_bytes(first, "little")
+        if length > min(MAX_HEADER, self.size - 8):
+            raise CheckpointError(
+                f"{self.path}: truncated, or no safetensors file: {self.size} bytes with a header of {length}"
+            )
+        header = bytearray(length)
+        self._pull(8, memoryview(header), "header")
+        return bytes(first + header)
+
+    def _check_record(self, record: FileRecord, header: bytes) -> None:
+        if record.algorithm != ALGORITHM:
+            raise CheckpointError(
+                f"{self.path}: checksums of algorithm {show(record.algorithm)}; expected {show(ALGORITHM)}"
+            )
+        if record.size != self.size:
+            raise CheckpointError(f"{self.path}: {self.size} bytes, {record.size} were written; it was cut or changed")
+        if record.header != shown(crc32(header)):
+            raise CheckpointError(f"{self.path}: the header is damaged: it does not match its checksum")
+
+    def _check_tensors(self, record: FileRecord) -> None:
+        if record.checksums.keys() != self.entries.keys():
+            raise CheckpointError(f"{self.path}: holds other tensors than recorded")
+        for name, entry in self.entries.items() if record.block else ():
+            expected = -(-entry.num_bytes // record.block)
+            found = len(record.blocks.get(name, "")) // DIGITS
+            if found != (expected if expected > 1 else 0):
+                raise CheckpointError(
+                    f"{self._where(name)}: {expected} blocks of {record.block} bytes, and checksums of {found} recorded"
+                )
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise CheckpointError(f"{self._where(name)}: not in this file")
+        return self.entries[name]
+
+    def _where(self, name: str) -> str:
+        return f"{self.path}: tensor {show(name)}"
+
+    def _check_range(self, entry: Entry, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= entry.numel:
+            raise CheckpointError(f"{self._where(entry.name)}: has {entry.numel} elements, asked for {start} to {stop}")
+
+    def _recorded(self, name: str) -> str | None:
+        return None if self._record is None else self._record.checksums[name]
+
+    def _take(self, entry: Entry, flat: Tensor, checksum: str | None) -> None:
+        """Fills a tensor with all elements, and checks them if there is a checksum."""
+        view, value = bytes_of(flat), 0
+        for first in range(0, len(view), CHUNK):
+            part = view[first : first + CHUNK]
+            self._pull_data(entry, first, part)
+            if checksum is not None:
+                value = crc32(part, value)
+        if checksum is not None:
+            self._compare(entry.name, value, checksum)
+        self._check_values(entry, flat)
+
+    def _take_part(self, entry: Entry, start: int, flat: Tensor) -> None:
+        """Fills a tensor with some of the elements, and checks them if there is a record."""
+        view, first, record = bytes_of(flat), start * entry.dtype.itemsize, self._record
+        if record is not None and entry.name in record.blocks:
+            self._take_blocks(entry, first, view, record.blocks[entry.name], record.block)
+        elif record is not None and (record.block or entry.num_bytes <= CHUNK):  # a block of its own
+            self._take_of_block(entry, (0, entry.num_bytes), first, view, record.checksums[entry.name])
+        else:
+            if record is not None and not (self._shares and start) and entry.name not in self._verified:
+                self.verify(entry.name)
+                self._count_beside(entry.num_bytes)
+                self._verified.add(entry.name)
+            for at in range(0, len(view), CHUNK):
+                self._pull_data(entry, first + at, view[at : at + CHUNK])
+        self._check_values(entry, flat)
+
+    def _take_blocks(self, entry: Entry, first: int, view: memoryview, sums: str, size: int) -> None:
+        """Fills `view` from byte `first` of a tensor on. Blocks that lie in it whole are checked as one."""
+        end = first + len(view)
+        begin_whole, end_whole = -(-first // size), entry.num_bytes if end == entry.num_bytes else end // size * size
+        last_whole = -(-end_whole // size)
+        if begin_whole >= last_whole:
+            begin_whole = last_whole = -(-end // size)  # it begins and ends inside of blocks
+        for index in (*range(first // size, begin_whole), *range(last_whole, -(-end // size))):
+            expected = sums[index * DIGITS : (index + 1) * DIGITS]
+            self._take_of_block(entry, (index, size), first, view, expected)
+        value, at, stop = 0, begin_whole * size - first, min(last_whole * size, entry.num_bytes) - first
+        for start in range(at, stop, CHUNK):
+            part = view[start : min(start + CHUNK, stop)]
+            self._pull_data(entry, first + start, part)
+            value = crc32(part, value)
+        if at < stop:
+            rest = (first + stop) % size  # bytes of a last block that is shorter
+            self._compare(entry.name, value, joined(sums[begin_whole * DIGITS : last_whole * DIGITS], size, rest))
+
+    def _take_of_block(self, entry: Entry, block: tuple[int, int], first: int, view: memoryview, checksum: str) -> None:
+        """Fills the part of `view`, which begins at byte `first` of a tensor, that lies in a block, and checks it."""
+        index, size = block
+        begin, end = index * size, min((index + 1) * size, entry.num_bytes)
+        mine = view[max(begin - first, 0) : end - first]
+        at = max(begin, first)
+        before, after = memoryview(bytearray(at - begin)), memoryview(bytearray(end - at - len(mine)))
+        self._pull_data(entry, begin, before)
+        self._pull_data(entry, at, mine)
+        self._pull_data(entry, at + len(mine), after)
+        self._count_beside(len(before) + len(after))
+        value = crc32(mine, crc32(before) if before else 0)
+        self._compare(entry.name, crc32(after, value) if after else value, checksum)
+
+    def _count_beside(self, num_bytes: int) -> None:
+        if num_bytes:
+            with self._lock:
+                self.bytes_beside += num_bytes
+
+    def _check_values(self, entry: Entry, flat: Tensor) -> None:
+        if entry.dtype == torch.bool and flat.numel() and int(flat.view(torch.uint8).max()) > 1:
+            raise CheckpointError(f"{self._where(entry.name)}: holds bytes that are neither true nor false")
+
+    def _pull(self, offset: int, view: memoryview, what: str) -> None:
+        """Fills `view` with the bytes of the file from `offset` on."""
+        while view:
+            with failing(f"{self.path}: {what}: cannot be read"):
+                num_bytes = os.preadv(self._file.fileno(), [view], offset)
+            if not num_bytes:
+                raise CheckpointError(f"{self.path}: {what}: the file is truncated")
+            view, offset = view[num_bytes:], offset + num_bytes
+
+    def _pull_data(self, entry: Entry, start: int, view: memoryview) -> None:
+        """Fills `view` with the bytes of a tensor from `start` on."""
+        self._pull(self._offsets[entry.name] + start, view, f"tensor {show(entry.name)}")
+        with self._lock:
+            self.bytes_read += len(view)
+
+    def _compare(self, name: str, value: int, expected: str) -> None:
+        found = shown(value)
+        if found != expected:
+            raise CheckpointError(f"{self._where(name)}: damaged: {ALGORITHM} is {found}, recorded was {expected}")
+
+
+def _parse_header(header: bytes, size: int, where: str) -> tuple[dict[str, Entry], dict[str, int], dict[str, str]]:
+    """The entries, where each begins in the file, and the metadata."""
+    content = parse_json(header, where)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where}: expected a JSON object as header, found {show(content)}")
+    metadata = content.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{where}: {METADATA}: expected an object of strings")
+    begin = 8 + len(header)
+    found = sorted((_parse_entry(name, raw, where) for name, raw in content.items()), key=lambda item: item[1:])
+    reached = 0
+    for entry, start, end in found:
+        if start != reached:
+            raise CheckpointError(f"{where}: tensor {show(entry.name)}: begins at {start}, expected {reached}")
+        reached = end
+    if reached != size - begin:
+        raise CheckpointError(f"{where}: truncated or too long: {size - begin} bytes of data, expected {reached}")
+    entries = {entry.name: entry for entry, _, _ in found}
+    return entries, {entry.name: begin + start for entry, start, _ in found}, metadata
+
+
+def _parse_entry(name: str, raw: Any, where: str) -> tuple[Entry, int, int]:
+    where = f"{where}: tensor {show(name)}"
+    if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: expected an object of dtype, shape and data_offsets")
+    entry = Entry(name, parse_dtype(raw["dtype"], where), parse_shape(raw["shape"], where))
+    offsets = raw["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(offset) for offset in offsets):
+        raise CheckpointError(f"{where}: data_offsets: expected two sizes, found {show(offsets)}")
+    if entry.num_bytes >= LIMIT or offsets[1] - offsets[0] != entry.num_bytes:
+        raise CheckpointError(f"{where}: data_offsets: expected {entry.num_bytes} bytes, found {offsets}")
+    return entry, offsets[0], offsets[1]
