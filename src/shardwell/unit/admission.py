@@ -50,7 +50,9 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             f"parameter '{name}' has no shape yet: it belongs to a lazy module. Run the model once on a sample batch "
             "before it is handed over."
         )
-    if parameter.is_inference():
+    with torch._C.DisableTorchFunctionSubclass():  # it may be away
+        is_inference = parameter.is_inference()
+    if is_inference:
         raise ShardwellError(
             f"parameter '{name}' was made inside torch.inference_mode(), so autograd cannot train it. Make or load the "
             "model outside of it."
