@@ -87,17 +87,22 @@ def held(run: Run, path: str) -> list[tuple[int, int]]:
             engine.backward(engine(x).square().mean())
             engine.step()
         is_looked_at = step in (SETTLED, num_steps - 1)
-        total = settled(engine, found[SETTLED][0] if step > SETTLED else None)
+        total = settled(engine, found[SETTLED][0] if step > SETTLED else 0)
         found.append((total, live_bytes() if is_looked_at else 0))
     engine.destroy()
     return found
 
 
-def settled(engine: shardwell.Engine, expected: int | None) -> int:
-    """Bytes in the books, once threads that bring gradients down and state back have given up what they hold."""
-    deadline = time.monotonic() + 5.0
-    while (total := engine.memory().total()) != expected and expected is not None and time.monotonic() < deadline:
+def settled(engine: shardwell.Engine, expected: int) -> int:
+    """Bytes in the books, once threads that bring gradients down and state back have given up what they hold.
+
+    They are waited for until there are no more than expected, or for a moment if it is not known what to expect.
+    """
+    total = engine.memory().total()
+    deadline = time.monotonic() + (5.0 if expected else 0.05)
+    while total > expected and time.monotonic() < deadline:
         time.sleep(0.002)
+        total = min(total, engine.memory().total())
     return total
 
 
@@ -107,5 +112,5 @@ def settled(engine: shardwell.Engine, expected: int | None) -> int:
 def test_steps_hold_what_the_first_ones_hold(ranks: Ranks, tmp_path: Path, run: Run) -> None:
     found = ranks.run(1, held, run, str(tmp_path))[0]
     books = [book for book, _ in found[SETTLED:]]
-    assert books == [books[0]] * len(books)
+    assert max(books) == books[0]
     assert found[-1][1] - found[SETTLED][1] < 4 * len(books)  # less than a scalar a step: some come and go

@@ -367,10 +367,10 @@ class Collectives:
         return inside, size - inside
 
     def _announce(self, token: str | None, tensor: Tensor | None = None) -> None:
-        """Say what comes next and, if all ranks bring as much of it, how much of what."""
+        """Say what comes next and, if all ranks bring as much of it, how much of what. Nodes may differ in that."""
         if self.agreement is None or token is None:
             return
-        if tensor is not None:
+        if tensor is not None and self.mesh.size == self.agreement.size:
             key = token, tensor.numel(), tensor.dtype
             token = self._sized.get(key)
             if token is None:

@@ -25,6 +25,8 @@ from shardwell.unit import Unit, guard
 class Trainer(Protocol):
     """Who steps the shards of an optimizer."""
 
+    optimizer: Any  # the one that knows when state is up to date
+
     def step_now(self) -> None:
         """Apply the gradients, whatever the count of micro-steps says."""
 
@@ -33,7 +35,7 @@ class Trainer(Protocol):
 
 
 def redirect(optimizer: Optimizer, trainer: Trainer) -> None:
-    """Let `step` and `zero_grad` of the user's optimizer be the engine's."""
+    """Let `step`, `zero_grad` and states of the user's optimizer be the engine's."""
     engine = weakref.ref(trainer)
 
     def living() -> Trainer:
@@ -50,11 +52,20 @@ def redirect(optimizer: Optimizer, trainer: Trainer) -> None:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         living().zero_grad(set_to_none)
 
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        found: dict[str, Any] = living().optimizer.state_dict()
+        return found
+
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        living().optimizer.load_state_dict(state_dict)
+
     # Schedulers look for this, to know that steps are counted. The engine counts them.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     # Methods, because schedulers wrap `optimizer.step.__func__`.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
+    optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
 
 
 def step_with(trainer: Trainer | None, closure: Callable[[], Any] | None) -> Any:

@@ -485,18 +485,30 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""
         for unit in self._units:
-            unit.wait()
-        found = self.inner.state_dict()
+            unit.hear_update()
+        found = type(self.inner).state_dict(self.inner)
         numbers = {id(tensor): i for i, tensor in enumerate(t for g in self.param_groups for t in g["params"])}
         for tensor, state in self._store.copies(self._units) if self._store is not None else ():
             found["state"][numbers[id(tensor)]] = state
         return found
 
+    def _check_cut(self, state_dict: dict[str, Any]) -> None:
+        """Shards of parameters of which only some get gradients are cut in the course of training."""
+        mine = [len(group["params"]) for group in self.param_groups]
+        given = [len(group["params"]) for group in state_dict["param_groups"]]
+        if mine != given:
+            raise ShardwellError(
+                f"this state is of {given} shards in each parameter group, and the engine has {mine}: they were cut "
+                "otherwise when it was taken. Use engine.save_checkpoint and engine.load_checkpoint, which know the "
+                "parameters by name."
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of the same rank, world and stage gave."""
         for unit in self._units:
             unit.wait()
-        self.inner.load_state_dict(state_dict)
+        self._check_cut(state_dict)
+        type(self.inner).load_state_dict(self.inner, state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if self._store is not None:
             self._store.take_over(self._units)
