@@ -198,4 +198,50 @@ REGRESSIONS: list[str] = [
     step(g)
     look(g, gathered)
     """,
+    """
+    stage=2 ranks=1 dtype=float32 offload=cpu
+    forward(c, g, tensor, 8)
+    backward(c, engine, first, False)
+    step(g)
+    remember(g, optimizer)
+    forward(c, g, part alone, 5)
+    recall(g, optimizer)
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    step(g)
+    look(g, gathered)
+    """,
+    """
+    stage=2 ranks=1
+    forward(c, g, tensor, 4)
+    remember(g, engine.optimizer)
+    backward(c, engine, first, False)
+    step(g)
+    recall(g, engine.optimizer)
+    """,
+    """
+    stage=0 ranks=2 dtype=float32 offload=cpu
+    forward(a, g, caller's dict, 8)
+    backward(a, engine, second, False)
+    forward(b, g, caller's dict, 7)
+    step(g)
+    rate(g, engine, 2.0)
+    remember(g, optimizer)
+    forward(b, g, side, 4)
+    backward(b, loss, first, True)
+    """,
+    """
+    stage=2 ranks=2 loop=before
+    remember(g, engine.optimizer)
+    step(g)
+    recall(g, engine.optimizer)
+    """,
+    """
+    stage=0 ranks=2 clip=0.2
+    forward(c, g, tensor, 5)
+    backward(c, loss, first, False)
+    grad(g, add_, side.weight, 41)
+    step(g)
+    forward(a, g, tensor, 9)
+    """,
 ]
