@@ -83,7 +83,7 @@ class Agreement:
             prefix = f"shardwell/{number}"
             self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, mesh.rank)
             self._board = Board(self._store, self._without_store)
-            self._pulse = Pulse(self, number, mesh.rank, mesh.size, self._store)
+            self._pulse = Pulse(self, number, mesh.rank, mesh.size, self._store, store)
 
     @property
     def rank(self) -> int:

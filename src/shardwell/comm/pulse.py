@@ -45,8 +45,9 @@ class Sign:
 class Pulse:
     """The signs of one engine's ranks: this rank's own, for others, and theirs."""
 
-    def __init__(self, agreement: Agreement, number: int, rank: int, size: int, store: Any) -> None:
-        self.number, self._rank, self._size = number, rank, size
+    def __init__(self, agreement: Agreement, number: int, rank: int, size: int, store: Any, home: Any) -> None:
+        """`home`: the store of the process group in which engines have these numbers; another one counts anew."""
+        self.number, self._rank, self._size, self.home = number, rank, size, home
         self._agreement = weakref.ref(agreement)
         self._thread_id = threading.get_ident()
         self._store = store
@@ -127,7 +128,7 @@ class Pulse:
         if sign.elsewhere is None:
             return False
         number, moves = sign.elsewhere
-        return (own := _heart.moves_of(number)) is not None and own < moves
+        return (own := _heart.moves_of(number, self.home)) is not None and own < moves
 
 
 @dataclass(frozen=True)
@@ -228,10 +229,12 @@ class _Heart:
 
     def waits_elsewhere(self, here: Pulse) -> Pulse | None:
         """Another engine in which this process waits for others."""
-        return next((pulse for pulse in self._pulses if pulse is not here and pulse.is_waiting), None)
+        others = (pulse for pulse in self._pulses if pulse is not here and pulse.home is here.home)
+        return next((pulse for pulse in others if pulse.is_waiting), None)
 
-    def moves_of(self, number: int) -> int | None:
-        return next((pulse.num_moves for pulse in self._pulses if pulse.number == number), None)
+    def moves_of(self, number: int, home: Any) -> int | None:
+        found = (pulse for pulse in self._pulses if pulse.number == number and pulse.home is home)
+        return next((pulse.num_moves for pulse in found), None)
 
     def _run(self) -> None:
         pause = 0.0
