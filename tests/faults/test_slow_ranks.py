@@ -113,6 +113,27 @@ def test_engines_in_another_order_on_each_rank_are_a_divergence(ranks: Ranks) ->
     assert {answer["error"] for answer in answers} <= {"DivergenceError", "PeerError"}
 
 
+kept: list[shardwell.Engine] = []
+
+
+def leave_engines() -> None:
+    """Engines outlive the process group that they were made in."""
+    for _ in range(2):
+        model = Gpt()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3)).engine
+        for _ in range(4):
+            engine.backward(engine(batches(1, 2)[0]))
+            engine.step()
+        kept.append(engine)
+
+
+def test_engines_of_an_earlier_process_group_do_not_hide_that(ranks: Ranks) -> None:
+    ranks.run(2, leave_engines)
+    answers = ranks.run(2, cross, 2.0, limit=60.0)
+    assert "DivergenceError" in {answer["error"] for answer in answers}
+
+
 def test_survivors_of_a_kill_end_soon_and_name_the_rank_that_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults.killed_script", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
