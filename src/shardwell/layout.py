@@ -64,6 +64,11 @@ class Spec:
     stride: tuple[int, ...] | None = None  # None: contiguous
     label: int = 0
 
+    @classmethod
+    def dense(cls, name: str, shape: Sequence[int], stride: Sequence[int], label: int = 0) -> Spec:
+        """Of a parameter that lies in memory by these strides; gaps are left out."""
+        return cls(name, tuple(shape), dense_stride(tuple(shape), tuple(stride)), label)
+
     @property
     def numel(self) -> int:
         return product(self.shape)

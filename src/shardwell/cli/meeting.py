@@ -50,7 +50,24 @@ class Times:
     join: float  # for more, once there are the least
 
 
-class Alone(RendezvousHandler):
+class _Handler(RendezvousHandler):
+    """What torch's agent asks of both."""
+
+    _run_id: str
+
+    def get_backend(self) -> str:
+        return "shardwell"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks use the launcher's store, so none of them opens one that others could reach."""
+        return True
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+
+class Alone(_Handler):
     """One node: nobody to meet, and a new store for each start, because ranks would take old words for answers."""
 
     def __init__(self) -> None:
@@ -61,14 +78,6 @@ class Alone(RendezvousHandler):
         self._store = host_store(_PATIENCE)
         return _info(self._store, self._store.port, 0, 1)
 
-    def get_backend(self) -> str:
-        return "shardwell"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks use the launcher's store, so none of them opens one that others could reach."""
-        return True
-
     def is_closed(self) -> bool:
         return False
 
@@ -78,9 +87,6 @@ class Alone(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return 0
 
-    def get_run_id(self) -> str:
-        return self._run_id
-
     def shutdown(self) -> bool:
         return True
 
@@ -88,7 +94,7 @@ class Alone(RendezvousHandler):
         self._store = None
 
 
-class Meeting(RendezvousHandler):
+class Meeting(_Handler):
     """Several nodes, a fixed number or a range of them."""
 
     def __init__(self, address: str, port: int, nodes: tuple[int, int], secret: bytes | None, times: Times) -> None:
@@ -135,21 +141,11 @@ class Meeting(RendezvousHandler):
         self._looked, self._num_waiting = time.monotonic(), int(answer["waiting"])
         return self._num_waiting
 
-    def get_backend(self) -> str:
-        return "shardwell"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def is_closed(self) -> bool:
         return bool(self._ask("look")["closed"])
 
     def set_closed(self) -> None:
         self._ask("close")
-
-    def get_run_id(self) -> str:
-        return self._run_id
 
     def shutdown(self) -> bool:
         if self._channel is None:

@@ -131,7 +131,7 @@ class Descent:
         with self._context.device.copies.after_current(), torch.no_grad():
             for group, gradient in above.items():
                 parcel.gradients[group] = into[group]
-                group.send_down(gradient, into[group])
+                _copied_down(gradient, into[group])
         parcel.down = self._context.device.copies.mark()
         return parcel.down
 
@@ -147,7 +147,7 @@ class Descent:
         with lane, torch.no_grad():
             parts = memory[: sum(sizes)].split(sizes)
             for (group, gradient), part in zip(above.items(), parts, strict=True):
-                parcel.gradients[group] = group.send_down(gradient, part)
+                parcel.gradients[group] = _copied_down(gradient, part)
         parcel.down = self._context.device.copies.mark()
 
     def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
@@ -341,3 +341,9 @@ def _param_bytes(group: Group) -> int:
 
 def aligned_size(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copied_down(gradients: Tensor, memory: Tensor) -> Tensor:
+    """Start copying gradients into pinned memory, on the caller's lane; returns the copy: 1D, in their dtype."""
+    copy = memory.view(gradients.dtype)[: gradients.numel()]
+    return copy.copy_(gradients, non_blocking=True)

@@ -26,7 +26,7 @@ from shardwell.optim.host import Arrival
 from shardwell.optim.norms import GlobalNorm, Norm, clip_factor, norm_of, sum_of_squares
 from shardwell.optim.offloaded import Offloaded, host_updates
 from shardwell.optim.scale import LossScale
-from shardwell.optim.shards import Shard, Shards, States, bytes_of_state, chunks
+from shardwell.optim.shards import Shard, Shards, States, bytes_of_state, check_cut, chunks
 from shardwell.optim.step_hooks import StepHooks
 from shardwell.optim.store import Store
 from shardwell.optim.verdict import Nonfinite, Verdict
@@ -96,12 +96,8 @@ class ShardedOptimizer(Optimizer):
         self._unpublished = Unpublished([self._ahead.take_back, *by_host], self.habit)
 
     def _make(self) -> Optimizer:
-        num_labels = 1 + max(self._recipe.labels.values(), default=0)
-        by_label: list[list[Tensor]] = [[] for _ in range(num_labels)]
-        for shard in self.shards:
-            if shard.label >= 0:
-                by_label[shard.label].append(shard.tensor)
-        return self._recipe.make(by_label)
+        labels = range(1 + max(self._recipe.labels.values(), default=0))
+        return self._recipe.make([[s.tensor for s in self.shards if s.label == label] for label in labels])
 
     def _make_offloaded(self) -> Offloaded | None:
         terms, context = self._terms, self._context
@@ -478,9 +474,8 @@ class ShardedOptimizer(Optimizer):
             return
         self._num_states = len(self.state)
         for unit in self._units:
-            sizes = bytes_of_state(unit, self.shards, self.state)
-            for tier in Tier:
-                self._context.account.set(State.OPTIMIZER, unit.name, tier, sizes[tier])
+            for tier, size in bytes_of_state(unit, self.shards, self.state).items():
+                self._context.account.set(State.OPTIMIZER, unit.name, tier, size)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""
@@ -492,22 +487,11 @@ class ShardedOptimizer(Optimizer):
             found["state"][numbers[id(tensor)]] = state
         return found
 
-    def _check_cut(self, state_dict: dict[str, Any]) -> None:
-        """Shards of parameters of which only some get gradients are cut in the course of training."""
-        mine = [len(group["params"]) for group in self.param_groups]
-        given = [len(group["params"]) for group in state_dict["param_groups"]]
-        if mine != given:
-            raise ShardwellError(
-                f"this state is of {given} shards in each parameter group, and the engine has {mine}: they were cut "
-                "otherwise when it was taken. Use engine.save_checkpoint and engine.load_checkpoint, which know the "
-                "parameters by name."
-            )
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of the same rank, world and stage gave."""
         for unit in self._units:
             unit.wait()
-        self._check_cut(state_dict)
+        check_cut(self.param_groups, state_dict["param_groups"])
         type(self.inner).load_state_dict(self.inner, state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if self._store is not None:

@@ -217,9 +217,23 @@ def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         yield chunk
 
 
+def check_cut(mine: Iterable[Mapping[str, Any]], given: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse parameter groups of a state that was taken when shards were cut otherwise.
+
+    They are cut in the course of training: where only some of a shard's parameters get gradients.
+    """
+    now, then = ([len(group["params"]) for group in groups] for groups in (mine, given))
+    if now != then:
+        raise ShardwellError(
+            f"this state is of {then} shards in each parameter group, and the engine has {now}: they were cut "
+            "otherwise when it was taken. Use engine.save_checkpoint and engine.load_checkpoint, which know the "
+            "parameters by name."
+        )
+
+
 def bytes_of_state(unit: Unit, shards: Shards, state: Mapping[Tensor, dict[str, Any]]) -> Counter[Tier]:
-    """Of a unit's masters and optimizer state on this rank, by tier."""
-    sizes: Counter[Tier] = Counter()
+    """Of a unit's masters and optimizer state on this rank, by tier: all tiers."""
+    sizes: Counter[Tier] = Counter(dict.fromkeys(Tier, 0))
     for group in unit.groups:
         sizes.update(group.master_bytes())
     for shard in shards.of(unit):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.comm import Kind, Pending
-from shardwell.layout import Run, Spec, dense_stride, lay_out
+from shardwell.layout import Run, Spec, lay_out
 from shardwell.memory import Buffer, Mark, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.pages import Page
@@ -45,6 +45,10 @@ class Member:
     label: int  # its parameter group in the optimizer
     trainable: bool = True  # or was, and keeps what training needs
 
+    @property
+    def spec(self) -> Spec:
+        return Spec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
+
 
 class Group:
     """The buffers of some parameters of one unit, placed as their row says."""
@@ -64,7 +68,7 @@ class Group:
         self.stays_whole = False  # whole for good, although its row would release it
         self.is_exact = True  # whole as it rests, and not as a codec left it
         world = context.world.mesh
-        self.layout = lay_out([_spec(member) for member in members], world.size)
+        self.layout = lay_out([member.spec for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         is_split = row.optimizer.over is not None
@@ -333,11 +337,6 @@ class Group:
 
     # --------------------------------------------------------------------------------------- between the tiers
 
-    def send_down(self, gradients: Tensor, memory: Tensor) -> Tensor:
-        """Start copying gradients into pinned memory, on the caller's lane; returns the copy: 1D, in their dtype."""
-        copy = memory.view(gradients.dtype)[: gradients.numel()]
-        return copy.copy_(gradients, non_blocking=True)
-
     def send_up(self, values: Tensor, start: int, after: Mark) -> Mark:
         """Start copying updated parameters to where they rest, once the device is done with the old ones."""
         device = self.context.device
@@ -469,14 +468,11 @@ class Group:
                 self._join(self._joined)
             if self._num_openings == 0:  # inside of another one, masters may be ahead of what rests
                 edits.take_over_in_place(self)
+            stack.callback(setattr, self, "_num_openings", self._num_openings)
             self._num_openings += 1
-            stack.callback(self._count_closing)
             if changes:
                 stack.callback(self._take_over_masters)
             yield
-
-    def _count_closing(self) -> None:
-        self._num_openings -= 1
 
     @property
     def may_be_edited_apart(self) -> bool:
@@ -502,9 +498,3 @@ class Group:
             self.shard.store(self._joined.tensor)
         elif self._joined is not None and self.remainder is not None:
             split(self._joined.tensor, self.resting, self.remainder.tensor)
-
-
-def _spec(member: Member) -> Spec:
-    parameter = member.parameter
-    shape = tuple(parameter.shape)
-    return Spec(member.name, shape, dense_stride(shape, parameter.stride()), member.label)

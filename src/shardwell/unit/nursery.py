@@ -22,7 +22,7 @@ from shardwell.comm import Agreement, Axis, Collectives, Ledger
 from shardwell.comm.mesh import world_mesh
 from shardwell.config import Config
 from shardwell.errors import ShardwellError
-from shardwell.layout import Layout, Spec, dense_stride, lay_out
+from shardwell.layout import Layout, Spec, lay_out
 from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
 from shardwell.memory.chest import Chest
 from shardwell.memory.disk import DiskSettings, DiskTier
@@ -138,9 +138,7 @@ class Newborn:
     def _take(self, values: Tensor) -> None:
         """Move the parameter into a flat buffer that fits it as it is now."""
         context = self._nursery.context
-        shape = tuple(values.shape)
-        spec = Spec(self._name, shape, dense_stride(shape, values.stride()))
-        self._layout = lay_out([spec], context.world.mesh.size)
+        self._layout = lay_out([Spec.dense(self._name, values.shape, values.stride())], context.world.mesh.size)
         self._range = self._layout.shard_range(context.world.place)
         self._flat = self._buffer(self._layout.padded, values.dtype)
         slot = self._layout.slots[0]
