@@ -295,6 +295,17 @@ def _check_built(config: Config, found: Findings) -> None:
         only = unsupported.ONLY.get(key)
         if only is not None and value not in only.allowed:
             refused[key] = f"{_show(value)}: {only.why}"
+    if config.optimizer is not None and config.optimizer.type.lower() in unsupported.REMOVED_OPTIMIZERS:
+        kind = config.optimizer.type
+        refused["optimizer.type"] = f"{_show(kind)}: {unsupported.REMOVED_OPTIMIZERS[kind.lower()]}"
+    refused |= _contradictions(config)
+    refused |= _contradictions_of_zero(config, knows_stage=not found.broken("zero_optimization.stage"))
+    found.problems.extend(refused.items())
+
+
+def _contradictions(config: Config) -> dict[str, str]:
+    """Keys of precision that speak against one another, and why."""
+    refused: dict[str, str] = {}
     halves = [f"{name}.enabled" for name in ("bf16", "fp16") if getattr(config, name).enabled]
     if len(halves) == 2:
         refused["fp16.enabled"] = "contradicts bf16.enabled, both are true; keep one"
@@ -307,19 +318,25 @@ def _check_built(config: Config, found: Findings) -> None:
             f"{_show(config.gradient_predivide_factor)} contradicts prescale_gradients, which already divides by the "
             "number of ranks before the sum; use 1.0 or remove it"
         )
+    return refused
+
+
+def _contradictions_of_zero(config: Config, *, knows_stage: bool) -> dict[str, str]:
+    """Keys that speak against the stage, or against one another, and why."""
+    refused: dict[str, str] = {}
     zero = config.zero_optimization
-    if zero.offload_param.device != "none" and zero.stage != 3 and not found.broken("zero_optimization.stage"):
+    if zero.offload_param.device != "none" and zero.stage != 3 and knows_stage:
         refused["zero_optimization.offload_param.device"] = (
             f"{_show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
             'parameters rest sharded, and can be offloaded, only at stage 3; use "none"'
         )
-    if config.shardwell.find_unused_parameters and zero.stage == 3 and not found.broken("zero_optimization.stage"):
+    if config.shardwell.find_unused_parameters and zero.stage == 3 and knows_stage:
         refused["shardwell.find_unused_parameters"] = (
             "true contradicts zero_optimization.stage 3: all ranks bring their part of a module that one of them runs; "
             "use stage 2, or name the module that chooses in zero_optimization.leaf_module"
         )
     copies = zero.zero_hpz_partition_size
-    if copies not in (1, "auto") and zero.stage != 3 and not found.broken("zero_optimization.stage"):
+    if copies not in (1, "auto") and zero.stage != 3 and knows_stage:
         refused["zero_optimization.zero_hpz_partition_size"] = (
             f"{_show(copies)} contradicts zero_optimization.stage {zero.stage}: only at stage 3 "
             "parameters are split, and gathered from a second copy; use 1"
@@ -335,12 +352,12 @@ def _check_built(config: Config, found: Findings) -> None:
         ("zero_quantized_nontrainable_weights", "parameters", 3),
         ("zero_quantized_gradients", "gradients", 2),
     ):
-        if getattr(zero, key) is True and zero.stage < least and not found.broken("zero_optimization.stage"):
+        if getattr(zero, key) is True and zero.stage < least and knows_stage:
             refused[f"zero_optimization.{key}"] = (
                 f"true contradicts zero_optimization.stage {zero.stage}: {name} travel in shards only from stage "
                 f"{least} on; use false"
             )
-    if config.shardwell.placement == "auto" and zero.stage != 3 and not found.broken("zero_optimization.stage"):
+    if config.shardwell.placement == "auto" and zero.stage != 3 and knows_stage:
         refused["shardwell.placement"] = (
             f'"auto" contradicts zero_optimization.stage {zero.stage}: it places units of stage 3; use "asked"'
         )
@@ -349,10 +366,7 @@ def _check_built(config: Config, found: Findings) -> None:
             f'{_show(zero.offload_optimizer.ratio)} contradicts shardwell.placement "auto", which finds out what stays '
             "on the GPU; use 1.0 or remove it"
         )
-    if config.optimizer is not None and config.optimizer.type.lower() in unsupported.REMOVED_OPTIMIZERS:
-        kind = config.optimizer.type
-        refused["optimizer.type"] = f"{_show(kind)}: {unsupported.REMOVED_OPTIMIZERS[kind.lower()]}"
-    found.problems.extend(refused.items())
+    return refused
 
 
 def _check_ranks(config: Config, found: Findings, world_size: int | None) -> None:
