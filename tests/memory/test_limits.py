@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,8 +108,13 @@ def test_a_ulimit_is_a_budget_of_each_rank(kind: str) -> None:
     before, one, two = map(float, done.stdout.split())
     assert 0 < one <= min(before, limit)
     assert two <= 2 * limit
-    tight = subprocess.run([*command[:-1], str(1 << 20)], capture_output=True, text=True, check=True)
-    assert float(tight.stdout.split()[1]) == 0  # it has more than that already
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_ulimit_below_what_is_in_use_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    none, tight = (resource.RLIM_INFINITY,) * 2, (1 << 20, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: tight if asked == getattr(resource, kind) else none)
+    assert free_host_bytes() == 0
 
 
 def test_initialize_refuses_what_does_not_fit_into_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

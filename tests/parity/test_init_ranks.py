@@ -42,6 +42,27 @@ def test_a_parameter_that_rank_0_alone_fills_has_its_values(ranks: Ranks) -> Non
         assert torch.equal(torch.as_tensor(own), torch.arange(33.0).view(11, 3))
 
 
+def built_beside_modules_that_one_rank_drops() -> tuple[int, dict[str, Tensor]]:
+    """A new module may get the address of one that is gone: on the ranks that let it go, and not on the others."""
+    kept, addresses, weights = [], set(), []
+    with shardwell.zero.Init(config=SHORT):
+        for _ in range(40):
+            layer = nn.Linear(4, 4, bias=False)
+            weights.append(layer.weight)
+            addresses.add(id(layer))
+            if dist.get_rank() == 0:
+                kept.append(layer)
+            del layer
+            weights[-2:][0].detach().sum()  # all ranks gather it, or none does
+    return len(addresses), whole_parameters(nn.ParameterList(weights))
+
+
+def test_what_a_rank_keeps_of_the_modules_it_built_is_its_own_business(ranks: Ranks) -> None:
+    (_, first), (num_addresses, second) = ranks.run(2, built_beside_modules_that_one_rank_drops)
+    assert num_addresses < 40 == len(first)
+    assert all(torch.equal(torch.as_tensor(first[name]), torch.as_tensor(second[name])) for name in first)
+
+
 def seeded_by_rank(again: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     def build() -> Gpt:
         torch.manual_seed(dist.get_rank())

@@ -160,3 +160,31 @@ def test_states_of_another_shape_are_refused_by_name(ranks: Ranks) -> None:
     for case, name in {"turned": "embed.weight", "buffer": "table", "buffer that would spread": "table"}.items():
         assert said[case].startswith("ShardwellError"), f"{case}: {said[case]}"
         assert f"'{name}'" in said[case]
+
+
+def plain_optimizer_state(stage: int) -> str:
+    """A state of whole parameters goes to an optimizer that steps shards."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        return model, torch.optim.AdamW(model.parameters())
+
+    plain, state = build()
+    plain(torch.ones(2, 8)).sum().backward()
+    state.step()
+    model, optimizer = build()
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage)).engine
+    try:
+        optimizer.load_state_dict(state.state_dict())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    return "taken"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_optimizers_state_is_refused_by_one_that_steps_shards(ranks: Ranks, stage: int) -> None:
+    for said in ranks.run(2, plain_optimizer_state, stage):
+        assert said.startswith("ShardwellError: this state is not of the ")
+        assert "load_checkpoint" in said

@@ -491,7 +491,7 @@ class ShardedOptimizer(Optimizer):
         """Load what `state_dict` of the same rank, world and stage gave."""
         for unit in self._units:
             unit.wait()
-        check_cut(self.param_groups, state_dict["param_groups"])
+        check_cut(self.inner, state_dict)
         type(self.inner).load_state_dict(self.inner, state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if self._store is not None:

@@ -217,18 +217,32 @@ def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         yield chunk
 
 
-def check_cut(mine: Iterable[Mapping[str, Any]], given: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse parameter groups of a state that was taken when shards were cut otherwise.
+def check_cut(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    """Refuse a state that is of other tensors than the optimizer's.
 
-    They are cut in the course of training: where only some of a shard's parameters get gradients.
+    It may be of plain PyTorch's whole parameters. Or it was taken when shards were cut otherwise: they are cut in the
+    course of training, where only some of a shard's parameters get gradients.
     """
-    now, then = ([len(group["params"]) for group in groups] for groups in (mine, given))
-    if now != then:
+    groups = optimizer.param_groups
+    now, then = ([len(group["params"]) for group in some] for some in (groups, given["param_groups"]))
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    if now != then or any(_is_of_another(optimizer, t, given["state"].get(n, {})) for n, t in enumerate(tensors)):
         raise ShardwellError(
-            f"this state is of {then} shards in each parameter group, and the engine has {now}: they were cut "
-            "otherwise when it was taken. Use engine.save_checkpoint and engine.load_checkpoint, which know the "
-            "parameters by name."
+            f"this state is not of the {now} shards in each parameter group that the engine steps on this rank: it is "
+            f"of {then} tensors, whole parameters or shards that were cut otherwise. Use engine.save_checkpoint and "
+            "engine.load_checkpoint, which know the parameters by name."
         )
+
+
+def _is_of_another(optimizer: Optimizer, tensor: Tensor, given: Mapping[str, Any]) -> bool:
+    """Whether a state has an entry of another shape than the optimizer's, or one that is too large for its tensor."""
+    own = optimizer.state.get(tensor, {})
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != tensor.shape:
+            mine = own.get(name)
+            if mine.shape != value.shape if isinstance(mine, Tensor) else value.numel() >= tensor.numel():
+                return True
+    return False
 
 
 def bytes_of_state(unit: Unit, shards: Shards, state: Mapping[Tensor, dict[str, Any]]) -> Counter[Tier]:

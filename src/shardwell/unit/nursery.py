@@ -67,9 +67,10 @@ class Nursery:
         self._numbers = itertools.count()
 
     def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        self.focus(id(module))
+        owner = weakref.ref(module)
+        self.focus(owner)
         name = f"{type(module).__name__}.{name} ({next(self._numbers)})"  # the same on all ranks, and no other's
-        newborn = Newborn(self, id(module), name, parameter)
+        newborn = Newborn(self, owner, name, parameter)
         self._whole.append(newborn)
         self._all.add(newborn)
 
@@ -83,10 +84,14 @@ class Nursery:
         for newborn in list(self._all):
             newborn.settle()
 
-    def focus(self, module: int | None) -> None:
-        """Split every whole parameter of other modules, except those that somebody holds or has a view of."""
+    def focus(self, module: weakref.ref[nn.Module] | None) -> None:
+        """Split every whole parameter of other modules, except those that somebody holds or has a view of.
+
+        Modules are told apart by weak references, of which a module has one. An `id` may come again once a module is
+        gone, and when it goes is another moment on each rank.
+        """
         self._follow_swaps()
-        self._whole = [newborn for newborn in self._whole if newborn.module == module or not newborn.fold()]
+        self._whole = [newborn for newborn in self._whole if newborn.module is module or not newborn.fold()]
 
     def _follow_swaps(self) -> None:
         """`torch.utils.swap_tensors` gives a parameter another's keeper, or takes its own away."""
@@ -122,7 +127,7 @@ class Newborn:
     _layout: Layout
     _flat: Buffer
 
-    def __init__(self, nursery: Nursery, module: int, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, nursery: Nursery, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter) -> None:
         self.module = module
         self._nursery, self._name, self.parameter = nursery, name, parameter
         self._shard: Buffer | None = None
