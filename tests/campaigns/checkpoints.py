@@ -1,27 +1,21 @@
 """Changes checkpoints by chance and loads them, half of them at another number of ranks, stage or threshold.
 
-    python -m tests.campaigns.checkpoints [--count 200] [--seed 0] [--minutes 1] [--jobs 1] [--json FILE]
+    python -m tests.campaigns.checkpoints --count 5000 --minutes 60 --jobs 2
 
 Each is refused with a clear error and changes nothing, or is loaded with the values that were saved. Everything else
-counts: a silent difference, another error, a rank that crashes, a rank that hangs. Exits with 1 if there was any.
+is bad: a silent difference, another error, a rank that crashes, a rank that hangs.
 Checkpoints of others have no checksums: of those only what their form can show is changed.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import platform
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +28,7 @@ from shardwell.checkpoint.export import to_dcp, to_safetensors
 from shardwell.checkpoint.sources import open_source
 from shardwell.errors import ShardwellError
 from tests.campaigns.mutations import FOREIGN, OWN, Mutation, flip
+from tests.campaigns.result import Result, command_line
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import RankFailedError, Ranks
 
@@ -43,6 +38,7 @@ LAYOUTS = [(1, 0, 0), (1, 3, 0), (2, 1, 0), (2, 3, 0), (2, 3, 600), (3, 2, 0), (
 WRITERS = [(2, 3, 0), (3, 1, 0)]
 BATCH = 12  # checkpoints that one group of ranks loads
 LIMIT = 30.0  # seconds for one to be loaded
+GOOD = ("refused", "loaded with equal values")
 
 
 @dataclass(frozen=True)
@@ -53,47 +49,6 @@ class Trial:
     layout: tuple[int, int, int] | str
     is_other: bool  # than that of who wrote it
     path: str
-
-
-@dataclass
-class Tally:
-    """What a campaign did, and what came of it."""
-
-    seed: int = 0
-    tried: int = 0
-    elsewhere: int = 0  # at another layout
-    refused: int = 0
-    equal: int = 0
-    silent: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # other than those that are meant for users
-    crashes: list[str] = field(default_factory=list)
-    hangs: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)  # refused, and yet something was changed
-    by_mutation: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def is_well(self) -> bool:
-        return not (self.silent or self.errors or self.crashes or self.hangs or self.changed)
-
-    def count(self, trial: Trial, outcome: str) -> None:
-        self.tried += 1
-        self.elsewhere += trial.is_other
-        self.by_mutation[trial.what] = self.by_mutation.get(trial.what, 0) + 1
-        words = f"{trial.source} at {trial.layout}: {trial.what}: {trial.said}: {outcome}"
-        if outcome in ("refused", "equal"):
-            setattr(self, outcome, getattr(self, outcome) + 1)
-        else:
-            getattr(self, outcome.partition(":")[0]).append(words)
-
-    def add(self, other: dict[str, Any]) -> None:
-        for key, value in other.items():
-            if key == "by_mutation":
-                self.by_mutation = dict(Counter(self.by_mutation) + Counter(value))
-            elif key == "seconds":
-                self.seconds = max(self.seconds, value)
-            elif key != "seed":
-                setattr(self, key, getattr(self, key) + value)
 
 
 # --- in the ranks -----------------------------------------------------------------------------------------------
@@ -160,11 +115,11 @@ def load_all(layout: tuple[int, int, int], roots: list[str], whole: str, other: 
         try:
             engine.load_checkpoint(root, strict=True)
         except ShardwellError:
-            answers.append("refused" if digest(engine) == before else "changed")
+            answers.append("refused" if digest(engine) == before else "refused and changed")
         except Exception as error:
-            answers.append(f"errors: {type(error).__name__}: {error}")
+            answers.append(f"other error: {type(error).__name__}: {error}")
         else:
-            answers.append("equal" if digest(engine) == right else "silent")
+            answers.append("loaded with equal values" if digest(engine) == right else "silent difference")
             engine.load_checkpoint(other)
     return answers
 
@@ -179,10 +134,11 @@ def read_all(paths: list[str], truths: list[str], num_parts: int, log: str) -> l
         except ShardwellError:
             answers.append("refused")
         except Exception as error:
-            answers.append(f"errors: {type(error).__name__}: {error}")
+            answers.append(f"other error: {type(error).__name__}: {error}")
         else:
             expected = _read(truth, 1)
-            answers.append("refused" if found.keys() != expected.keys() else "equal" if found == expected else "silent")
+            same = "loaded with equal values" if found == expected else "silent difference"
+            answers.append("refused" if found.keys() != expected.keys() else same)
     return answers
 
 
@@ -210,7 +166,7 @@ class Campaign:
     """Checkpoints, and what is done to them."""
 
     def __init__(self, folder: Path, seed: int, ranks: Ranks) -> None:
-        self.folder, self.ranks, self.tally = folder, ranks, Tally(seed)
+        self.folder, self.ranks, self.result = folder, ranks, Result("checkpoints")
         self.draw = random.Random(seed)
         self._num_copies = 0
         self._log = folder / "log"
@@ -231,13 +187,19 @@ class Campaign:
         cases = [path.parent for path in sorted(deepspeed.glob("*/latest"))]
         return [self.folder / "safetensors", self.folder / "dcp", *cases]
 
-    def run(self, count: int, seconds: float) -> Tally:
+    def run(self, count: int, seconds: float) -> Result:
         begin = time.monotonic()
-        while self.tally.tried < count and time.monotonic() - begin < seconds:
-            batch = min(BATCH, count - self.tally.tried)
+        while self.result.tried < count and time.monotonic() - begin < seconds:
+            batch = min(BATCH, count - self.result.tried)
             (self._try_foreign if self.draw.random() < 0.15 else self._try_own)(batch)
-        self.tally.seconds = round(time.monotonic() - begin, 1)
-        return self.tally
+        self.result.seconds = round(time.monotonic() - begin, 1)
+        return self.result
+
+    def _count(self, trial: Trial, outcome: str) -> None:
+        kind = outcome.partition(":")[0]
+        words = f"{trial.source} at {trial.layout}: {trial.what}: {trial.said}: {outcome}"
+        self.result.count(kind, "" if kind in GOOD else words)
+        self.result.figures["at another layout"] += trial.is_other
 
     def _try_own(self, batch: int) -> None:
         writer = self.draw.choice(WRITERS)
@@ -281,15 +243,15 @@ class Campaign:
             except RankFailedError as error:
                 reached = [int(path.read_text()) for path in self._log.iterdir()]
                 guilty = rest[min(reached, default=0)]
-                kind = "crashes" if "died with exit code" in str(error) else "hangs"
-                kind = "errors" if kind == "hangs" and "did not answer" not in str(error) else kind
-                self.tally.count(guilty, f"{kind}: {str(error)[-600:]}")
+                kind = "crash" if "died with exit code" in str(error) else "hang"
+                kind = "other error" if kind == "hang" and "did not answer" not in str(error) else kind
+                self._count(guilty, f"{kind}: {str(error)[-600:]}")
                 rest.remove(guilty)
                 continue
             for trial, each in zip(rest, zip(*answers, strict=True), strict=True):
-                worst = next((one for one in each if one not in ("refused", "equal")), None)
-                mixed = "silent" if len(set(each)) > 1 else each[0]  # some ranks have it, others do not
-                self.tally.count(trial, worst or mixed)
+                worst = next((one for one in each if one not in GOOD), None)
+                mixed = "silent difference" if len(set(each)) > 1 else each[0]  # some ranks have it, others do not
+                self._count(trial, worst or mixed)
             break
         for trial in trials:
             shutil.rmtree(Path(trial.path).parent)
@@ -313,7 +275,7 @@ def _choose(table: dict[str, tuple[Mutation, int]], draw: random.Random) -> tupl
     return what, table[what][0]
 
 
-def run(count: int, seed: int, seconds: float) -> Tally:
+def campaign(count: int, seed: int, seconds: float) -> Result:
     ranks = Ranks()
     try:
         with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
@@ -322,51 +284,5 @@ def run(count: int, seed: int, seconds: float) -> Tally:
         ranks.close()
 
 
-def run_beside(options: argparse.Namespace) -> Tally:
-    """Several campaigns at once, each with a seed of its own, as one."""
-    tally = Tally(options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = []
-        for job in range(options.jobs):
-            count = options.count // options.jobs + (job < options.count % options.jobs)
-            command = [sys.executable, "-m", __spec__.name, "--count", str(count)]
-            command += ["--seed", str(options.seed * 1000 + job), "--minutes", str(options.minutes)]
-            jobs.append(subprocess.Popen([*command, "--json", f"{folder}/{job}.json"], stdout=subprocess.DEVNULL))
-        for number, job in enumerate(jobs):
-            job.wait()
-            path = Path(folder, f"{number}.json")
-            if path.exists():
-                tally.add(json.loads(path.read_text())["tally"])
-            else:
-                tally.crashes.append(f"campaign {number} ended with {job.returncode}")
-    return tally
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.checkpoints", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=200, help="checkpoints to change and load")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1.0, help="end after so long, whatever the count is")
-    parser.add_argument("--jobs", type=int, default=1, help="campaigns beside each other; each has up to 3 processes")
-    parser.add_argument("--json", type=Path, help="write what came of it to this file")
-    options = parser.parse_args(arguments)
-    if options.jobs > 1:
-        tally = run_beside(options)
-    else:
-        tally = run(options.count, options.seed, 60 * options.minutes)
-    versions = {"shardwell": shardwell.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    if options.json is not None:
-        options.json.write_text(json.dumps({"tally": asdict(tally), "versions": versions}, indent=2) + "\n")
-    print(
-        f"{tally.tried} tried, {tally.elsewhere} of them at another layout: {tally.refused} refused, {tally.equal} "
-        f"loaded with equal values, {len(tally.silent)} silent differences, {len(tally.errors)} other errors, "
-        f"{len(tally.changed)} refused and changed, {len(tally.crashes)} crashes, {len(tally.hangs)} hangs; "
-        f"{tally.seconds:g} s"
-    )
-    for words in [*tally.silent, *tally.errors, *tally.changed, *tally.crashes, *tally.hangs]:
-        print(f"  {words}")
-    return 0 if tally.is_well and tally.tried else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(campaign, "tests.campaigns.checkpoints", __doc__))

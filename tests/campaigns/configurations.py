@@ -8,7 +8,6 @@ that, and the next worker goes on behind it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
@@ -16,11 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tests.campaigns.result import Result, command_line
+
+GOOD = ("works", "refused", "stopped")
 LIMIT = 30  # seconds for one configuration
 
 _BASES: list[dict[str, Any]] = [
@@ -169,10 +169,10 @@ def _ring(_signal: int, _frame: FrameType | None) -> None:
     raise _Hang
 
 
-def work(seed: int, first: int, count: int) -> None:
+def work(seed: int, first: int, end: int) -> None:
     """Try some of them; a line for each."""
     signal.signal(signal.SIGALRM, _ring)
-    for number in range(first, first + count):
+    for number in range(first, end):
         print(json.dumps({"begin": number}), flush=True)
         signal.alarm(LIMIT)
         try:
@@ -183,14 +183,18 @@ def work(seed: int, first: int, count: int) -> None:
         print(json.dumps({"number": number, "outcome": outcome}), flush=True)
 
 
-def campaign(count: int, seed: int, minutes: float) -> dict[str, Any]:
-    """Counts by outcome, and all that must not be."""
-    counts: Counter[str] = Counter()
-    bad: list[dict[str, Any]] = []
-    end, first = time.monotonic() + 60 * minutes, 0
-    while first < count and time.monotonic() < end:
-        command = [sys.executable, "-m", "tests.campaigns.configurations", "--worker", str(first)]
-        command += ["--count", str(count - first), "--seed", str(seed)]
+def campaign(count: int, seed: int, seconds: float) -> Result:
+    result, begin, first = Result("configurations"), time.monotonic(), 0
+    while first < count and time.monotonic() - begin < seconds:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.campaigns.configurations",
+            "--worker",
+            str(seed),
+            str(first),
+            str(count),
+        ]
         begun = -1
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
             assert worker.stdout is not None
@@ -199,36 +203,20 @@ def campaign(count: int, seed: int, minutes: float) -> dict[str, Any]:
                 begun = said.get("begin", begun)
                 if "outcome" in said:
                     first = said["number"] + 1
-                    counts[said["outcome"].partition(":")[0]] += 1
-                    if said["outcome"].partition(":")[0] not in ("works", "refused", "stopped"):
-                        bad.append({"seed": seed, **said})
-                if time.monotonic() > end:
+                    kind = said["outcome"].partition(":")[0]
+                    result.count(kind, "" if kind in GOOD else f"seed {seed}, number {begun}: {said['outcome']}")
+                if time.monotonic() - begin > seconds:
                     worker.kill()
                     break
-        if begun >= first and time.monotonic() < end:
-            counts["crash"] += 1
-            bad.append({"seed": seed, "number": begun, "outcome": f"crash: exit code {worker.returncode}"})
+        if begun >= first and time.monotonic() - begin < seconds:
+            result.count("crash", f"seed {seed}, number {begun}: exit code {worker.returncode}")
             first = begun + 1
-    return {"campaign": "configurations", "tried": sum(counts.values()), "outcomes": dict(counts), "bad": bad}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker is not None:
-        work(asked.seed, asked.worker, asked.count)
-        return
-    found = campaign(asked.count, asked.seed, asked.minutes)
-    print(json.dumps(found, indent=1))
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=1))
-    sys.exit(1 if found["bad"] else 0)
+    result.seconds = round(time.monotonic() - begin, 1)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--worker"]:
+        work(*map(int, sys.argv[2:]))
+    else:
+        sys.exit(command_line(campaign, "tests.campaigns.configurations", __doc__))

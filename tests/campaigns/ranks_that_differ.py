@@ -8,7 +8,6 @@ how many ranks, which stage.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -16,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch import nn
 
 import shardwell
 from shardwell.engine import likeness
+from tests.campaigns.result import Result, command_line
 
 LIMIT = 60.0  # seconds for one case
 
@@ -178,34 +177,18 @@ def _judged(answers: list[Any], word: str, name: str, *, is_over: bool) -> str:
     return "named" if all(word in answer["text"] for answer in answers) else "refused without the name"
 
 
-def campaign(count: int, seed: int, minutes: float) -> dict[str, Any]:
-    counts: Counter[str] = Counter()
-    bad: list[dict[str, Any]] = []
-    end = time.monotonic() + 60 * minutes
+def campaign(count: int, seed: int, seconds: float) -> Result:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch imports more when the first optimizer is made
+    result, begin = Result("ranks_that_differ"), time.monotonic()
     for number in range(count):
-        if time.monotonic() > end:
+        if time.monotonic() - begin > seconds:
             break
         found = play(random.Random(f"{seed} {number}"))
-        counts[found["outcome"]] += 1
-        if found["outcome"] not in ("named", "trains"):
-            bad.append({"seed": seed, "number": number, **found})
-    return {"campaign": "ranks that differ", "tried": sum(counts.values()), "outcomes": dict(counts), "bad": bad}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, default=None)
-    asked = parser.parse_args()
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch imports more when the first optimizer is made
-    found = campaign(asked.count, asked.seed, asked.minutes)
-    print(json.dumps(found, indent=1))
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=1))
-    sys.exit(1 if found["bad"] else 0)
+        is_good = found["outcome"] in ("named", "trains")
+        result.count(found["outcome"], "" if is_good else f"seed {seed}, number {number}: {found}")
+    result.seconds = round(time.monotonic() - begin, 1)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line(campaign, "tests.campaigns.ranks_that_differ", __doc__))

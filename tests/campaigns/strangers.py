@@ -1,28 +1,26 @@
 """A job on two hosts while a third party on the same network tries what it can; the job has to go on as if alone.
 
-    python -m tests.campaigns.strangers [--seconds 60] [--seed 1] [--json FILE]
+    python -m tests.campaigns.strangers --count 20 --minutes 10
 
 Each round runs one job (a fixed number of nodes, or a range) from its start to its end under attack, and compares its
-numbers with those of a job that was left alone, bit for bit. Exits with 1 if anything was gained, or a job differed.
+numbers with those of a job that was left alone, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import ADDRESSES
 from benchmarks.launch import stop
 from tests.campaigns.network import STRANGER, Network, why_no_network
+from tests.campaigns.result import Result, command_line
 from tests.cli.command import ROOT, arguments, environment
 
 ATTACK = 15.0  # seconds that a job under attack takes at least
@@ -48,19 +46,6 @@ with shardwell.zero.GatheredParameters(list(model.parameters())):
 (folder / f"digest-{os.environ['RANK']}").write_text(digest)
 engine.destroy()
 """
-
-
-@dataclass
-class Tally:
-    """What a campaign did, and what came of it."""
-
-    jobs: int = 0
-    tried: Counter[str] = field(default_factory=Counter)
-    gains: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"jobs": self.jobs, "tried": dict(self.tried), "gains": self.gains, "failures": self.failures}
 
 
 def run_job(network: Network, folder: Path, nodes: str, attack: tuple[int, float] | None) -> tuple[str, dict[str, Any]]:
@@ -104,43 +89,30 @@ def run_job(network: Network, folder: Path, nodes: str, attack: tuple[int, float
     return (digests.pop() if len(digests) == 1 else f"digests differ: {digests}"), found
 
 
-def campaign(seconds: float, seed: int, folder: Path) -> Tally:
-    """Jobs under attack until the time is over; one at least."""
-    tally, end = Tally(), time.monotonic() + seconds
-    with Network() as network:
+def campaign(count: int, seed: int, seconds: float) -> Result:
+    """So many jobs under attack, or until the time is over; one at least."""
+    result, begin = Result("strangers"), time.monotonic()
+    with tempfile.TemporaryDirectory() as name, Network() as network:
+        folder = Path(name)
         alone, _ = run_job(network, folder / "alone", "2", None)
         if len(alone) != 64:
             raise SystemExit(f"a job that is left alone does not succeed: {alone}")
-        while tally.jobs == 0 or time.monotonic() < end:
-            nodes = ("2", "1:2")[(seed + tally.jobs) % 2]
-            found, said = run_job(network, folder / str(tally.jobs), nodes, (seed + tally.jobs, ATTACK))
-            tally.jobs += 1
-            tally.tried.update(said.get("tried", {}))
-            tally.gains += said.get("gains", [])
-            if found != alone:
-                tally.failures.append(f"--nnodes {nodes}, seed {seed + tally.jobs - 1}: {found}")
-            if not said.get("open"):
-                tally.failures.append("the stranger found nothing that listens, so nothing was tried")
-    return tally
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if (refusal := why_no_network()) is not None:
-        print(f"skipped: no hosts here: {refusal}")
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        tally = campaign(options.seconds, options.seed, Path(folder))
-    text = json.dumps(tally.as_json(), indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text)
-    return int(bool(tally.gains or tally.failures))
+        while result.tried == 0 or (result.tried < count and time.monotonic() - begin < seconds):
+            number = seed + result.tried
+            nodes = ("2", "1:2")[number % 2]
+            found, said = run_job(network, folder / str(number), nodes, (number, ATTACK))
+            problems = [str(gain) for gain in said.get("gains", [])]
+            problems += [found] if found != alone else []
+            problems += [] if said.get("open") else ["the stranger found nothing that listens, so nothing was tried"]
+            words = f"--nnodes {nodes}, seed {number}: {'; '.join(problems)}" if problems else ""
+            result.count("disturbed" if problems else "as if alone", words)
+            result.figures.update(said.get("tried", {}))
+    result.seconds = round(time.monotonic() - begin, 1)
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if (refusal := why_no_network()) is not None:
+        print(f"skipped: no hosts here: {refusal}")
+        sys.exit(0)
+    sys.exit(command_line(campaign, "tests.campaigns.strangers", __doc__))

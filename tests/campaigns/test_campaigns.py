@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns.result import Result, command_line
+
 
 def run(name: str, folder: Path, count: int) -> dict[str, Any]:
     file = folder / "found.json"
@@ -28,3 +30,29 @@ def test_a_rank_that_differs_is_named_and_one_that_honestly_differs_trains(tmp_p
     found = run("ranks_that_differ", tmp_path, 12)
     assert found["bad"] == []
     assert found["outcomes"]["named"] > 0
+
+
+def test_campaigns_beside_each_other_count_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    assert main(["--count", "5", "--jobs", "2", "--json", str(file)]) == 1
+    found = json.loads(file.read_text())
+    assert (found["tried"], found["outcomes"]) == (5, {"fine": 3, "wrong": 2})
+    assert found["bad"] == ["2 is even", "2 is even"]
+    assert found["slowest"] == {"a case": 3.0}
+
+
+def evens(count: int, seed: int, seconds: float) -> Result:
+    """A campaign to which even numbers are wrong."""
+    result = Result("evens")
+    for number in range(1, count + 1):
+        result.count("wrong" if number % 2 == 0 else "fine", "2 is even" if number % 2 == 0 else "")
+        result.took("a case", number)
+    return result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return command_line(evens, "tests.campaigns.test_campaigns", None, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.campaigns.network import why_no_network
@@ -14,14 +12,9 @@ REFUSED = why_no_network()
 
 @pytest.mark.slow
 @pytest.mark.skipif(REFUSED is not None, reason=f"no hosts here: {REFUSED}")
-def test_a_third_party_gains_nothing_and_the_job_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    tally = campaign(0, 1, tmp_path)
-    assert tally.gains == []
-    assert tally.failures == []
-    assert set(tally.tried) >= {
-        "clients of torch's store",
-        "garbage",
-        "half-open connections",
-        "wrong secrets",
-        "pickles",
-    }
+def test_a_third_party_gains_nothing_and_the_job_is_the_same_bit_for_bit() -> None:
+    result = campaign(1, 1, 0.0)
+    assert result.bad == []
+    assert result.outcomes == {"as if alone": 1}
+    tried = {"clients of torch's store", "garbage", "half-open connections", "wrong secrets", "pickles"}
+    assert set(result.figures) >= tried

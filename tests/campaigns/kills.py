@@ -1,48 +1,56 @@
-"""Kills ranks of a training job again and again, and checks that nothing is lost.
+"""Kills ranks of training jobs again and again, and checks that nothing is lost.
 
-    python -m tests.faults.campaign --kills 100 --ranks 2 --seed 0
+    python -m tests.campaigns.kills --count 1000 --minutes 120
 
-A job that restarts by itself (`campaign_script.py`) loses a random rank to SIGKILL at a random moment, also while it
-starts and while it saves, until so many kills have happened. Then it ends, and is held against the same job without
-kills.
+A job (`kills_script.py`) loses a random rank to SIGKILL at a random moment, also while it starts and while it saves,
+and is started again, until so many kills have happened. Then it ends, and is held against the same job without kills.
+Stage, tier, number of ranks and launcher of each job are drawn from the seed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
+import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
+from tests.campaigns.result import Result, command_line
 from tests.cli.command import ROOT, arguments, environment
 
-SCRIPT = ROOT / "tests" / "faults" / "campaign_script.py"
+SCRIPT = ROOT / "tests" / "campaigns" / "kills_script.py"
 SAMPLES = 101  # of the script's data set
 LIMIT = 120.0  # seconds for anything to happen
+SURVIVAL = 15.0  # seconds after which no rank may be left of a job that has lost one
 MOMENTS = {"start": 2, "training": 3, "save": 5}  # how often each is chosen
+WORDS = {"start": "while it started", "training": "in training", "save": "while it saved"}
 PAUSE = 0.004  # seconds after each micro-step, so that kills spread
+KILLS_OF_A_JOB = 12
+RUN = "shardwell run"  # it starts the ranks again by itself
+LAUNCHERS = (RUN, "torchrun", "none")
+TIERS = ("device", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
 class Settings:
-    kills: int = 100
+    kills: int = 4
     ranks: int = 2
     stage: int = 3
+    tier: str = "device"
+    launcher: str = RUN
     seed: int = 0
 
 
@@ -55,41 +63,55 @@ class Kill:
     left: list[str]  # new leftovers of checkpoints: partial, aside, deleted
     latest: int  # the step of the checkpoint to go on from; 0: none
     verified: int  # committed checkpoints, all of them read and compared with their checksums
+    survived: float  # seconds until the last of the other ranks had ended
     problems: list[str]
 
 
 @dataclass
 class Report:
-    """What came of a campaign."""
+    """What came of one job."""
 
     settings: Settings
     kills: list[Kill]
-    steps: int
-    repeated: int  # steps that were done more than once
-    seconds: float
+    repeated: int = 0  # micro-steps that were done more than once
     checks: dict[str, str] = field(default_factory=dict)  # what holds -> "" or what is wrong
-
-    @property
-    def is_good(self) -> bool:
-        return not any(self.checks.values())
 
 
 class Job:
-    """The script under `shardwell run`, in a folder of its own."""
+    """The script, in a folder of its own. A life is what its ranks do between two kills."""
 
     def __init__(self, folder: Path, settings: Settings, pause: float) -> None:
-        self.folder, self.ranks = folder, settings.ranks
+        self.folder, self.settings = folder, settings
         self.root = folder / "checkpoints"
         self._errors = folder / "stderr"
+        self._script = [str(part) for part in (SCRIPT, folder, settings.stage, settings.tier, pause)]
+        self._started: list[subprocess.Popen[bytes]] = []  # the launcher, or the ranks themselves
         self._gone: set[int] = set()
-        options = ("-n", settings.ranks, "--max-restarts", settings.kills)
-        command = arguments("run", *map(str, options), SCRIPT, folder, str(settings.stage), str(pause))
-        with self._errors.open("wb") as errors:
-            self._launcher = subprocess.Popen(command, env=environment(), stdout=errors, stderr=errors)
+        self._lives = 0
+        (folder / "drive").mkdir(parents=True)
+
+    def _start(self) -> None:
+        num_ranks = str(self.settings.ranks)
+        life = {} if self.settings.launcher == RUN else {"CAMPAIGN_LIFE": str(self._lives)}
+        if self.settings.launcher == RUN:
+            restarts = ("--max-restarts", str(self.settings.kills))
+            commands = {"": arguments("run", "-n", num_ranks, *restarts, *self._script)}
+        elif self.settings.launcher == "torchrun":
+            options = ["torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+            commands = {"": [sys.executable, "-m", *options, *self._script]}
+        else:
+            commands = {str(rank): [sys.executable, *self._script] for rank in range(self.settings.ranks)}
+            life |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": num_ranks}
+            life |= {"LOCAL_WORLD_SIZE": num_ranks}
+        for rank, command in commands.items():
+            env = {**environment(), **life, **({"RANK": rank, "LOCAL_RANK": rank} if rank else {})}
+            with self._errors.open("ab") as errors:
+                self._started.append(subprocess.Popen(command, cwd=self.folder, env=env, stdout=errors, stderr=errors))
 
     def close(self) -> None:
-        self._launcher.kill()  # its ranks end with it
-        self._launcher.wait()
+        for process in self._started:
+            process.kill()  # the ranks of a launcher end with it
+            process.wait()
 
     @property
     def errors(self) -> str:
@@ -99,32 +121,49 @@ class Job:
         """Wait for something to be true while the job lives."""
         deadline = time.monotonic() + LIMIT
         while not (result := holds()):
-            if self._launcher.poll() is not None:
-                raise AssertionError(f"the job ended with {self._launcher.returncode}:\n{self.errors}")
+            codes = [process.poll() for process in self._started]
+            if any(code is not None for code in codes):
+                raise AssertionError(f"the job ended with {codes}:\n{self.errors}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"nothing happened for {LIMIT:g} s:\n{self.errors}")
             time.sleep(pause)
         return result
 
     def next_life(self) -> list[psutil.Process]:
-        """The ranks, once all of them were started again, in the order of their ranks."""
+        """The ranks, once all of them were started (again), in the order of their ranks."""
+        if not self._started or self.settings.launcher != RUN:
+            self._started = []
+            self._start()
+        self._lives += 1
+        if self.settings.launcher == "none":
+            return [psutil.Process(process.pid) for process in self._started]
 
         def look() -> list[psutil.Process]:
-            children = psutil.Process(self._launcher.pid).children()
+            children = psutil.Process(self._started[0].pid).children()
             fresh = [child for child in children if child.pid not in self._gone]
-            return fresh if len(fresh) == self.ranks else []
+            return fresh if len(fresh) == self.settings.ranks else []
 
         life: list[psutil.Process] = self.until(look)
         return sorted(life, key=lambda process: process.pid)
 
-    def bury(self, life: list[psutil.Process]) -> None:
-        """Wait until no rank of a life is left."""
+    def begin(self) -> None:
+        """Let the ranks of this life load and train."""
+        (self.folder / f"go-{self._lives - 1}").touch()
+
+    def bury(self, life: list[psutil.Process]) -> float:
+        """Wait until no rank of a life is left; for how many seconds."""
+        begin = time.monotonic()
         _, alive = psutil.wait_procs(life, timeout=LIMIT)
         assert not alive, f"ranks outlived a killed one:\n{self.errors}"
+        seconds = time.monotonic() - begin
         self._gone.update(process.pid for process in life)
+        if self.settings.launcher != RUN:
+            for process in self._started:
+                process.wait(LIMIT)
+        return seconds
 
     def wait(self) -> int:
-        return self._launcher.wait(timeout=LIMIT)
+        return max(abs(process.wait(timeout=LIMIT)) for process in self._started)
 
     @property
     def log_size(self) -> int:
@@ -134,13 +173,19 @@ class Job:
         return list(self.root.glob(f".*.{state}"))
 
 
-def run_with_kills(job: Job, settings: Settings) -> list[Kill]:
-    chance = random.Random(settings.seed)
-    kills = []
-    for number in range(settings.kills):
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def run_with_kills(job: Job) -> list[Kill]:
+    chance = random.Random(job.settings.seed)
+    kills: list[Kill] = []
+    for _ in range(job.settings.kills):
         life = job.next_life()
         before, old = job.log_size, {path.name for path in job.leftovers()}
-        (job.folder / f"go-{number}").touch()
+        job.begin()
         moment = chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
         if moment != "start":
             job.until(lambda before=before: job.log_size > before)  # type: ignore[misc]
@@ -150,21 +195,19 @@ def run_with_kills(job: Job, settings: Settings) -> list[Kill]:
                 job.until((job.root / "latest").exists)
             job.until(lambda: job.leftovers("partial"), pause=0.0005)
             time.sleep(chance.uniform(0.0, 0.01))
-        rank = chance.randrange(settings.ranks)
+        rank = chance.randrange(job.settings.ranks)
         life[rank].kill()
-        job.bury(life)
-        kills.append(look_at(job, rank, moment, old))
+        kills.append(look_at(job, rank, moment, old, job.bury(life)))
     return kills
 
 
-def look_at(job: Job, rank: int, moment: str, old: set[str]) -> Kill:
+def look_at(job: Job, rank: int, moment: str, old: set[str], survived: float) -> Kill:
     """What is in the folder of checkpoints now that nobody writes there."""
     tags, problems = verify(job.root)
     left = sorted(path.suffix.removeprefix(".") for path in job.leftovers() if path.name not in old)
-    with contextlib.suppress(FileNotFoundError):
-        latest = (job.root / "latest").read_text().strip()
-        return Kill(rank, moment, left, step_of(latest), len(tags), problems)
-    return Kill(rank, moment, left, 0, len(tags), problems)
+    latest = job.root / "latest"
+    step = step_of(latest.read_text().strip()) if latest.exists() else 0
+    return Kill(rank, moment, left, step, len(tags), survived, problems)
 
 
 def step_of(tag: str) -> int:
@@ -243,26 +286,21 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 # --- the whole --------------------------------------------------------------------------------------------------
 
 
-def campaign(folder: Path, settings: Settings) -> Report:
+def run_job(folder: Path, settings: Settings) -> Report:
     """Run, kill, run again without kills, compare."""
-    began = time.monotonic()
-    (folder / "killed").mkdir(parents=True)
-    (folder / "quiet").mkdir()
     with contextlib.closing(Job(folder / "killed", settings, PAUSE)) as killed:
-        kills = run_with_kills(killed, settings)
+        kills = run_with_kills(killed)
         killed.next_life()
         before = killed.log_size
-        (killed.folder / f"go-{settings.kills}").touch()
+        killed.begin()
         killed.until(lambda: killed.log_size > before)
-        steps = 1 + len(records(killed.folder, 0)[0]) // 2
-        _write(killed.folder / "stop-at", str(steps))
+        _write(killed.folder / "stop-at", str(1 + len(records(killed.folder, 0)[0]) // 2))
         code = killed.wait()
     assert code == 0, killed.errors
     tag = (killed.root / "latest").read_text().strip()
     quiet = _without_kills(folder / "quiet", settings, step_of(tag))
-    report = Report(settings, kills, step_of(tag), 0, 0.0)
+    report = Report(settings, kills)
     _check(report, killed, quiet, tag)
-    report.seconds = round(time.monotonic() - began, 1)
     return report
 
 
@@ -274,9 +312,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _without_kills(folder: Path, settings: Settings, steps: int) -> Job:
-    (folder / "go-0").touch()
-    _write(folder / "stop-at", str(steps))
     with contextlib.closing(Job(folder, settings, 0.0)) as job:
+        _write(folder / "stop-at", str(steps))
+        job.next_life()
+        job.begin()
         assert job.wait() == 0, job.errors
     return job
 
@@ -289,11 +328,14 @@ def _check(report: Report, killed: Job, quiet: Job, tag: str) -> None:
     micro_steps = [[sample for rank in ranks for sample in found[rank][0][step][0]] for step in range(len(expected[0]))]
     at_the_end = verify(killed.root)[1]
     latest = [kill.latest for kill in report.kills]
-    restarts = killed.errors.count("; restart ")
+    restarts = killed.errors.count("; restart ") if report.settings.launcher == RUN else len(report.kills)
     different = differences(values_of(killed.root, tag), values_of(quiet.root, tag))
     left = [path.name for path in killed.root.iterdir() if path.name.startswith(".")]
+    left += [path.name for path in (killed.folder / "drive").rglob("*") if path.is_file()]
+    slow = [f"{kill.survived:.1f} s" for kill in report.kills if kill.survived > SURVIVAL]
     report.checks = {
         "every kill was one restart": "" if restarts == len(report.kills) else f"{restarts} restarts:\n{killed.errors}",
+        f"no rank is left {SURVIVAL:g} s after a kill": ", ".join(slow),
         "every committed checkpoint verifies": "; ".join(
             [p for kill in report.kills for p in kill.problems] + at_the_end
         ),
@@ -301,7 +343,7 @@ def _check(report: Report, killed: Job, quiet: Job, tag: str) -> None:
         "no sample is skipped or seen twice": misplaced_samples(micro_steps),
         "samples and losses of every step are those of a quiet run": _first_difference(found, expected),
         "parameters, optimizer, schedule, position and random states too": ", ".join(different),
-        "nothing is left beside the checkpoints": ", ".join(left),
+        "nothing is left beside the checkpoints or on the drive": ", ".join(left),
     }
 
 
@@ -313,49 +355,36 @@ def _first_difference(found: list[tuple[list[Any], int]], expected: list[list[An
     return ""
 
 
-def show(report: Report, console: Console) -> None:
-    kills = report.kills
-    table = Table(title=f"{len(kills)} kills of {report.settings.ranks} ranks at stage {report.settings.stage}")
-    for column in ("meant to hit", "kills", "left a partial", "left an old one", "left a removal"):
-        table.add_column(column, justify="left" if column == "meant to hit" else "right")
-    for moment in MOMENTS:
-        hit = [kill for kill in kills if kill.moment == moment]
-        states = [sum(state in kill.left for kill in hit) for state in ("partial", "aside", "deleted")]
-        table.add_row(moment, *map(str, [len(hit), *states]))
-    console.print(table)
-    console.print(
-        f"{report.steps} steps, {report.repeated} micro-steps repeated, {sum(kill.verified for kill in kills)} "
-        f"checkpoints verified after kills, {report.seconds:.0f} s"
-    )
-    for claim, problem in report.checks.items():
-        console.print(f"{'FAILED' if problem else 'pass':6}  {claim}{': ' if problem else ''}{problem}", markup=False)
-
-
-@contextlib.contextmanager
-def _folder(path: Path | None) -> Iterator[Path]:
-    if path is not None:
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="shardwell-campaign-") as temporary:
-        yield Path(temporary)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill ranks of a training job and check that nothing is lost.")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="a new folder to work in; it is kept")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    asked = parser.parse_args()
-    with _folder(asked.folder) as folder:
-        report = campaign(folder, Settings(asked.kills, asked.ranks, asked.stage, asked.seed))
-    show(report, Console())
-    if asked.out is not None:
-        asked.out.write_text(json.dumps({"torch": torch.__version__, **asdict(report)}, indent=2) + "\n")
-    return 0 if report.is_good else 1
+def campaign(count: int, seed: int, seconds: float) -> Result:
+    result, begin, draw = Result("kills"), time.monotonic(), random.Random(seed)
+    while result.tried < count and time.monotonic() - begin < seconds:
+        kills = min(KILLS_OF_A_JOB, count - result.tried)
+        where = draw.choice(TIERS), draw.choice(LAUNCHERS)
+        settings = Settings(kills, draw.choice([2, 2, 3]), draw.randrange(4), *where, draw.randrange(1 << 30))
+        with tempfile.TemporaryDirectory(prefix="shardwell-campaign-") as folder:
+            try:
+                report = run_job(Path(folder), settings)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                result.count("job that failed", f"{settings}: {error}")
+                continue
+        for kill in report.kills:
+            result.count(
+                {"start": "while it started", "training": "in training", "save": "while it saved"}[kill.moment]
+            )
+            result.took("the last survivor's end after a kill", kill.survived)
+        result.bad += [f"{settings}: not so: {claim}: {problem}" for claim, problem in report.checks.items() if problem]
+        result.figures.update(
+            {
+                "jobs": 1,
+                f"kills under {settings.launcher if settings.launcher != 'none' else 'no launcher'}": kills,
+                f"kills with state on {settings.tier}": kills,
+                "micro-steps repeated": report.repeated,
+                "checkpoints verified after kills": sum(kill.verified for kill in report.kills),
+            }
+        )
+    result.seconds = round(time.monotonic() - begin, 1)
+    return result
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(command_line(campaign, "tests.campaigns.kills", __doc__))

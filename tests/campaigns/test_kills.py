@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.campaign import Report, Settings, campaign, misplaced_samples
+from tests.campaigns.kills import Report, Settings, misplaced_samples, run_job
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The short version: `python -m tests.faults.campaign` kills more often."""
-    return campaign(Path(tmp_path_factory.mktemp("campaign")), Settings(kills=4, seed=10))
+    """The short version: `python -m tests.campaigns.kills` kills more often."""
+    return run_job(Path(tmp_path_factory.mktemp("campaign")), Settings(kills=4, seed=10))
 
 
 @pytest.mark.slow
 def test_nothing_is_lost_when_ranks_are_killed(report: Report) -> None:
     assert {claim: problem for claim, problem in report.checks.items() if problem} == {}
-    assert len(report.checks) == 7
+    assert len(report.checks) == 8
 
 
 @pytest.mark.slow

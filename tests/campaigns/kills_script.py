@@ -1,10 +1,11 @@
 """What the campaign trains: a small model with dropout, a schedule and accumulation, saved every few steps.
 
-    shardwell run -n 2 --max-restarts 9 tests/faults/campaign_script.py FOLDER STAGE PAUSE
+    shardwell run -n 2 --max-restarts 9 tests/campaigns/kills_script.py FOLDER STAGE TIER PAUSE
 
-FOLDER/go-<restart>      the script waits for it before it loads anything
+FOLDER/go-<life>         the script waits for it before it loads anything
 FOLDER/stop-at           after how many steps to end; it goes on until there is one
 FOLDER/checkpoints       what it saves and goes on from
+FOLDER/drive             what rests on disk, if TIER is "nvme"; FOLDER is the working directory then
 FOLDER/samples-<rank>    one line for each micro-step: its number, the samples of its batch, and its loss
 """
 
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -26,14 +28,19 @@ from torch.utils.data import Dataset
 
 import shardwell
 
-FOLDER, STAGE, PAUSE = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+FOLDER, STAGE, TIER, PAUSE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+LIFE = os.environ.get("CAMPAIGN_LIFE") or os.environ["TORCHELASTIC_RESTART_COUNT"]
 SAMPLES, WIDTH = 101, 16  # no multiple of anything
 SAVE_EVERY = 3
+BELOW = {"device": TIER, **({"nvme_path": "drive"} if TIER == "nvme" else {})}
+OFFLOAD: dict[str, Any] = {} if TIER == "device" else {"offload_optimizer": BELOW}
+if OFFLOAD and STAGE == 3:
+    OFFLOAD["offload_param"] = {**BELOW, "max_in_cpu": 0}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 3,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0},
+    "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0, **OFFLOAD},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50}},
     "shardwell": {"keep_last": 10},
@@ -75,7 +82,7 @@ def main() -> None:
     numpy.random.seed(0)
     torch.manual_seed(0)
     engine, _, loader, _ = shardwell.initialize(model=model(), config=CONFIG, training_data=Samples())
-    while not (FOLDER / f"go-{os.environ['TORCHELASTIC_RESTART_COUNT']}").exists():
+    while not (FOLDER / f"go-{LIFE}").exists():
         time.sleep(0.01)
     engine.load_checkpoint(FOLDER / "checkpoints")
     log = os.open(FOLDER / f"samples-{engine.global_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
