@@ -15,10 +15,14 @@ import torch
 
 import shardwell
 from shardwell.config import Config, OptimizerConfig, load
+from shardwell.config.arguments import check
 from shardwell.config.optimizers import RULES, WHOLE, checked
+from shardwell.config.schedules import NEEDED
+from shardwell.config.schedules import RULES as SCHEDULES
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon
+from shardwell.optim.schedules import KINDS
 
 SOON = 10.0  # seconds
 
@@ -136,6 +140,47 @@ def test_numbers_of_a_schedule_that_no_float_holds_are_refused(name: str, value:
     config = {**with_params(lr=0.1), "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, name: value}}}
     with pytest.raises(shardwell.ConfigError, match=words.replace(".", r"\.").replace("*", r"\*")):
         shardwell.initialize(model=torch.nn.Linear(4, 4), config=config, device="cpu")
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_arguments_that_are_known_are_those_of_the_schedule(kind: str) -> None:
+    parameters = dict(list(inspect.signature(KINDS[kind]).parameters.items())[1:])
+    assert set(SCHEDULES[kind]) == set(parameters)
+    assert set(NEEDED.get(kind, ())) == {name for name, p in parameters.items() if p.default is p.empty}
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    clean, problems = check("scheduler", kind, SCHEDULES[kind], defaults)
+    assert (clean, problems) == (defaults, [])
+
+
+def with_schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return {**with_params(lr=0.1), "scheduler": {"type": kind, "params": params}}
+
+
+def test_a_schedules_arguments_are_refused_by_load_all_at_once() -> None:
+    text = refusal(with_schedule("WarmupDecayLR", total_num_stps=9, warmup_type="x", warmup_max_lr=-1))
+    assert "4 problems in" in text
+    assert "total_num_stps: WarmupDecayLR does not take it; did you mean total_num_steps?" in text
+    assert "total_num_steps: missing; WarmupDecayLR has no default for it" in text
+    assert "scheduler.params.warmup_max_lr: expected at least 0, found -1" in text
+
+
+def test_what_a_schedule_leaves_to_the_trainer_is_no_problem_of_the_file() -> None:
+    found = load(with_schedule("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="2000"))
+    assert found.scheduler is not None
+    assert found.scheduler.params == {"warmup_num_steps": 2000}
+    assert load(found).scheduler == found.scheduler
+    config = with_schedule("WarmupDecayLR", total_num_steps="auto")
+    with pytest.raises(shardwell.ConfigError, match="total_num_steps: missing"):
+        shardwell.initialize(model=torch.nn.Linear(4, 4), config=config, device="cpu")
+
+
+def test_nobody_reads_the_schedule_of_the_file_where_the_code_has_one() -> None:
+    config = with_schedule("WarmupLR", warmup_num_steps=-1)
+
+    def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    shardwell.initialize(model=torch.nn.Linear(4, 4), lr_scheduler=constant, config=config, device="cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------- values

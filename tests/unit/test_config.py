@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwell.config import SCHEDULERS, Config, OffloadParamConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, load
+from shardwell.config.schedules import NEEDED
 from shardwell.config.schema import Block, block_of
 from shardwell.memory.disk import DiskSettings
 from tests.unit.configs import at, batch, nested, pairs, refusal
@@ -122,8 +123,9 @@ def test_an_optimizer_keeps_its_type_and_params() -> None:
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_scheduler_is_known_in_any_case_and_keeps_its_params(kind: str) -> None:
     for spelled in (kind, kind.lower(), kind.upper()):
-        config = load({"scheduler": {"type": spelled, "params": {"warmup_num_steps": 10}}})
-        assert config.scheduler == SchedulerConfig(type=kind, params={"warmup_num_steps": 10})
+        params = {**dict.fromkeys(NEEDED.get(kind, ()), 2000), "last_batch_iteration": 10}
+        config = load({"scheduler": {"type": spelled, "params": params}})
+        assert config.scheduler == SchedulerConfig(type=kind, params=params)
 
 
 @pytest.mark.parametrize("key", ["scheduler", "optimizer", "activation_checkpointing", "torch_autocast"])
@@ -204,7 +206,7 @@ def test_a_block_object_may_stand_in_a_mapping() -> None:
 
 
 def test_to_dict_is_json_that_loads_back() -> None:
-    schedule = {"type": "onecycle", "params": {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": "auto"}}
+    schedule = {"type": "onecycle", "params": {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": 1, "decay_lr_rate": "auto"}}
     optimizer = {"type": "SGD", "params": {"lr": 1}}
     config = load({"optimizer": optimizer, "scheduler": schedule, "bf16": {"enabled": True}}, world_size=2)
     assert load(json.dumps(config.to_dict()), world_size=2).to_dict() == config.to_dict()

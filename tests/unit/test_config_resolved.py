@@ -101,30 +101,36 @@ def test_what_cannot_be_auto_is_refused(key: str) -> None:
     ]
 
 
-OPEN = [("optimizer", "AdamW", OptimizerConfig), ("scheduler", "WarmupLR", SchedulerConfig)]
+OPEN = [  # and an argument to leave open, and one to give
+    ("optimizer", OptimizerConfig(type="AdamW", params={"eps": 1e-6}), "lr"),
+    ("scheduler", SchedulerConfig(type="WarmupLR", params={"warmup_min_lr": 1e-6}), "warmup_max_lr"),
+]
 
 
-@pytest.mark.parametrize(("block", "kind", "made"), OPEN)
-def test_auto_arguments_are_left_open(block: str, kind: str, made: Any) -> None:
-    config = load({block: {"type": kind, "params": {"lr": "auto", "eps": 1e-6}}})
-    assert getattr(config, block) == made(type=kind, params={"eps": 1e-6})
+def left_open(made: OptimizerConfig | SchedulerConfig, name: str) -> dict[str, Any]:
+    return {"type": made.type, "params": {**made.params, name: "auto"}}
 
 
-@pytest.mark.parametrize(("block", "kind", "made"), OPEN)
-def test_an_auto_argument_is_reported_as_a_default(block: str, kind: str, made: Any) -> None:
-    config = load({block: {"type": kind, "params": {"lr": "auto", "eps": 1e-6}}})
-    line = next(line for line in explain(config) if line.key == f"{block}.params.lr")
+@pytest.mark.parametrize(("block", "made", "name"), OPEN)
+def test_auto_arguments_are_left_open(block: str, made: Any, name: str) -> None:
+    assert getattr(load({block: left_open(made, name)}), block) == made
+
+
+@pytest.mark.parametrize(("block", "made", "name"), OPEN)
+def test_an_auto_argument_is_reported_as_a_default(block: str, made: Any, name: str) -> None:
+    config = load({block: left_open(made, name)})
+    line = next(line for line in explain(config) if line.key == f"{block}.params.{name}")
     assert line.origin == f"auto -> the {block}'s own default (the file leaves it open)"
     assert line.value == f"the {block}'s own default"
-    assert config.origins[f"{block}.params.eps"] == "dict"
+    assert [config.origins[f"{block}.params.{given}"] for given in made.params] == ["dict"]
 
 
-@pytest.mark.parametrize("block", [params.partition(".")[0] for params in PARAMS])
-def test_the_table_shows_an_argument_that_is_left_open(block: str) -> None:
-    kind = "OneCycle" if block == "scheduler" else "AdamW"
+@pytest.mark.parametrize(("block", "made", "name"), OPEN)
+def test_the_table_shows_an_argument_that_is_left_open(block: str, made: Any, name: str) -> None:
+    assert f"{block}.params" in PARAMS
     console = Console(width=160, file=StringIO(), record=True)
-    console.print(table(load({block: {"type": kind, "params": {"lr": "auto"}}})))
-    assert f"{block}.params.lr " in console.export_text(clear=False)
+    console.print(table(load({block: left_open(made, name)})))
+    assert f"{block}.params.{name} " in console.export_text(clear=False)
     assert f" the {block}'s own default " in console.export_text()
 
 
@@ -157,7 +163,7 @@ def test_the_table_has_a_row_for_every_line() -> None:
 
 def test_the_table_shows_brackets_as_they_are() -> None:
     console = Console(width=160, file=StringIO(), record=True)
-    console.print(table(load({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "[red]"}}})))
+    console.print(table(load({"optimizer": {"type": "Muon", "params": {"adjust_lr_fn": "[red]"}}})))
     assert '"[red]"' in console.export_text()
 
 

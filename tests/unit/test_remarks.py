@@ -10,6 +10,7 @@ import pytest
 
 from shardwell.cli.config_command import show
 from shardwell.config import load, remarks, told
+from shardwell.config.schedules import NEEDED
 
 
 def said(source: Any) -> tuple[str, str]:
@@ -97,8 +98,9 @@ def test_no_clipping_hurts_who_brings_a_file_of_deepspeeds() -> None:
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"])
 def test_a_schedule_with_other_rates_than_deepspeeds_says_so(kind: str) -> None:
-    assert f"{kind}: " in said({"scheduler": {"type": kind}})[1]
-    assert f"{kind}: " in said({"scheduler": {"type": kind}, "zero_allow_untested_optimizer": True})[0]
+    block = {"type": kind, "params": dict.fromkeys(NEEDED.get(kind, ()), 2000)}
+    assert f"{kind}: " in said({"scheduler": block})[1]
+    assert f"{kind}: " in said({"scheduler": block, "zero_allow_untested_optimizer": True})[0]
 
 
 def test_auto_that_nobody_fills_in_hurts() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from shardwell.config import optimizers, unsupported
+from shardwell.config import optimizers, schedules, unsupported
 from shardwell.config.notes import Note
 from shardwell.config.schema import Block, Config, admits_auto, block_of, leaves, may_be_absent
 from shardwell.config.source import printable, read
@@ -54,11 +54,13 @@ AUTO: dict[str, str] = {
 }
 
 
-def load(source: Source, *, world_size: int | None = None, optimizer_given: bool = False) -> Config:
+def load(
+    source: Source, *, world_size: int | None = None, optimizer_given: bool = False, scheduler_given: bool = False
+) -> Config:
     """The effective configuration of a JSON file, JSON text, mapping or `Config`.
 
     With `world_size` all three batch sizes are ints; without it what depends on it stays None. Where the code has an
-    optimizer of its own, `optimizer_given`, nobody reads the one of the file.
+    optimizer or a schedule of its own, `optimizer_given` or `scheduler_given`, nobody reads the one of the file.
     Raises one `ConfigError` that lists every problem.
     """
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
@@ -66,6 +68,8 @@ def load(source: Source, *, world_size: int | None = None, optimizer_given: bool
     if isinstance(source, Config):
         found = Findings("Config")
         config = source if optimizer_given else _check_optimizer(source, found)
+        found.auto = {key for key, origin in source.origins.items() if _is_auto(origin)}
+        config = config if scheduler_given else _check_scheduler(config, found)
         return _finish(config, found, dict(source.origins), world_size)
     where, origin, raw = read(source)
     try:
@@ -77,6 +81,8 @@ def load(source: Source, *, world_size: int | None = None, optimizer_given: bool
     config = _validate(clean, found).with_notes(found.notes)
     if not optimizer_given:
         config = _check_optimizer(config, found)
+    if not scheduler_given:
+        config = _check_scheduler(config, found)
     return _finish(config, found, _origins(config, found, origin), world_size)
 
 
@@ -117,7 +123,18 @@ def _check_optimizer(config: Config, found: Findings) -> Config:
         return config
     params, problems = optimizers.checked(block.type, block.params)
     found.problems.extend(problem for problem in problems if not found.broken(problem[0]))
-    return config.with_optimizer(block.model_copy(update={"params": params}))
+    return config.with_block("optimizer", block.model_copy(update={"params": params}))
+
+
+def _check_scheduler(config: Config, found: Findings) -> Config:
+    """With arguments as the schedule takes them; those that are "auto" come later."""
+    block = config.scheduler
+    if block is None or found.broken("scheduler.params", "scheduler.type"):
+        return config
+    later = {key.rpartition(".")[2] for key in found.auto if key.startswith("scheduler.params.")}
+    params, problems = schedules.checked(block.type, block.params, later)
+    found.problems.extend(problem for problem in problems if not found.broken(problem[0]))
+    return config.with_block("scheduler", block.model_copy(update={"params": params}))
 
 
 def _finish(config: Config, found: Findings, origins: dict[str, str], world_size: int | None) -> Config:

@@ -396,9 +396,9 @@ class Config(Block):
         copy._origins = dict(origins)
         return copy
 
-    def with_optimizer(self, block: OptimizerConfig) -> Config:
-        """A copy with another optimizer block; values keep their origins."""
-        copy = self.model_copy(update={"optimizer": block})
+    def with_block(self, name: str, block: Block) -> Config:
+        """A copy with another block of this name; values keep their origins."""
+        copy = self.model_copy(update={name: block})
         copy._origins, copy._notes = dict(self._origins), self._notes
         return copy
 

@@ -95,7 +95,12 @@ def initialize(
     world = world_mesh(where)
     agreement = Agreement(world)
     with agreement.telling("initialize"):
-        asked = load(source, world_size=world.size, optimizer_given=optimizer is not None)
+        asked = load(
+            source,
+            world_size=world.size,
+            optimizer_given=optimizer is not None,
+            scheduler_given=lr_scheduler is not None,
+        )
         settings = settle_precision(asked, model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         context, ledger = _context(home, world, settings, agreement)

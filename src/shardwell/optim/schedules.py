@@ -6,8 +6,6 @@ each `step` that of the next one. That number is the whole state: after a resume
 
 from __future__ import annotations
 
-import inspect
-import json
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -19,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwell.config import SCHEDULERS, SchedulerConfig
-from shardwell.config.values import LARGEST, is_finite
+from shardwell.config.arguments import show
+from shardwell.config.schedules import checked
 from shardwell.errors import ConfigError, ShardwellError
 
 Rate = float | Sequence[float]  # one for all parameter groups, or one for each
@@ -29,26 +28,19 @@ _MOST_MOMENTUM = 0.999  # where momentum that grows after the cycle stops: at 1 
 
 def by_name(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
     """The schedule that a config block means, attached to the optimizer."""
-    kind = KINDS[block.type]
-    known = dict(list(inspect.signature(kind).parameters.items())[1:])
-    if unknown := sorted(set(block.params) - set(known)):
-        raise ConfigError(
-            f"scheduler.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
-        )
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in block.params:
-            raise _wrong(name, f"missing; {block.type} has no default for it")
-    return kind(optimizer, **block.params)
+    params, problems = checked(block.type, block.params)
+    if problems:
+        raise ConfigError("\n".join(f"{key}: {sentence}" for key, sentence in problems))
+    return KINDS[block.type](optimizer, **params)
 
 
 class Schedule(LRScheduler):
     """What the schedules share: a torch scheduler whose rates depend on nothing but the step."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
-        last = _whole("last_batch_iteration", last_batch_iteration, least=-1)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))  # torch wants it there when it does not start at 0
-        super().__init__(optimizer, last)
+        super().__init__(optimizer, last_batch_iteration)
 
     @abstractmethod
     def rates(self, step: int) -> list[float]:
@@ -127,7 +119,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = _total(total_num_steps, warmup_num_steps)
+        self._total = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def height(self, step: int) -> float:
@@ -150,9 +142,9 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._initial = _initial_rates(optimizer)
-        self._first = _number("warmup_min_ratio", warmup_min_ratio)
-        self._last = _number("cos_min_ratio", cos_min_ratio)
-        self._total = _total(total_num_steps, warmup_num_steps)
+        self._first = warmup_min_ratio
+        self._last = cos_min_ratio
+        self._total = total_num_steps
         self._warmup = _warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -198,17 +190,16 @@ class OneCycle(Schedule):
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self._low = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
         self._high = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
-        self._first = _whole("cycle_first_step_size", cycle_first_step_size, least=1)
-        self._second = _whole("cycle_second_step_size", second_size, least=1)
-        self._first_stairs = _whole("cycle_first_stair_count", cycle_first_stair_count)
-        self._second_stairs = _whole("cycle_second_stair_count", second_stairs)
-        self._decay_size = _whole("decay_step_size", decay_step_size)
-        self._decay = _number("decay_lr_rate", decay_lr_rate)
-        self._momentum_decay = _number("decay_mom_rate", decay_mom_rate)
-        self._least_momentum = _per_group("cycle_min_mom", cycle_min_mom, optimizer, below=1.0)
-        self._most_momentum = _per_group("cycle_max_mom", cycle_max_mom, optimizer, below=1.0)
-        cycled = _flag("cycle_momentum", cycle_momentum)
-        self._momentum_keys = [_momentum_key(group) if cycled else None for group in optimizer.param_groups]
+        self._first = cycle_first_step_size
+        self._second = second_size
+        self._first_stairs = cycle_first_stair_count
+        self._second_stairs = second_stairs
+        self._decay_size = decay_step_size
+        self._decay = decay_lr_rate
+        self._momentum_decay = decay_mom_rate
+        self._least_momentum = _per_group("cycle_min_mom", cycle_min_mom, optimizer)
+        self._most_momentum = _per_group("cycle_max_mom", cycle_max_mom, optimizer)
+        self._momentum_keys = [_momentum_key(group) if cycle_momentum else None for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
     def step(self, epoch: int | None = None) -> None:
@@ -263,9 +254,9 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._low = _per_group("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
-        self._size = _whole("lr_range_test_step_size", lr_range_test_step_size, least=1)
-        self._rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self._stairs = _flag("lr_range_test_staircase", lr_range_test_staircase)
+        self._size = lr_range_test_step_size
+        self._rate = lr_range_test_step_rate
+        self._stairs = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, step: int) -> list[float]:
@@ -281,66 +272,24 @@ KINDS: dict[str, type[Schedule]] = dict(
 # --- arguments --------------------------------------------------------------------------------------------------
 
 
-def _wrong(key: str, sentence: str) -> ConfigError:
-    return ConfigError(f"scheduler.params.{key}: {sentence}")
-
-
-def _found(value: Any) -> str:
-    return f"found {json.dumps(value, default=str)[:200]}"
-
-
-def _number(key: str, value: Any, below: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
-        raise _wrong(key, f"expected a finite number, {_found(value)}")
-    if value < 0:
-        raise _wrong(key, f"expected at least 0, {_found(value)}")
-    if value >= below:
-        raise _wrong(key, f"expected less than {below:g}, {_found(value)}")
-    return float(value)
-
-
-def _whole(key: str, value: Any, least: int = 0) -> int:
-    """As in the rest of the configuration, 1e3 is a whole number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
-        raise _wrong(key, f"expected a whole number, {_found(value)}")
-    if value < least:
-        raise _wrong(key, f"expected at least {least}, {_found(value)}")
-    if value > LARGEST:
-        raise _wrong(key, f"expected a whole number below 2**63, {_found(value)}")
-    return int(value)
-
-
-def _flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(key, f"expected true or false, {_found(value)}")
-    return value
-
-
-def _per_group(key: str, value: Any, optimizer: Optimizer, below: float = math.inf) -> list[float]:
+def _per_group(key: str, value: Rate, optimizer: Optimizer) -> list[float]:
     count = len(optimizer.param_groups)
-    if not isinstance(value, (list, tuple)):
-        return [_number(key, value, below)] * count
+    if not isinstance(value, Sequence):
+        return [value] * count
     if len(value) != count:
-        raise _wrong(key, f"expected one number, or one for each of {count} parameter groups, {_found(value)}")
-    return [_number(key, item, below) for item in value]
+        raise ConfigError(
+            f"scheduler.params.{key}: expected one number, or one for each of {count} parameter groups, "
+            f"found {show(value)}"
+        )
+    return list(value)
 
 
 def _initial_rates(optimizer: Optimizer) -> list[float]:
     return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
-def _warmup(steps: Any, kind: Any) -> _Warmup:
-    if kind not in ("log", "linear"):
-        raise _wrong("warmup_type", f'expected "log" or "linear", {_found(kind)}')
-    count = _whole("warmup_num_steps", steps)
-    return _Warmup(max(2, count) if count else 0, kind)
-
-
-def _total(steps: Any, warmup_steps: Any) -> int:
-    total = _whole("total_num_steps", steps, least=1)
-    if total < _whole("warmup_num_steps", warmup_steps):
-        raise _wrong("total_num_steps", f"{total} contradicts warmup_num_steps {warmup_steps}, which is more")
-    return total
+def _warmup(steps: int, kind: str) -> _Warmup:
+    return _Warmup(max(2, steps) if steps else 0, kind)
 
 
 def _momentum_key(group: dict[str, Any]) -> str | None:
