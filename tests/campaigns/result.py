@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -62,8 +63,16 @@ class Result:
 
     def to_dict(self, command: str = "") -> dict[str, Any]:
         versions = {"shardwell": shardwell.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
         counts = {"outcomes": dict(self.outcomes), "figures": dict(self.figures)}
-        return {**vars(self), **counts, "tried": self.tried, "command": command, "versions": versions}
+        return {
+            **vars(self),
+            **counts,
+            "tried": self.tried,
+            "command": command,
+            "versions": versions,
+            "machine": machine,
+        }
 
 
 Campaign = Callable[[int, int, float], Result]  # how many cases, which seed, seconds

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns import page
 from tests.campaigns.result import Result, command_line
 
 
@@ -39,6 +40,12 @@ def test_campaigns_beside_each_other_count_as_one(tmp_path: Path) -> None:
     assert (found["tried"], found["outcomes"]) == (5, {"fine": 3, "wrong": 2})
     assert found["bad"] == ["2 is even", "2 is even"]
     assert found["slowest"] == {"a case": 3.0}
+
+
+def test_the_page_is_written_from_what_is_kept() -> None:
+    kept = json.loads(page.KEPT.read_text())
+    assert {result["campaign"] for result in kept["results"]} == set(page.WORDS)
+    assert page.written(page.PAGE.read_text(), kept) == page.PAGE.read_text()
 
 
 def evens(count: int, seed: int, seconds: float) -> Result:

@@ -1,0 +1,69 @@
+"""Writes the table of campaigns in `docs/faults.md` from what their last long runs found.
+
+    python -m tests.campaigns.page kills.json checkpoints.json ...
+
+The files are those of `--json`. They are kept together under `benchmarks/results/`, and a test holds the page against
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.cli.command import ROOT
+
+KEPT = ROOT / "benchmarks" / "results" / "campaigns.json"
+PAGE = ROOT / "docs" / "faults.md"
+BEGIN, END = "<!-- campaigns: begin -->\n", "<!-- campaigns: end -->\n"
+WORDS = {
+    "kills": "ranks killed at random moments, in all tiers and under all launchers",
+    "checkpoints": "checkpoints changed by chance, own and foreign, and loaded",
+    "configurations": "configurations changed by chance, through `initialize` and two steps",
+    "ranks_that_differ": "jobs of which one rank differs in one thing",
+    "strangers": "jobs on two hosts under attack by a third",
+}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """As Markdown, with the machine and versions below."""
+    lines = ["| what was tried | how often | what came of it | what must not be |", "|---|---|---|---|"]
+    for result in sorted(results, key=lambda one: list(WORDS).index(one["campaign"])):
+        counts = {**result["outcomes"], **result["figures"]}
+        came = [f"{count:,} {what}" for what, count in counts.items()]
+        came += [f"{what}: {seconds:g} s at most" for what, seconds in result["slowest"].items()]
+        what = f"{WORDS[result['campaign']]} (`{result['command']}`)"
+        lines.append(f"| {what} | {result['tried']:,} | {'; '.join(came)} | {len(result['bad'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def section(kept: dict[str, Any]) -> str:
+    machines = {result["machine"] for result in kept["results"]}
+    versions = {tuple(sorted(result["versions"].items())) for result in kept["results"]}
+    on = "; ".join(sorted(machines))
+    of = "; ".join(", ".join(f"{name} {version}" for name, version in one) for one in sorted(versions))
+    return f"{table(kept['results'])}\nOn {on}; {of}.\n"
+
+
+def written(page: str, kept: dict[str, Any]) -> str:
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{section(kept)}{END}{after}"
+
+
+def main(names: list[str]) -> None:
+    """Each file replaces what is kept of its campaign."""
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"results": []}
+    by_name = {result["campaign"]: result for result in kept["results"]}
+    for name in names:
+        result = json.loads(Path(name).read_text())
+        by_name[result["campaign"]] = result
+    kept = {"results": list(by_name.values())}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    PAGE.write_text(written(PAGE.read_text(), kept))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
