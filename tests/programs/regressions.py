@@ -244,4 +244,23 @@ REGRESSIONS: list[str] = [
     step(g)
     forward(a, g, tensor, 9)
     """,
+    """
+    stage=2 ranks=2
+    forward(a, g, tensor, 8)
+    remember(g, optimizer)
+    backward(a, engine, first, False)
+    step(g)
+    recall(g, optimizer)
+    save(g)
+    """,
+    """
+    stage=1 ranks=2 loop=before
+    save(g)
+    rate(g, engine, 2.0)
+    load(g)
+    forward(z, g, tensor, 90)
+    backward(z, loss, first, False)
+    step(g)
+    look(g, gathered)
+    """,
 ]

@@ -148,7 +148,10 @@ def _of_error(error: Exception, at: str) -> Outcome:
 
 def _difference(expected: World, found: World) -> str | None:
     for (what, value), (_, other) in zip(expected.seen, found.seen, strict=False):
-        if not _close(value, other, expected.setting.tolerance):
+        tolerance = expected.setting.tolerance
+        if what == "evaluation" and tolerance > ROUGH:
+            tolerance *= 2  # a loss is a square of outputs, of which each is off by that much
+        if not _close(value, other, tolerance):
             return f"{what}: expected {_short(value)}, found {_short(other)}"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
@@ -167,3 +168,22 @@ def test_who_waits_for_work_that_is_dropped_hears_so() -> None:
     del worker
     with pytest.raises(ShardwellError, match="the engine is gone"):
         ticket.wait()
+
+
+def test_nobody_waits_for_the_thread_of_a_worker_that_is_garbage() -> None:
+    """What it does may need another one's end, which comes later in the same collection."""
+    going_on, begun = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        going_on.wait(30)
+
+    worker = Worker("test")
+    ticket = worker.submit(work)
+    assert begun.wait(10)
+    begin = time.monotonic()
+    del worker
+    gc.collect()
+    assert time.monotonic() - begin < 10
+    going_on.set()
+    ticket.wait()

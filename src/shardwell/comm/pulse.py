@@ -11,8 +11,6 @@ import atexit
 import contextlib
 import json
 import os
-import sys
-import sysconfig
 import threading
 import time
 import weakref
@@ -20,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwell.comm.whereabouts import whereabouts
+
 if TYPE_CHECKING:
     from shardwell.comm.agreement import Agreement
 
 INTERVAL = 1.0  # seconds between two signs
 _RANKS_PER_INTERVAL = 256  # where there are more, signs are less frequent: one process holds the store
-_HERE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = (_HERE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,8 @@ class Pulse:
         seen = agreement.num_moves, agreement.is_waiting
         if seen != self._seen:
             self._seen, self._since = seen, now
-        words = {"moves": agreement.num_moves, "doing": self._doing(agreement), "seconds": now - self._since}
+        seconds = now - self._since
+        words = {"moves": agreement.num_moves, "doing": self._doing(agreement, seconds), "seconds": seconds}
         other = _heart.waits_elsewhere(self)
         words["elsewhere"] = None if other is None else [other.number, other.num_moves]
         try:
@@ -96,10 +95,10 @@ class Pulse:
         agreement = self._agreement()
         return agreement is not None and agreement.is_waiting
 
-    def _doing(self, agreement: Agreement) -> str:
+    def _doing(self, agreement: Agreement, seconds: float) -> str:
         if agreement.is_waiting:
             return f"waiting in '{agreement.last_token}'"
-        return whereabouts(self._thread_id)
+        return whereabouts(self._thread_id) if seconds >= INTERVAL else "busy"
 
     def _learn_processes(self) -> None:
         for rank in list(self._asked):
@@ -179,32 +178,6 @@ def _state_of(pid: int) -> tuple[str, int]:
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):
         return "", 0
-
-
-def whereabouts(thread_id: int) -> str:
-    """Where a thread is: in the user's code or in the engine's, by the user's line."""
-    frame = sys._current_frames().get(thread_id)
-    inside, innermost, place = False, "", ""
-    while frame is not None and not place:
-        code = frame.f_code
-        innermost = innermost or code.co_name
-        inside = inside or code.co_filename.startswith(_HERE)
-        if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
-            place = f"{_short(code.co_filename)}:{frame.f_lineno}"
-            innermost = "" if innermost == code.co_name else innermost
-        frame = frame.f_back
-    if not place:
-        return "in code that is nobody's"
-    if inside:
-        return f"in the engine, called at {place}"
-    return f"in user code at {place}" + (f" ({innermost})" if innermost else "")
-
-
-def _short(name: str) -> str:
-    with contextlib.suppress(ValueError, OSError):
-        path = Path(name).resolve()
-        return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
-    return os.path.basename(name)
 
 
 class _Heart:

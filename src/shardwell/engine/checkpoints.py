@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwell.checkpoint.contents import Contents, aliases_of, extra_state_of
 from shardwell.checkpoint.folder import Folder
@@ -54,9 +55,21 @@ class Checkpoints:
     def __init__(self, engine: Engine) -> None:
         self._context = context = engine._context
         self._world = context.world
+        self._without_optimizer = False  # something was saved or loaded before there was one
         self._saver = Saver(
             self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.account
         )
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """The engine takes over an optimizer that it did not know until now."""
+        if self._without_optimizer:
+            name = type(optimizer).__name__
+            warnings.warn(
+                f"a checkpoint was saved or loaded before this {name} took its first step. It holds nothing of the "
+                f"{name}, its learning rate included: the engine did not know it. Give it to "
+                "shardwell.initialize(optimizer=...) to have it saved and loaded from the start.",
+                stacklevel=2,
+            )
 
     # --------------------------------------------------------------------------------------------------- saving
 
@@ -73,6 +86,7 @@ class Checkpoints:
     ) -> None:
         with self._together("save_checkpoint", tag):
             self._end_background()
+            self._without_optimizer |= engine.optimizer is None
             self._same(tag, "save_checkpoint: tag")
             root = self._named(given, "save_dir")
             _check_whole_steps(engine)
@@ -189,6 +203,7 @@ class Checkpoints:
     ) -> tuple[str | None, Any]:
         with self._together("load_checkpoint", tag):
             self._end_background()
+            self._without_optimizer |= engine.optimizer is None
             asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
             check_alike(self._world, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
             self._same(tag, "load_checkpoint: tag")

@@ -179,14 +179,12 @@ class Engine(nn.Module):
     def step_now(self) -> None:
         """Apply the gradients, whatever the count of micro-steps says: a loop that calls its optimizer's own `step`."""
         self.set_gradient_accumulation_boundary(True)
-        self._flow.reducer.spends = True
-        try:
+        with self._flow.reducer.spending():
             self.step()
-        finally:
-            self._flow.reducer.spends = False
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer that the user made over the model's parameters, and step."""
+        """Take over an optimizer that the user made, and step."""
+        self._checkpoints.meet(optimizer)
         self.optimizer = self._builder.adopt(optimizer, self, self._flow.units)
         self.step_now()
 

@@ -34,7 +34,7 @@ class Reducer:
         self.loss_scale: LossScale = NoScale()  # that gradients must carry
         self.has_met_scale = False  # some have, since the last forward
         self.views: GradientViews | None = None  # that stand for gradients in `p.grad`
-        self.spends = False  # the step is of the user's own optimizer, which leaves `p.grad` where it is
+        self._spends = False  # the step is of the user's own optimizer, which leaves `p.grad` where it is
         self.drop_gradients: Callable[[], None] = self.clear  # all of them, as `zero_grad` does
         self.reduced: Callable[[Unit, bool], None] | None = None  # whom to tell, and whether at the boundary
         self.kept_back = False  # some gradients of this boundary were
@@ -226,9 +226,18 @@ class Reducer:
         if self.views is not None:
             self.views.hang()
 
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """A step of the user's own optimizer."""
+        self._spends = True
+        try:
+            yield
+        finally:
+            self._spends = False
+
     def clear(self) -> None:
         """The engine holds no gradients any more."""
-        if self.views is not None and self.spends:
+        if self.views is not None and self._spends:
             self.views.spend()
         elif self.views is not None:
             self.views.clear()

@@ -8,6 +8,7 @@ work can let in what is more urgent.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 import weakref
@@ -153,8 +154,9 @@ class Worker:
         if self._thread is None:
             arguments = self._agenda, self._cores, self._gate
             self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
+            _threads[self._thread] = self._agenda, self._gate
             self._thread.start()
-            weakref.finalize(self, _end, self._agenda, self._thread, self._gate)
+            weakref.finalize(self, _end, self._agenda, self._gate).atexit = False
         task = _Task(next(self._numbers), urgency, work, after or Mark(), ticket or Ticket())
         self._agenda.add(task)
         return task.ticket
@@ -179,15 +181,27 @@ def _serve(agenda: _Agenda, cores: Sequence[int] | None, gate: threading.Semapho
             gate.acquire()
         task = agenda.take()
         if task is None:
+            _threads.pop(threading.current_thread(), None)
             return
         task.ticket.run(task.work)
         del task  # what it holds must not outlive it here
 
 
-def _end(agenda: _Agenda, thread: threading.Thread, gate: threading.Semaphore | None) -> None:
-    """A thread that outlives the interpreter takes the process down with it."""
+_threads: dict[threading.Thread, tuple[_Agenda, threading.Semaphore | None]] = {}  # that have not ended
+
+
+def _end(agenda: _Agenda, gate: threading.Semaphore | None) -> None:
+    """Nobody waits for the thread: garbage is collected in any thread, and what it does may need others to end."""
     agenda.end()
     if gate is not None:
         gate.release()
-    if thread is not threading.current_thread():
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that outlives the interpreter takes the process down with it."""
+    threads = dict(_threads)
+    for agenda, gate in threads.values():
+        _end(agenda, gate)
+    for thread in threads:
         thread.join()

@@ -488,10 +488,10 @@ class ShardedOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of the same rank, world and stage gave."""
+        """Load what `state_dict` of the same rank, world and stage gave. All ranks must call it."""
         for unit in self._units:
             unit.wait()
-        check_cut(self.inner, state_dict)
+        check_cut(self.inner, state_dict, self._context.world)
         type(self.inner).load_state_dict(self.inner, state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if self._store is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwell.comm import Collectives
 from shardwell.errors import ShardwellError
 from shardwell.layout import Piece
 from shardwell.memory import Tier
@@ -217,8 +218,8 @@ def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         yield chunk
 
 
-def check_cut(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Refuse a state that is of other tensors than the optimizer's.
+def check_cut(optimizer: Optimizer, given: Mapping[str, Any], world: Collectives) -> None:
+    """Refuse a state that is of other tensors than the optimizer's, on all ranks if one has such a one.
 
     It may be of plain PyTorch's whole parameters. Or it was taken when shards were cut otherwise: they are cut in the
     course of training, where only some of a shard's parameters get gradients.
@@ -226,11 +227,16 @@ def check_cut(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
     groups = optimizer.param_groups
     now, then = ([len(group["params"]) for group in some] for some in (groups, given["param_groups"]))
     tensors = [tensor for group in groups for tensor in group["params"]]
-    if now != then or any(_is_of_another(optimizer, t, given["state"].get(n, {})) for n, t in enumerate(tensors)):
+    differs = now != then or any(
+        _is_of_another(optimizer, tensor, given["state"].get(number, {})) for number, tensor in enumerate(tensors)
+    )
+    said = world.tell_all(bytes([differs]), "load_state_dict")
+    if any(map(any, said)):
+        mine = f"the {now} shards in each parameter group that the engine steps on this rank: it is of {then} tensors"
+        whose = mine if differs else f"the shards that the engine steps on rank {[*map(any, said)].index(True)}"
         raise ShardwellError(
-            f"this state is not of the {now} shards in each parameter group that the engine steps on this rank: it is "
-            f"of {then} tensors, whole parameters or shards that were cut otherwise. Use engine.save_checkpoint and "
-            "engine.load_checkpoint, which know the parameters by name."
+            f"this state is not of {whose}, whole parameters or shards that were cut otherwise. Use "
+            "engine.save_checkpoint and engine.load_checkpoint, which know the parameters by name."
         )
 
 
