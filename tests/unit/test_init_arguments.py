@@ -299,6 +299,18 @@ def test_meta_parameters_are_left_alone_until_they_have_values() -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_empty_weights_of_accelerate_stay_empty() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with shardwell.zero.Init(config=zero(3)), accelerate.init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    engine = shardwell.initialize(model=model, config=zero(3)).engine
+    assert float(engine(torch.ones(1, 4)).detach().sum()) == 2 * (5 * 4 + 1)
+
+
 def test_a_model_of_which_a_part_has_no_values_is_refused() -> None:
     with shardwell.zero.Init(device="cpu"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))

@@ -39,6 +39,8 @@ _TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Ti
 _active: list[tuple[int, Init]] = []  # the contexts that are open, with the thread of each; the last one counts
 _said: set[str] = set()
 
+_REGISTER = nn.Module.register_parameter
+
 
 class Init(contextlib.AbstractContextManager["Init"]):
     """Inside this context, parameters are split over the ranks as soon as the next module is touched.
@@ -117,7 +119,11 @@ class Init(contextlib.AbstractContextManager["Init"]):
         return bool(_active) and _active[-1] == (threading.get_ident(), self)
 
     def _hear_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
-        if self._is_listening and isinstance(parameter, nn.Parameter):
+        """Where somebody has a `register_parameter` of his own, as Accelerate's `init_empty_weights`, he may replace
+        what is registered here. It is then heard of when its module is attached.
+        """
+        is_torchs = nn.Module.register_parameter is _REGISTER
+        if is_torchs and self._is_listening and isinstance(parameter, nn.Parameter):
             self._adopt(module, name, parameter)
 
     def _hear_module(self, module: nn.Module, name: str, attached: Any) -> None:
