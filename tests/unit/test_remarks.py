@@ -88,7 +88,7 @@ def test_output_that_does_not_come_hurts(key: str) -> None:
 
 
 def test_no_clipping_hurts_who_brings_a_file_of_deepspeeds() -> None:
-    sentence = "nothing is clipped: gradient_clipping is not given (DeepSpeed clips at 1.0 then)"
+    sentence = "nothing is clipped: gradient_clipping is not given (DeepSpeed since mid-2026 clips at 1.0 then)"
     assert sentence in said({"zero_optimization": {"stage": 1}})[1]
     assert sentence in said({"zero_optimization": {"stage": 1, "stage3_param_persistence_threshold": 0}})[1]
     assert sentence in said({"zero_optimization": {"stage": 1, "overlap_comm": True}})[0]
