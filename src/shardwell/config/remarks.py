@@ -124,7 +124,9 @@ def _differences(config: Config) -> Iterator[Note]:
     """Where the same file means other numbers for DeepSpeed; that hurts whoever brings such a file."""
     hurts = is_deepspeeds(config)
     if config.origins.get("gradient_clipping", "default") == "default":
-        yield Note("nothing is clipped: gradient_clipping is not given (DeepSpeed since mid-2026 clips at 1.0 then)", hurts)
+        yield Note(
+            "nothing is clipped: gradient_clipping is not given (DeepSpeed since mid-2026 clips at 1.0 then)", hurts
+        )
     if config.scheduler is not None and config.scheduler.type in _SCHEDULES:
         yield Note(f"{config.scheduler.type}: {_SCHEDULES[config.scheduler.type]}", hurts)
     narrow = config.bf16.enabled or config.fp16.enabled
