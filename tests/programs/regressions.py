@@ -263,4 +263,11 @@ REGRESSIONS: list[str] = [
     step(g)
     look(g, gathered)
     """,
+    """
+    stage=3 ranks=2 loop=after
+    forward(c, g, kept side, 8)
+    backward(c, loss, first, False)
+    step(g)
+    grad(g, read norm, blocks.0.up.bias, 18)
+    """,
 ]

@@ -109,7 +109,7 @@ class HeldGradient:
 
     def whole(self) -> Tensor:
         """ND, the gradient gathered from all ranks, in the parameter's dtype. Changes of it count."""
-        self._check_there()
+        self.check_there()
         self.write_back()
         if self.gathered is None:
             self.views.say_once(_READ_WHOLE)
@@ -121,7 +121,8 @@ class HeldGradient:
             self._seen_version = self.gathered._version
         return self.gathered
 
-    def _check_there(self) -> None:
+    def check_there(self) -> None:
+        """Raise if nobody may read or change it now."""
         _refuse_inside_backward()
         if self.is_spent:
             raise ShardwellError(
@@ -157,7 +158,7 @@ class HeldGradient:
         """Have an in-place operation that treats each element alone change the gradient."""
         if func is aten.zero_.default and self.is_spent:
             return  # as the loops do that set gradients to zero after each step
-        self._check_there()
+        self.check_there()
         self.write_back()
         if self.gathered is not None:  # readers see it too
             func(self.gathered, *_plain(args), **_plain(kwargs))

@@ -296,6 +296,7 @@ class GradientViews:
 
     def norm(self, held: HeldGradient, order: float, dtype: torch.dtype | None) -> Tensor:
         """The norm of one gradient. Norms of all are taken at once, because who asks for one asks for the next."""
+        held.check_there()
         if order not in self._norms:
             for view in self._all:
                 view.held.write_back()
