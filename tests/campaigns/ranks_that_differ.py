@@ -147,7 +147,9 @@ def play(rng: random.Random) -> dict[str, Any]:
         files = [Path(folder, str(rank)) for rank in range(size)]
         answers = [json.loads(file.read_text()) if file.exists() else None for file in files]
     case = {"name": name, "ranks": size, "odd": odd, "stage": stage}
-    return {**case, "outcome": _judged(answers, word, name, is_over=is_over), "answers": answers}
+    is_lost = f"rank {odd} is gone"  # it ended at its error, and the store with it, before the others could read more
+    words = (word, is_lost) if name == "broken" and odd == 0 else (word,)
+    return {**case, "outcome": _judged(answers, words, name, is_over=is_over), "answers": answers}
 
 
 def _await(children: list[int]) -> bool:
@@ -163,18 +165,19 @@ def _await(children: list[int]) -> bool:
     return not left
 
 
-def _judged(answers: list[Any], word: str, name: str, *, is_over: bool) -> str:
+def _judged(answers: list[Any], words: tuple[str, ...], name: str, *, is_over: bool) -> str:
     if not is_over:
         return "hang"
     if any(answer is None for answer in answers):
         return "crash"
     if any(answer["kind"].startswith("raw") for answer in answers):
         return "raw error"
-    if not word:
+    if not words[0]:
         return "trains" if all(answer["taken"] == 3 for answer in answers) else "honest, but refused"
     if any(answer["taken"] > (1 if name.endswith("later") else 0) for answer in answers):
         return "trained on in silence"
-    return "named" if all(word in answer["text"] for answer in answers) else "refused without the name"
+    is_named = all(any(word in answer["text"] for word in words) for answer in answers)
+    return "named" if is_named else "refused without the name"
 
 
 def campaign(count: int, seed: int, seconds: float) -> Result:
