@@ -44,7 +44,7 @@ def test_campaigns_beside_each_other_count_as_one(tmp_path: Path) -> None:
 
 def test_the_page_is_written_from_what_is_kept() -> None:
     kept = json.loads(page.KEPT.read_text())
-    assert {result["campaign"] for result in kept["results"]} == set(page.WORDS)
+    assert {result["campaign"] for result in kept["results"]} <= set(page.WORDS)
     assert page.written(page.PAGE.read_text(), kept) == page.PAGE.read_text()
 
 
