@@ -166,6 +166,11 @@ class Job:
         return max(abs(process.wait(timeout=LIMIT)) for process in self._started)
 
     @property
+    def has_met(self) -> bool:
+        """Whether all ranks of this life know of each other."""
+        return len(list(self.folder.glob(f"met-{self._lives - 1}-*"))) == self.settings.ranks
+
+    @property
     def log_size(self) -> int:
         return sum(path.stat().st_size for path in self.folder.glob("samples-*"))
 
@@ -196,7 +201,11 @@ def run_with_kills(job: Job) -> list[Kill]:
             job.until(lambda: job.leftovers("partial"), pause=0.0005)
             time.sleep(chance.uniform(0.0, 0.01))
         rank = chance.randrange(job.settings.ranks)
+        has_met = job.has_met
         life[rank].kill()
+        if job.settings.launcher == "none" and not has_met:
+            for process in life:  # who waits for a rank that never came waits for as long as torch's rendezvous does
+                process.kill()
         kills.append(look_at(job, rank, moment, old, job.bury(life)))
     return kills
 

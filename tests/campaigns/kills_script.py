@@ -3,6 +3,7 @@
     shardwell run -n 2 --max-restarts 9 tests/campaigns/kills_script.py FOLDER STAGE TIER PAUSE
 
 FOLDER/go-<life>         the script waits for it before it loads anything
+FOLDER/met-<life>-<rank> the rank has met the others
 FOLDER/stop-at           after how many steps to end; it goes on until there is one
 FOLDER/checkpoints       what it saves and goes on from
 FOLDER/drive             what rests on disk, if TIER is "nvme"; FOLDER is the working directory then
@@ -82,6 +83,7 @@ def main() -> None:
     numpy.random.seed(0)
     torch.manual_seed(0)
     engine, _, loader, _ = shardwell.initialize(model=model(), config=CONFIG, training_data=Samples())
+    (FOLDER / f"met-{LIFE}-{engine.global_rank}").touch()
     while not (FOLDER / f"go-{LIFE}").exists():
         time.sleep(0.01)
     engine.load_checkpoint(FOLDER / "checkpoints")
