@@ -188,3 +188,33 @@ def test_a_plain_optimizers_state_is_refused_by_one_that_steps_shards(ranks: Ran
     for said in ranks.run(2, plain_optimizer_state, stage):
         assert said.startswith("ShardwellError: this state is not of the ")
         assert "load_checkpoint" in said
+
+
+def state_of_more_ranks(stage: int) -> str:
+    """A state of shards half as long goes to an engine that has taken no step."""
+
+    def start() -> tuple[shardwell.Engine, torch.optim.Optimizer]:
+        model = nn.Linear(8, 8, bias=False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage)).engine, optimizer
+
+    engine, optimizer = start()
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    state = optimizer.state_dict()
+    _second, fresh = start()
+    fresh.load_state_dict(state)
+    for values in state["state"].values():
+        values.update({key: value[::2] for key, value in values.items() if value.ndim})
+    _third, fresh = start()
+    try:
+        fresh.load_state_dict(state)
+    except shardwell.ShardwellError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizers_state_of_another_number_of_ranks_is_refused(ranks: Ranks, stage: int) -> None:
+    for said in ranks.run(2, state_of_more_ranks, stage):
+        assert said.startswith("this state is not of the ")

@@ -157,6 +157,8 @@ class Worker:
             _threads[self._thread] = self._agenda, self._gate
             self._thread.start()
             weakref.finalize(self, _end, self._agenda, self._gate).atexit = False
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)  # so that it comes before the finalizers of what the work needs
         task = _Task(next(self._numbers), urgency, work, after or Mark(), ticket or Ticket())
         self._agenda.add(task)
         return task.ticket
@@ -197,7 +199,6 @@ def _end(agenda: _Agenda, gate: threading.Semaphore | None) -> None:
         gate.release()
 
 
-@atexit.register
 def _end_all() -> None:
     """A thread that outlives the interpreter takes the process down with it."""
     threads = dict(_threads)

@@ -241,14 +241,12 @@ def check_cut(optimizer: Optimizer, given: Mapping[str, Any], world: Collectives
 
 
 def _is_of_another(optimizer: Optimizer, tensor: Tensor, given: Mapping[str, Any]) -> bool:
-    """Whether a state has an entry of another shape than the optimizer's, or one that is too large for its tensor."""
+    """Whether a state has other shapes than the optimizer's own, or, if it has none yet, nothing of its tensor's."""
     own = optimizer.state.get(tensor, {})
-    for name, value in given.items():
-        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != tensor.shape:
-            mine = own.get(name)
-            if mine.shape != value.shape if isinstance(mine, Tensor) else value.numel() >= tensor.numel():
-                return True
-    return False
+    shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor) and value.numel() > 1}
+    if own:
+        return any(isinstance(own.get(name), Tensor) and own[name].shape != shape for name, shape in shapes.items())
+    return bool(shapes) and tensor.shape not in shapes.values()
 
 
 def bytes_of_state(unit: Unit, shards: Shards, state: Mapping[Tensor, dict[str, Any]]) -> Counter[Tier]:
