@@ -2,8 +2,9 @@
 
 `safe_get_full_*` and `safe_set_full_*` give and take a parameter's master, gradient or optimizer state as whole
 tensors; all ranks must call them, with the same values. The `local` ones give and take this rank's part (1D, None where
-it holds none) and talk to nobody. Gradients exist between a backward and its step, averaged and without the loss scale;
-those that are not averaged yet, because their boundary is to come, are refused to one rank alone.
+it holds none) and talk to nobody. Gradients exist between a backward and its step, averaged and without the loss scale
+(None after `engine.step()`; who steps an optimizer of their own still has a `p.grad` then, and is told that it is used
+up); those that are not averaged yet, because their boundary is to come, are refused to one rank alone.
 Momenta and the like exist after the first step.
 
 `ExponentialMovingAverage` keeps an average of an engine's parameters, in shards.
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from shardwell.engine.average import ExponentialMovingAverage
 from shardwell.errors import ShardwellError
 from shardwell.optim.access import reading
+from shardwell.optim.gradient import check_not_used_up
 from shardwell.unit.cut import is_leaf, set_leaf
 
 
@@ -29,6 +31,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    check_not_used_up(param)
     found: Tensor | None = reading(lambda access: access.gradient(), param)
     return found
 
@@ -56,6 +59,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    check_not_used_up(param)
     found: Tensor | None = reading(lambda access: access.local_gradient(), param)
     return found
 

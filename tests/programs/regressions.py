@@ -190,6 +190,13 @@ REGRESSIONS: list[str] = [
     safe_grad(g, get, scale, 22)
     """,
     """
+    stage=1 ranks=2 loop=before
+    forward(a, g, kept side, 8)
+    backward(a, engine, first, False)
+    step(g)
+    safe_grad(g, get, blocks.1.down.weight, 43)
+    """,
+    """
     stage=3 ranks=2 offload=params
     forward(a, g, tensor, 5)
     edit(g, data[0]=, head.weight, 98)

@@ -124,6 +124,9 @@ class HeldGradient:
     def check_there(self) -> None:
         """Raise if nobody may read or change it now."""
         _refuse_inside_backward()
+        self.check_not_used_up()
+
+    def check_not_used_up(self) -> None:
         if self.is_spent:
             raise ShardwellError(
                 "the optimizer's step has used this gradient up: the engine holds it no more. Read or change `p.grad` "
@@ -313,3 +316,11 @@ def _is_of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _norm_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, torch.dtype | None]:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     return float(order), kwargs.get("dtype")
+
+
+def check_not_used_up(parameter: nn.Parameter) -> None:
+    """Raise if `parameter.grad` hangs there still and a step of the user's own optimizer has used it up."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = parameter.grad
+    if isinstance(grad, ShardedGradient):
+        grad.held.check_not_used_up()
