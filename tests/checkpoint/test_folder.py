@@ -252,6 +252,35 @@ def test_a_leftover_of_who_cannot_be_asked_stays_for_an_hour(folder: Folder) -> 
     assert folder.clean() == [elsewhere.name, unmarked.name]
 
 
+def test_a_name_that_a_crash_kept_from_its_place_is_gone_after_seconds(folder: Folder) -> None:
+    save(folder, "a", 1)
+    left = folder.root / f".latest.{'0' * 16}.partial"
+    left.write_text("a\n")
+    assert folder.clean() == []  # somebody may be writing it
+    os.utime(left, (time.time() - 10, time.time() - 10))
+    assert folder.clean() == [left.name]
+    assert load(folder) == 1
+
+
+def test_a_name_that_was_taken_for_a_leftover_on_a_slow_drive_is_written_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, "a", 1)
+    replace, lost = os.replace, []
+
+    def tidied_before(old: Path, new: Path) -> None:
+        if not lost:
+            lost.append(old)
+            os.unlink(old)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", tidied_before)
+    save(folder, "b", 2)
+    assert lost
+    assert load(folder) == 2
+    assert not list(folder.root.rglob("*.partial"))
+
+
 def test_a_tag_that_looks_deleted_loses_its_name_before_it_is_removed(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

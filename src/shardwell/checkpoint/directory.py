@@ -26,6 +26,8 @@ from shardwell.errors import CheckpointError
 
 LOCK = ".lock"
 SILENCE = 3600.0  # seconds without a change after which nobody writes a directory any more
+_BRIEF_SILENCE = 5.0  # the same for a file of a few bytes on its way to its place, which who writes it can write again
+_WRITES = 3  # how often
 ATTEMPTS = 10  # before a name that others keep changing is given up
 _MOST_SUMMARIES = 1000
 _LONGEST_TURN, _PAUSE = 10.0, 0.002  # seconds
@@ -182,7 +184,7 @@ def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -
     if age(path) < older_than:
         return False
     if not is_directory(path):  # a file on its way to its place; or a link, which is nobody's work in progress
-        return not marked and (path.is_symlink() or age(path) >= SILENCE)
+        return not marked and (path.is_symlink() or age(path) >= _BRIEF_SILENCE)
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -249,25 +251,36 @@ def age(path: Path) -> float:
 
 
 def write_whole(path: Path, content: bytes, at: int | None = None) -> None:
-    """Puts a file in its place by a rename, once it is on the disk; `at`: its time."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    """Puts a small file in its place by a rename, once it is on the disk; `at`: its time.
+
+    Who tidies up may take a file on its way for one that a crash left there, if the drive is slow. It is written again
+    then.
+    """
     with failing(f"{path}: cannot be written"):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        for last in (*[False] * (_WRITES - 1), True):
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
             try:
-                view = memoryview(content)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-                if at is not None:
-                    os.utime(descriptor, ns=(at, at))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+                _write_new(temporary, content, at)
+                os.replace(temporary, path)
+                return
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                if last or not isinstance(error, FileNotFoundError) or not is_directory(path.parent):
+                    raise
+
+
+def _write_new(path: Path, content: bytes, at: int | None) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if at is not None:
+            os.utime(descriptor, ns=(at, at))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:
