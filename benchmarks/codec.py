@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import circumstances, keep, told
-from shardwell import native
-from shardwell.codec import Codec, Kind
+from shardwell import kernels
+from shardwell.kernels.quantize import Codec, Kind
 
 COPY = "copy"
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -58,7 +58,7 @@ class Slice:
                 Codec(kind).encode(self.wide, message)
 
     def copy(self) -> None:
-        library = native.compiled()
+        library = kernels.compiled()
         if self.wide.is_cuda or library is None:
             self.out.copy_(self.wide)
         else:
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     contenders = contenders_over([Slice(numel, args.messages, args.device) for _ in range(NUM_SLICES)])
     told_by = f"--device {args.device} --numel {args.numel} --messages {args.messages} --rounds {args.rounds}"
     report = circumstances(f"python -m benchmarks.codec {told_by} --threads {args.threads}", args.device)
-    report |= {"kernels": "Triton" if on_gpu else str(native.describe()), "threads": {}}
+    report |= {"kernels": "Triton" if on_gpu else str(kernels.describe()), "threads": {}}
     for threads in [1] if on_gpu else map(int, args.threads.split(",")):
         torch.set_num_threads(threads)
         load = os.getloadavg()[0]

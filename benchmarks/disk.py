@@ -36,10 +36,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.measure import cpu_seconds, machine, versions
-from shardwell import native
-from shardwell.memory.disk import DiskSettings, DiskTier, Extent, Transfer, aligned
-from shardwell.memory.disk_file import file_system, rounded
-from shardwell.memory.disk_queue import ENGINES, choose, unusable
+from shardwell import kernels
+from shardwell.offload.disk import DiskSettings, DiskTier, Extent, Transfer, aligned
+from shardwell.offload.disk_file import file_system, rounded
+from shardwell.offload.disk_queue import ENGINES, choose, unusable
 
 RESULTS = Path(__file__).parent / "results"
 JOBS = ("write", "read", "mixed")
@@ -300,7 +300,7 @@ def is_right(contender: Any, memory: Tensor, crc: int) -> bool:
     source = memory.clone()
     target.zero_()
     contender.run("read", 0, memory.numel())
-    right = native.crc32(memoryview(target.numpy())) == crc
+    right = kernels.crc32(memoryview(target.numpy())) == crc
     memory.copy_(source)
     return right
 
@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path: Path = args.path
     settings = DiskSettings(block_size=args.block_size, queue_depth=args.queue_depth)
     memory = aligned(args.bytes).random_(generator=torch.Generator().manual_seed(0))
-    crc = native.crc32(memoryview(memory.numpy()))
+    crc = kernels.crc32(memoryview(memory.numpy()))
     choice, load = choose([path], settings), os.getloadavg()[0]
     with contenders_on(path, memory, settings) as (contenders, missing):
         wrong = [name for name, one in contenders.items() if name != FIO and not is_right(one, memory, crc)]

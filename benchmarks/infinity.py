@@ -33,7 +33,7 @@ from benchmarks.infinity_variants import SIZES, VARIANTS, Run, runs_of
 from benchmarks.launch import RunFailedError, Runs
 from benchmarks.measure import RESULTS, circumstances, keep, told
 from benchmarks.offload import number
-from shardwell.memory.disk_file import file_system
+from shardwell.offload.disk_file import file_system
 
 PARTS = ("disk1b", "largest", "growth")
 TARGET = 1.15  # of the floor

@@ -23,8 +23,8 @@ from benchmarks.disk import drive_rates
 from benchmarks.infinity_variants import disk_bytes
 from benchmarks.offload_floor import bus_rates, compute_seconds, update_rates
 from benchmarks.offload_variants import Size, Variant, workload_of
-from shardwell import native
-from shardwell.memory.disk_queue import DiskSettings
+from shardwell import kernels
+from shardwell.offload.disk_queue import DiskSettings
 
 FORMULAS = {
     "at once": "max(compute, update, bus, disk)",
@@ -53,7 +53,7 @@ def measure_floors(sizes: dict[str, Size], device: str, folder: str) -> dict[str
         "drive": drive_rates(Path(folder), DiskSettings(), DRIVE_BYTES[device]),
         "bus": bus_rates(device),
         "update": update_rates(device, UPDATED[device]),
-        "kernel": str(native.describe()),
+        "kernel": str(kernels.describe()),
         "compute": {name: block_by_block(size, device) for name, size in sizes.items()},
     }
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.offload_timeline import timed_updates
-from shardwell.memory.disk import DiskTier
+from shardwell.offload.disk import DiskTier
 
 PAUSE = 0.2  # seconds between two questions to the GPU
 _TO_GPU, _FROM_GPU = 1, 0  # NVML's numbers of the ways over the bus

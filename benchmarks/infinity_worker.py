@@ -23,7 +23,7 @@ from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, dis
 from benchmarks.infinity_watch import Watch
 from benchmarks.offload_variants import SOME, EngineSteps, Size, TorchSteps, Variant, build, clip_rate, workload_of
 from benchmarks.offload_worker import HostMemory, start, steady_pass
-from shardwell.memory.disk import DiskTier, Extent, aligned
+from shardwell.offload.disk import DiskTier, Extent, aligned
 
 DRIVE = {"cuda": (2 << 30, 6.0), "cpu": (1 << 22, 0.1)}  # bytes, and seconds in which they are read and written
 

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import machine, versions
-from shardwell import native
-from shardwell.native.library import Library, find
+from shardwell import kernels
+from shardwell.kernels.library import Library, find
 
 RESULTS = Path(__file__).parent / "results"
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -57,22 +57,22 @@ class Slice:
         self.wide = torch.randn(numel) * 1e-3
         self.gradient = self.wide.bfloat16()
         self.out = torch.zeros(numel, dtype=torch.bfloat16)
-        self.moments = native.Moments8.zeros(numel)
-        self.new = native.NewState(torch.zeros(numel), (torch.zeros(numel), torch.zeros(numel)))
+        self.moments = kernels.Moments8.zeros(numel)
+        self.new = kernels.NewState(torch.zeros(numel), (torch.zeros(numel), torch.zeros(numel)))
         self.steps = 0
         self.master.grad = self.wide
 
     def state(self, step: Any) -> dict[str, Any]:
         return {"step": step, "exp_avg": self.first, "exp_avg_sq": self.second}
 
-    def stretches(self) -> dict[str, native.Stretch]:
+    def stretches(self) -> dict[str, kernels.Stretch]:
         """The whole job, out of place, with 8-bit moments; and a step with an fp32 gradient and no 16-bit copy."""
         master, state = self.master.detach(), (self.first, self.second)
         return {
-            OURS: native.Stretch(self.gradient, master, state, out=self.out),
-            f"{OURS}, out of place": native.Stretch(self.gradient, master, state, out=self.out, new=self.new),
-            f"{OURS}, 8-bit moments": native.Stretch(self.gradient, master, self.moments, out=self.out),
-            f"{OURS}, step alone": native.Stretch(self.wide, master, state),
+            OURS: kernels.Stretch(self.gradient, master, state, out=self.out),
+            f"{OURS}, out of place": kernels.Stretch(self.gradient, master, state, out=self.out, new=self.new),
+            f"{OURS}, 8-bit moments": kernels.Stretch(self.gradient, master, self.moments, out=self.out),
+            f"{OURS}, step alone": kernels.Stretch(self.wide, master, state),
         }
 
     def optimizers(self) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class Slice:
         return made
 
 
-def kernel(part: Slice, stretch: native.Stretch, library: Library) -> Callable[[int], None]:
+def kernel(part: Slice, stretch: kernels.Stretch, library: Library) -> Callable[[int], None]:
     def step(threads: int) -> None:
         part.steps += 1
-        library.update(native.Adam(**OPTIONS, decoupled=True, step=part.steps), stretch, threads)
+        library.update(kernels.Adam(**OPTIONS, decoupled=True, step=part.steps), stretch, threads)
 
     return step
 
@@ -199,7 +199,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, keep the raw figures."""
     args = parse_arguments(argv)
-    library, console = Library(find(native.__path__), args.isa), Console(width=max(Console().width, 110))
+    library, console = Library(find(kernels.__path__), args.isa), Console(width=max(Console().width, 110))
     torch.manual_seed(0)
     numel = args.numel // NUM_SLICES
     contenders = contenders_over([Slice(numel) for _ in range(NUM_SLICES)], library)

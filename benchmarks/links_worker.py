@@ -30,7 +30,7 @@ from benchmarks.contenders import (
 from benchmarks.hosts import NUM_HOSTS, answering
 from benchmarks.model import PRESETS
 from benchmarks.worker import batch_for
-from shardwell.comm.ledger import BETWEEN
+from shardwell.parallel.traffic import BETWEEN
 
 HPZ, QWZ, QGZ = "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"
 

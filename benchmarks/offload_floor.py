@@ -23,7 +23,7 @@ from benchmarks.contenders import Workload, seeded_model
 from benchmarks.gpu_worker import batches, synchronise
 from benchmarks.kernels import OPTIONS, OURS, Slice
 from benchmarks.offload_variants import Variant
-from shardwell import native
+from shardwell import kernels
 from shardwell.memory.device import Device
 
 REPEATS = 5
@@ -91,9 +91,9 @@ def update_rates(device: str, numel: int) -> dict[str, float]:
     for name, kind in (("fp32", OURS), ("8bit", f"{OURS}, 8-bit moments")):
         stretches = [part.stretches()[kind] for part in slices]
 
-        def update(stretches: list[native.Stretch] = stretches) -> None:
+        def update(stretches: list[kernels.Stretch] = stretches) -> None:
             for stretch in stretches:
-                native.update(native.Adam(**OPTIONS, decoupled=True, step=2), stretch, threads)
+                kernels.update(kernels.Adam(**OPTIONS, decoupled=True, step=2), stretch, threads)
 
         found[name] = SLICES * numel / median_seconds(update, "cpu")
     return found
@@ -108,7 +108,7 @@ def measure_floor(workload: Workload) -> dict[str, Any]:
     found["backward"] = found["compute"] - found["forward"]
     found["update"] = {moments: parameters / updates[moments] for moments in ("fp32", "8bit")}
     found["bus"] = None if bus is None else 2 * parameters / bus["each_of_both"]
-    return {**found, "rates": {"bus": bus, "update": updates, "kernel": str(native.describe())}}
+    return {**found, "rates": {"bus": bus, "update": updates, "kernel": str(kernels.describe())}}
 
 
 def floor_of(variant: Variant, found: dict[str, Any]) -> float | None:

@@ -31,20 +31,20 @@ COLOURS = {"compute": "#4c72b0", "down": "#dd8452", "update": "#55a868", "up": "
 @contextmanager
 def timed_updates(spans: list[tuple[int, int]]) -> Iterator[None]:
     """Note when every update on the host began and ended, in nanoseconds of the performance counter."""
-    from shardwell import native
+    from shardwell import kernels
 
-    original: Callable[..., None] = native.update
+    original: Callable[..., None] = kernels.update
 
     def update(*args: Any, **kwargs: Any) -> None:
         begin = time.perf_counter_ns()
         original(*args, **kwargs)
         spans.append((begin, time.perf_counter_ns()))
 
-    native.update = update
+    kernels.update = update
     try:
         yield
     finally:
-        native.update = original
+        kernels.update = original
 
 
 def profile_step(trainer: EngineSteps | TorchSteps, workload: Workload) -> dict[str, Any]:

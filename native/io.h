@@ -1,4 +1,4 @@
-// Reads and writes of files, many at once, beside the caller: the C interface of io.cpp. src/shardwell/native/io.py
+// Reads and writes of files, many at once, beside the caller: the C interface of io.cpp. src/shardwell/kernels/io.py
 // mirrors it field by field; whoever changes a structure or a signature raises IO_VERSION here and there.
 #pragma once
 

@@ -5,7 +5,7 @@
 //
 // Operations stand in the order of torch's on CUDA, and a product and a sum are one operation (std::fma) where they are
 // there: from the same numbers, a step gives torch's bits. Compilers fuse nothing else. So all instruction sets give
-// the same bits as well, and so does src/shardwell/native/reference.py.
+// the same bits as well, and so does src/shardwell/kernels/reference.py.
 
 #include "kernels.h"
 

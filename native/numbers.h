@@ -33,7 +33,7 @@ inline float float_of(uint32_t bits) {
 
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t{bits} << 16); }
 
-// Half away from zero, as src/shardwell/rounding.py: the lower half stays recoverable as a signed remainder.
+// Half away from zero, as src/shardwell/kernels/rounding.py: the lower half stays recoverable as a signed remainder.
 inline uint16_t to_bf16(float value) {
     const uint32_t bits = bits_of(value);
     return (bits & MAGNITUDE) > INFINITE ? BF16_NAN : static_cast<uint16_t>((bits + 0x8000) >> 16);

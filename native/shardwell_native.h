@@ -1,4 +1,4 @@
-// The C interface of the library. src/shardwell/native/library.py mirrors it field by field; whoever changes a
+// The C interface of the library. src/shardwell/kernels/library.py mirrors it field by field; whoever changes a
 // structure or a signature raises ABI_VERSION here and there.
 #pragma once
 
@@ -24,7 +24,7 @@ enum class Kind : int32_t { int8 = 0, int4 = 1, fp8 = 2 };
 
 // A master and its state. A pointer that a call does not need is null.
 struct Slot {
-    float* master;   // or null: then the master is high and low, as src/shardwell/rounding.py splits it
+    float* master;   // or null: then the master is high and low, as src/shardwell/kernels/rounding.py splits it
     uint16_t* high;  // bf16
     int16_t* low;
     float* state[2];        // Adam: first and second moment; SGD: momentum; Adagrad: sum; Lion: momentum
@@ -81,7 +81,7 @@ struct Lion {
     float decay;
 };
 
-// Rows of numbers and their codes (src/shardwell/codec/form.py says in which form), along two dimensions. Strides of
+// Rows of numbers and their codes (src/shardwell/kernels/quantized_format.py says in which form), along two dimensions. Strides of
 // numbers count elements, those of codes bytes.
 struct Coded {
     int64_t outer;

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from shardwell.comm.pending import Pending
 from shardwell.engine.engine import Engine
 from shardwell.memory import Scratch
-from shardwell.unit.context import Context
-from shardwell.unit.gradients import Gradients
+from shardwell.parallel.work import Pending
+from shardwell.sharding.context import Context
+from shardwell.sharding.gradients import Gradients
 
 _DEPTH = 12  # callers that a place names
 

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwell.comm import Collectives, Ledger, Mesh
 from shardwell.config import Config, load
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Account, Device, Mark, Scratch
 from shardwell.memory.device import num_gpus
+from shardwell.parallel import Collectives, Ledger, Mesh
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # torch's own
 
@@ -160,7 +160,7 @@ def _run(policy: Policy, function: Callable[..., Any], args: tuple[Any, ...], kw
 def _others_decide() -> bool:
     """Whether saved tensors go through hooks already: those of an enclosing checkpoint, or the user's."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and getattr(top[0], "__module__", "") != "shardwell.engine.saved"
+    return top is not None and getattr(top[0], "__module__", "") != "shardwell.runtime.saved_tensors"
 
 
 def _mesh_of(mpu: ModelParallel) -> Mesh:

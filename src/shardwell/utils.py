@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwell.engine.average import ExponentialMovingAverage
+from shardwell.engine.ema import ExponentialMovingAverage
 from shardwell.errors import ShardwellError
-from shardwell.optim.access import reading
-from shardwell.optim.gradient import check_not_used_up
-from shardwell.unit.cut import is_leaf, set_leaf
+from shardwell.optim.param_access import reading
+from shardwell.optim.sharded_gradient import check_not_used_up
+from shardwell.sharding.wrap import is_leaf, set_leaf
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.config import load
-from shardwell.unit.guard import AwayParameter
+from shardwell.sharding.released import AwayParameter
 from tests.architectures import zoo
 from tests.architectures.zoo import Run
 from tests.models import whole_parameters, zero

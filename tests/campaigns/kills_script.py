@@ -64,7 +64,7 @@ def model() -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
 
 
-def batches(loader: shardwell.engine.loader.ShardedLoader) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(loader: shardwell.engine.data_loader.ShardedLoader) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
         yield from loader
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.engine import likeness
+from shardwell.engine import consistency
 from tests.campaigns.result import Result, command_line
 
 LIMIT = 60.0  # seconds for one case
@@ -109,7 +109,7 @@ def rank_of(rank: int, size: int, port: int, stage: int, mine: dict[str, Any]) -
     optimizer = getattr(torch.optim, mine.get("kind", "AdamW"))(model.parameters(), **options)
     taken = 0
     try:
-        with mock.patch.object(likeness, "__version__", mine.get("version", likeness.__version__)):
+        with mock.patch.object(consistency, "__version__", mine.get("version", consistency.__version__)):
             engine, *_ = shardwell.initialize(
                 model=model, optimizer=optimizer, config={**asked, "zero_optimization": zero}
             )

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from shardwell.checkpoint.sources.base import Source
 from shardwell.checkpoint.sources.deepspeed import STUBS, DeepSpeedSource, is_deepspeed
-from shardwell.checkpoint.sources.flat import ALIGNMENT, Span, cut_each, cut_together
+from shardwell.checkpoint.sources.flat_parts import ALIGNMENT, Span, cut_each, cut_together
 from shardwell.checkpoint.sources.torch_files import _names_in as names_in
 from shardwell.checkpoint.sources.torch_files import _pickle_in as pickle_in
 from shardwell.checkpoint.sources.torch_files import load

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardwell.checkpoint import DTYPES, Extent, FileRecord, Manifest, Piece, TensorRecord, plan
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.errors import CheckpointError
-from shardwell.layout import Spec, contiguous_stride, lay_out
+from shardwell.sharding.layout import Spec, contiguous_stride, lay_out
 
 CRC = "0123abcd"
 

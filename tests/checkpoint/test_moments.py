@@ -10,7 +10,7 @@ import torch
 
 import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.native import Compact, moments8
+from shardwell.kernels import Compact, moments8
 from tests.checkpoint.legs import Leg, run_leg
 from tests.models import Gpt, zero
 from tests.parity.loops import Case

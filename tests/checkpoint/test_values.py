@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwell.errors import CheckpointError
-from shardwell.values import decode, encode
+from shardwell.json_values import decode, encode
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 NESTED = st.recursive(

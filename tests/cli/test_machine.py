@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell import native
+from shardwell import kernels
 from shardwell.cli import doctor_command
 from shardwell.cli.doctor_command import check
 from shardwell.version import __version__
@@ -41,7 +41,7 @@ def test_doctor_calls_an_old_torch_broken() -> None:
 
 
 def test_doctor_tells_which_kernels_run(machine: subprocess.CompletedProcess[str]) -> None:
-    assert json.loads(machine.stdout)["kernels"] == asdict(native.describe())
+    assert json.loads(machine.stdout)["kernels"] == asdict(kernels.describe())
 
 
 def test_doctor_measures_a_disk_only_when_asked(

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from shardwell.cli.ends import End, can_be_cured, in_order
+from shardwell.cli.failures import End, can_be_cured, in_order
 from tests.cli.command import ROOT, arguments, environment, shardwell
 
 PROMPT = 20.0  # seconds for a run that takes three on an idle machine; a hang would take minutes

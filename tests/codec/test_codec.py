@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwell import native
-from shardwell.codec import BLOCK, Codec, Kind, host
+from shardwell import kernels
 from shardwell.errors import ShardwellError
+from shardwell.kernels import quantize_host
+from shardwell.kernels.quantize import BLOCK, Codec, Kind
 from tests.codec.cases import KINDS, LENGTHS, MAKERS, TYPES, huge, likely, same
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -216,7 +217,7 @@ def test_what_cannot_be_decoded_is_refused() -> None:
 
 
 def test_without_the_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_chosen", lambda: native.choose("0", ""))
-    monkeypatch.setattr(host, "run", None)
+    monkeypatch.setattr(kernels, "_chosen", lambda: kernels.choose("0", ""))
+    monkeypatch.setattr(quantize_host, "run", None)
     codec, source = Codec("int4"), torch.tensor([7.0, -3.0])
     assert torch.equal(decoded(codec, encoded(codec, source), 2), source)

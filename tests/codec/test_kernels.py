@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwell.codec import Codec, Kind, host, reference
+from shardwell.kernels import quantize_host, quantize_reference
+from shardwell.kernels.quantize import Codec, Kind
 from tests.codec.cases import KINDS, LENGTHS, MAKERS, TYPES, laid_out, likely, same
 from tests.native.cases import isas, library
 
@@ -50,8 +51,8 @@ def test_encoding(
     ours = torch.full((*source.shape[:-1], Codec(kind).num_bytes(numel)), 0x55, dtype=torch.uint8)
     theirs = torch.full_like(ours, 0xAA)
     if numel:
-        host.run("encode", kind, source, ours, library=library(isa), threads=threads)
-        reference.encode(kind, source, theirs)
+        quantize_host.run("encode", kind, source, ours, library=library(isa), threads=threads)
+        quantize_reference.encode(kind, source, theirs)
     assert torch.equal(ours, theirs)
 
 
@@ -84,7 +85,9 @@ def test_decoding(
     size, count = Codec(kind).num_bytes(numel), torch.Size(leading).numel()
     data = torch.randint(256, (num_messages, count, size), generator=torch.Generator().manual_seed(seed)).byte()
     if is_real:
-        reference.encode(kind, likely(data[..., 0].numel() * numel, dtype, seed).view(num_messages, count, numel), data)
+        quantize_reference.encode(
+            kind, likely(data[..., 0].numel() * numel, dtype, seed).view(num_messages, count, numel), data
+        )
     data = data.view(num_messages, *(leading or (1,)), size)
     if ways[0] == "gaps":
         data = torch.cat([data, data], -1)[..., 1 : size + 1]  # at an odd address, too
@@ -92,14 +95,16 @@ def test_decoding(
     if ways[1] == "swapped":
         data = data.transpose(1, max(1, len(leading)))
     expected = out.clone()
-    host.run("decode", kind, out, data[0], library=library(isa), threads=2)
-    reference.decode(kind, data[0], expected)
+    quantize_host.run("decode", kind, out, data[0], library=library(isa), threads=2)
+    quantize_reference.decode(kind, data[0], expected)
     assert same(out, expected)
     total = rows(numel, leading, ways[1], "likely", torch.float32, seed)
     expected = total.clone()
     messages = num_messages, data.stride(0)
-    host.run("decode_sum", kind, total, data[0], messages=messages, factor=factor, add=add, library=library(isa))
-    reference.decode_sum(kind, data, expected, factor, add)
+    quantize_host.run(
+        "decode_sum", kind, total, data[0], messages=messages, factor=factor, add=add, library=library(isa)
+    )
+    quantize_reference.decode_sum(kind, data, expected, factor, add)
     assert same(total, expected)
 
 
@@ -107,17 +112,17 @@ def test_many_blocks_in_threads(isa: str, kind: Kind) -> None:
     source = likely(3 * 200_001, torch.bfloat16, 1).view(3, -1)
     outs = [torch.zeros(3, Codec(kind).num_bytes(200_001), dtype=torch.uint8) for _ in range(3)]
     for out, threads in zip(outs[:2], (1, 5), strict=True):
-        host.run("encode", kind, source, out, library=library(isa), threads=threads)
-    reference.encode(kind, source, outs[2])
+        quantize_host.run("encode", kind, source, out, library=library(isa), threads=threads)
+    quantize_reference.encode(kind, source, outs[2])
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
     totals = [torch.zeros(200_001) for _ in range(3)]
     for total, threads in zip(totals[:2], (1, 5), strict=True):
         messages = 3, outs[0].stride(0)
-        host.run(
+        quantize_host.run(
             "decode_sum", kind, total, outs[0][0], messages=messages, factor=0.1, library=library(isa), threads=threads
         )
-    reference.decode_sum(kind, outs[0], totals[2], 0.1, False)
+    quantize_reference.decode_sum(kind, outs[0], totals[2], 0.1, False)
     assert same(totals[0], totals[1])
     assert same(totals[0], totals[2])
 
@@ -128,13 +133,13 @@ def test_nothing_beside_the_rows_is_touched(isa: str, kind: Kind) -> None:
         size = Codec(kind).num_bytes(numel)
         data = torch.full((2 * size + 70,), 7, dtype=torch.uint8)
         inner = data[33 : 33 + 2 * size].view(2, size)
-        host.run("encode", kind, torch.full((2, numel), -1.0), inner, library=library(isa))
+        quantize_host.run("encode", kind, torch.full((2, numel), -1.0), inner, library=library(isa))
         assert (data[:33] == 7).all()
         assert (data[33 + 2 * size :] == 7).all()
         rows_inside = room[1:3, 5 : 5 + numel]
-        host.run("decode", kind, rows_inside, inner, library=library(isa))
+        quantize_host.run("decode", kind, rows_inside, inner, library=library(isa))
         assert (rows_inside.sub(-1).abs() < 0.01).all()
-        host.run("decode_sum", kind, rows_inside, inner, library=library(isa), add=True)
+        quantize_host.run("decode_sum", kind, rows_inside, inner, library=library(isa), add=True)
         assert (rows_inside.sub(-2).abs() < 0.01).all()
         rows_inside.fill_(7)
         assert (room == 7).all()
@@ -145,7 +150,7 @@ def test_every_code_is_read_as_torch_reads_it(isa: str, kind: Kind) -> None:
     numel = 512 if kind == "int4" else 256
     scales = torch.ones(numel // 256, dtype=torch.bfloat16).view(torch.uint8)
     out = torch.zeros(numel)
-    host.run("decode", kind, out, torch.cat([codes, scales]), library=library(isa))
+    quantize_host.run("decode", kind, out, torch.cat([codes, scales]), library=library(isa))
     if kind == "fp8":
         expected = codes.view(torch.float8_e4m3fn).float()
     elif kind == "int8":

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.codec import Codec
-from shardwell.unit.codes import encode
+from shardwell.kernels.quantize import Codec
+from shardwell.kernels.quantize_stably import encode
 from tests.models import zero
 
 WIDTH, ROWS = 44, 8  # of a width that blocks of 256 do not divide

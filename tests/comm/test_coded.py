@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwell
-from shardwell.codec import Codec
-from shardwell.comm.ledger import BETWEEN, INSIDE, Kind
 from shardwell.config import load
+from shardwell.kernels.quantize import Codec
 from shardwell.memory import State
+from shardwell.parallel.traffic import BETWEEN, INSIDE, Kind
 from shardwell.utils import safe_get_full_fp32_param
 from tests.comm.counter import WireCounter
 from tests.models import Gpt, batches, share, whole_parameters, zero

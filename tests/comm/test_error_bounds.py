@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwell.codec import BLOCK, Codec
+from shardwell.kernels.quantize import BLOCK, Codec
 from tests.comm.test_coded import as_nodes, engine_with
 from tests.ranks import Ranks
 

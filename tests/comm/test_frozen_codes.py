@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.codec import Codec
-from shardwell.comm import Kind
 from shardwell.config import load
-from shardwell.engine.placement import Formula, Place
-from shardwell.engine.placement import Kind as Sort
-from shardwell.layout import even_part
+from shardwell.kernels.quantize import Codec
+from shardwell.kernels.quantize_stably import encode
 from shardwell.memory import State, Tier
-from shardwell.unit import Precision
-from shardwell.unit.codes import encode
+from shardwell.offload.placement import Formula, Place
+from shardwell.offload.placement import Kind as Sort
+from shardwell.parallel import Kind
+from shardwell.sharding import Precision
+from shardwell.sharding.layout import even_part
 from shardwell.utils import safe_get_full_fp32_param
 from tests.comm.counter import WireCounter
 from tests.comm.frozen import ON, all_codes, build, coded, groups, rows, same_tensors, start, step

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwell.comm import Kind
+from shardwell.parallel import Kind
 from shardwell.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwell.zero import GatheredParameters
 from tests.comm.frozen import WIDTH, Adapted, all_codes, build, coded, groups, same_tensors, start, step

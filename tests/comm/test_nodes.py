@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.comm import Kind
-from shardwell.comm.mesh import Mesh
 from shardwell.optim.lamb import Lamb
-from shardwell.unit.gradients import Gradients
+from shardwell.parallel import Kind
+from shardwell.parallel.mesh import Mesh
+from shardwell.sharding.gradients import Gradients
 from tests.checkpoint.legs import Leg, run_leg
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_offload import HOST, PRECISIONS, check_equal

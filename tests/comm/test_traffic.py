@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.comm import Kind
-from shardwell.comm.ledger import BETWEEN, INSIDE, PAYLOAD
 from shardwell.engine import Action
+from shardwell.parallel import Kind
+from shardwell.parallel.traffic import BETWEEN, INSIDE, PAYLOAD
 from tests.comm.counter import WireCounter
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.comm import Kind, Mesh
 from shardwell.config import load
-from shardwell.engine import trial
-from shardwell.engine.placement import Kind as Group
-from shardwell.engine.trial import COPIES, GRADIENTS, WEIGHTS, Times
+from shardwell.engine import autotune
+from shardwell.engine.autotune import COPIES, GRADIENTS, WEIGHTS, Times
 from shardwell.memory import State
-from shardwell.unit import Precision
+from shardwell.offload.placement import Kind as Group
+from shardwell.parallel import Kind, Mesh
+from shardwell.sharding import Precision
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 
@@ -84,7 +84,7 @@ def trained(block: dict[str, Any], stage: int = 3, ranks_per_node: int = 2, **ex
 def trained_if(worth_it: float, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """With another opinion on what is worth it: infinity turns everything on, 0 turns everything off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "WORTH_IT", worth_it)
+        patch.setattr(autotune, "WORTH_IT", worth_it)
         return trained(*args, **kwargs)
 
 
@@ -93,7 +93,7 @@ def trained_by_dice(seed: int) -> dict[str, Any]:
     dice = random.Random(f"{seed} {dist.get_rank()}")
     ticks = itertools.accumulate(dice.uniform(0, 0.02) for _ in itertools.count())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        patch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
         return trained(AUTO)
 
 
@@ -113,7 +113,7 @@ def test_second_copies_may_take_half_of_what_a_gpu_has_free(free: int, why: str 
     world = SimpleNamespace(mesh=Mesh(0, 4, 2, "nccl"), least=lambda value, _: value)
     gpu = SimpleNamespace(is_cuda=True, unused_bytes=lambda: float(free))
     tried: Any = (load({}), SimpleNamespace(device=gpu, world=world), SimpleNamespace(units={"unit": kinds}))
-    assert trial.Trial(*tried)._too_large(2) == why
+    assert autotune.Trial(*tried)._too_large(2) == why
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -213,6 +213,6 @@ def trained_in_fp64() -> list[Any]:
     model = Gpt().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "WORTH_IT", float("inf"))
+        patch.setattr(autotune, "WORTH_IT", float("inf"))
         engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3, zero_optimization=AUTO))
     return [getattr(engine.config.zero_optimization, key) for key in AUTO]

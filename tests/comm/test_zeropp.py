@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.codec import Codec
-from shardwell.comm import Kind
-from shardwell.comm.ledger import BETWEEN, INSIDE
+from shardwell.kernels.quantize import Codec
+from shardwell.parallel import Kind
+from shardwell.parallel.traffic import BETWEEN, INSIDE
 from shardwell.utils import safe_get_full_fp32_param
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.ranks import Ranks

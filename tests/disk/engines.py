@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardwell.memory.disk import DiskSettings, aligned
-from shardwell.memory.disk_queue import ENGINES, unusable
-from shardwell.native.io import Outcome, Part
+from shardwell.kernels.io import Outcome, Part
+from shardwell.offload.disk import DiskSettings, aligned
+from shardwell.offload.disk_queue import ENGINES, unusable
 
 BLOCK = 16384
 _REASONS = unusable()

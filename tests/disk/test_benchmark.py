@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import disk
-from shardwell.memory.disk_queue import ENGINES, unusable
+from shardwell.offload.disk_queue import ENGINES, unusable
 
 FIO = """#!/bin/sh
 for word in "$@"; do case "$word" in --filename=*) : > "${word#*=}";; esac; done

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell import native
+from shardwell import kernels
 from shardwell.errors import ShardwellError
 from shardwell.memory import Account, Device, Tier
-from shardwell.memory.chest import Chest
-from shardwell.memory.disk import DiskTier, Extent, Transfer, aligned
+from shardwell.offload.disk import DiskTier, Extent, Transfer, aligned
+from shardwell.offload.swapped_tensors import Chest
 from tests.disk.engines import settings
 from tests.disk.test_trouble import replace
 
@@ -157,7 +157,11 @@ def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Pat
     with DiskTier([tmp_path], settings()) as tier, torch.device("meta"):
         device = Device("cpu")
         kept = device.empty(8, torch.float32, Tier.HOST)
-        held = [device.empty(8, torch.float32, Tier.HOST), device.pinned(8), native.Compact.zeros(9, is_second=True)[:]]
+        held = [
+            device.empty(8, torch.float32, Tier.HOST),
+            device.pinned(8),
+            kernels.Compact.zeros(9, is_second=True)[:],
+        ]
         chest = Chest(tier, Account(), "a unit")
         chest.keep([kept.fill_(3.0)])
         held += [kept]

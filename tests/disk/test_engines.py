@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import disk_queue
-from shardwell.memory.disk import DiskSettings, DiskTier
-from shardwell.memory.disk_queue import ENGINES, choose, fastest, measure, unusable
-from shardwell.native import io
+from shardwell.kernels import io
+from shardwell.offload import disk_queue
+from shardwell.offload.disk import DiskSettings, DiskTier
+from shardwell.offload.disk_queue import ENGINES, choose, fastest, measure, unusable
 from tests.disk.engines import BLOCK, EACH, settings
 
 BUILT = pytest.mark.skipif("threads" in unusable(), reason="the native library was not built")

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell.memory.disk import DiskTier
-from shardwell.memory.disk_file import DiskFile
-from shardwell.native.io import SECTOR
+from shardwell.kernels.io import SECTOR
+from shardwell.offload.disk import DiskTier
+from shardwell.offload.disk_file import DiskFile
 from tests.disk.engines import BLOCK, noise, settings
 
 
@@ -62,7 +62,7 @@ def test_names_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 KILLED = """
 import sys, time
-from shardwell.memory.disk import DiskSettings, DiskTier, aligned
+from shardwell.offload.disk import DiskSettings, DiskTier, aligned
 tier = DiskTier([sys.argv[1]], DiskSettings(engine="python"))
 tier.write(tier.allocate(1 << 20), 0, aligned(1 << 20)).wait()
 print("ready", flush=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwell.memory import pages
-from shardwell.memory.disk import DiskTier
-from shardwell.memory.pages import Pace
+from shardwell.offload import param_swap
+from shardwell.offload.disk import DiskTier
+from shardwell.offload.param_swap import Pace
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
 
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(pages, "time", made)
+    monkeypatch.setattr(param_swap, "time", made)
     return made
 
 

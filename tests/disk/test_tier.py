@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import Device, disk
-from shardwell.memory.disk import DiskTier, Extent, Region, aligned
-from shardwell.native.io import SECTOR
+from shardwell.kernels.io import SECTOR
+from shardwell.memory import Device
+from shardwell.offload import disk
+from shardwell.offload.disk import DiskTier, Extent, Region, aligned
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
 SIZES = [0, 1, 511, SECTOR - 1, SECTOR, SECTOR + 1, BLOCK, BLOCK + 1, 7 * BLOCK, 9 * BLOCK + 5 * SECTOR + 17]
@@ -226,7 +227,7 @@ def test_aligned_memory_is_aligned() -> None:
 
 FORKED = """
 import os, sys
-from shardwell.memory.disk import DiskSettings, DiskTier, aligned
+from shardwell.offload.disk import DiskSettings, DiskTier, aligned
 tier = DiskTier([sys.argv[1]], DiskSettings(engine=sys.argv[2]))
 extent, memory, found = tier.allocate(1 << 20), aligned(1 << 20).fill_(5), aligned(1 << 20)
 tier.write(extent, 0, memory).wait()

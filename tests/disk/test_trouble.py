@@ -20,13 +20,14 @@ import pytest
 import torch
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import Account, Device, Mark, disk, disk_file
-from shardwell.memory.chest import Chest
-from shardwell.memory.disk import DiskTier, aligned
-from shardwell.memory.disk_file import file_system, free_bytes
-from shardwell.memory.mail import Aligned
-from shardwell.memory.pages import Page, Pages
-from shardwell.native.io import SECTOR
+from shardwell.kernels.io import SECTOR
+from shardwell.memory import Account, Device, Mark
+from shardwell.offload import disk, disk_file
+from shardwell.offload.disk import DiskTier, aligned
+from shardwell.offload.disk_file import file_system, free_bytes
+from shardwell.offload.param_swap import Page, Pages
+from shardwell.offload.staging import Aligned
+from shardwell.offload.swapped_tensors import Chest
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
 TINY = 1 << 20
@@ -112,7 +113,7 @@ def test_without_reservations_space_is_taken_when_it_is_written(
 
 LIMITED = """
 import resource, sys
-from shardwell.memory.disk import DiskSettings, DiskTier
+from shardwell.offload.disk import DiskSettings, DiskTier
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 tier = DiskTier([sys.argv[1]], DiskSettings(engine="python"))
 try:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.comm import Agreement
+from shardwell.parallel import Agreement
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 

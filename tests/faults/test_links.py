@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.comm import Agreement, Collectives, patience
-from shardwell.comm.ledger import Ledger
-from shardwell.comm.mesh import world_mesh
-from shardwell.comm.patience import wait_for
 from shardwell.errors import PeerError, ShardwellError
 from shardwell.memory import Account, Device, Scratch
+from shardwell.parallel import Agreement, Collectives, gloo_wait
+from shardwell.parallel.gloo_wait import wait_for
+from shardwell.parallel.mesh import world_mesh
+from shardwell.parallel.traffic import Ledger
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 
@@ -143,7 +143,7 @@ def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPat
     """Where a wait of gloo's own would go on until a message comes. What comes soon is waited for, though."""
     stuck, done, abandoned = Stuck(), Stuck(), list[BaseException]()
     done.over.set()
-    monkeypatch.setattr(patience, "_GRACE", 0.5 if ends_after is None else 30.0)
+    monkeypatch.setattr(gloo_wait, "_GRACE", 0.5 if ends_after is None else 30.0)
     if ends_after is not None:
         threading.Timer(ends_after, stuck.over.set).start()
     with alarm_after(0.1), pytest.raises(TimeoutError) as caught:
@@ -162,7 +162,7 @@ def interrupted(late: float, grace: float) -> dict[str, Any]:
         return waited(comm, torch.full((1 << 20,), 5.0)) | waited(comm, torch.full((1 << 20,), 5.0))
     flat = torch.zeros(1 << 20)
     with pytest.MonkeyPatch.context() as patch, alarm_after(0.2):
-        patch.setattr(patience, "_GRACE", grace)
+        patch.setattr(gloo_wait, "_GRACE", grace)
         gathering = comm.gather(flat, "GATHER all")
         with pytest.raises(TimeoutError):
             gathering.wait()

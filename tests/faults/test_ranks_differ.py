@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwell
-from shardwell.comm import Agreement, Collectives, Ledger
-from shardwell.comm.mesh import world_mesh
-from shardwell.engine import likeness
+from shardwell.engine import consistency
 from shardwell.memory import Account, Device, Scratch
+from shardwell.parallel import Agreement, Collectives, Ledger
+from shardwell.parallel.mesh import world_mesh
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 
@@ -49,7 +49,7 @@ def train(differs: dict[str, Any], stage: int = 2, steps: int = 2, who: int = 1)
         model.up.bias.requires_grad_(False)
     config = zero(stage, **{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, **mine.get("config", {})})
     given = _optimizer(model, **mine["optimizer"]) if "optimizer" in mine else None
-    versions = mock.patch.object(likeness, "__version__", mine.get("version", likeness.__version__))
+    versions = mock.patch.object(consistency, "__version__", mine.get("version", consistency.__version__))
     data = TensorDataset(torch.ones(8, 4))
     loader = DataLoader(data, batch_size=mine.get("batch", 2))
     try:

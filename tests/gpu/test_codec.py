@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from shardwell.codec import Codec, Kind, reference
+from shardwell.kernels import quantize_reference
+from shardwell.kernels.quantize import Codec, Kind
 from tests.codec.cases import KINDS, LENGTHS, MAKERS, TYPES, laid_out, likely, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", KINDS)]
@@ -33,7 +34,7 @@ def test_encoding(kind: Kind, dtype: torch.dtype) -> None:
         ours, theirs = empty(kind, *source.shape), empty(kind, *source.shape, device="cpu")
         Codec(kind).encode(on_gpu(source), ours)
         if numel:
-            reference.encode(kind, source, theirs)
+            quantize_reference.encode(kind, source, theirs)
         assert torch.equal(ours.cpu(), theirs), (numel, name, way)
 
 
@@ -41,8 +42,8 @@ def test_the_reference_gives_the_same_bits_on_the_gpu(kind: Kind) -> None:
     for name, make in MAKERS.items():
         source = make(4099, torch.float32, 1)
         here, there = empty(kind, 4099, device="cpu"), empty(kind, 4099)
-        reference.encode(kind, source, here)
-        reference.encode(kind, source.cuda(), there)
+        quantize_reference.encode(kind, source, here)
+        quantize_reference.encode(kind, source.cuda(), there)
         assert torch.equal(here, there.cpu()), name
         assert same(Codec(kind).error_bound(source), Codec(kind).error_bound(source.cuda()).cpu()), name
 
@@ -53,12 +54,12 @@ def test_decoding(kind: Kind, dtype: torch.dtype) -> None:
     for numel, is_real in itertools.product((*LENGTHS[1:], 4099), (False, True)):
         data = torch.randint(256, (3, 2, Codec(kind).num_bytes(numel))).byte()
         if is_real:
-            reference.encode(kind, likely(6 * numel, torch.float32, numel).view(3, 2, numel), data)
+            quantize_reference.encode(kind, likely(6 * numel, torch.float32, numel).view(3, 2, numel), data)
         data = torch.cat([data, data], -1)[..., 16 : data.shape[-1] + 16].transpose(0, 1)
         ours = torch.zeros(2, 3, numel + 5, dtype=dtype, device="cuda")
         theirs = torch.zeros(2, 3, numel, dtype=dtype)
         Codec(kind).decode(on_gpu(data), ours[..., 3 : numel + 3])
-        reference.decode(kind, data, theirs)
+        quantize_reference.decode(kind, data, theirs)
         assert same(ours[..., 3 : numel + 3].cpu(), theirs), (numel, is_real)
         ours[..., 3 : numel + 3] = 0
         assert (ours == 0).all()
@@ -68,11 +69,13 @@ def test_decoding(kind: Kind, dtype: torch.dtype) -> None:
 def test_sums(kind: Kind, factor: float, add: bool) -> None:
     for numel, num_messages in itertools.product((*LENGTHS[1:], 4099), (1, 2, 7, 9)):
         data = empty(kind, num_messages, 2, numel, device="cpu")
-        reference.encode(kind, likely(data[..., 0].numel() * numel, torch.float32, 1).view(num_messages, 2, -1), data)
+        quantize_reference.encode(
+            kind, likely(data[..., 0].numel() * numel, torch.float32, 1).view(num_messages, 2, -1), data
+        )
         theirs = torch.randn(2, numel)
         ours = theirs.cuda()
         Codec(kind).decode_sum(data.cuda(), ours, factor, add=add)
-        reference.decode_sum(kind, data, theirs, factor, add)
+        quantize_reference.decode_sum(kind, data, theirs, factor, add)
         assert same(ours.cpu(), theirs), (numel, num_messages)
 
 
@@ -83,16 +86,16 @@ def test_every_scale(kind: Kind) -> None:
     source[:, 7] = greatest
     ours, theirs = empty(kind, source.numel()), empty(kind, source.numel(), device="cpu")
     Codec(kind).encode(source.view(-1).cuda(), ours)
-    reference.encode(kind, source.view(-1), theirs)
+    quantize_reference.encode(kind, source.view(-1), theirs)
     assert torch.equal(ours.cpu(), theirs)
 
 
 def test_devices_without_conversions_of_fp8(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != "fp8":
         pytest.skip("only fp8 has them")
-    from shardwell.codec import cuda
+    from shardwell.kernels import quantize_triton
 
-    monkeypatch.setattr(cuda, "_NARROW_CONVERSIONS", (99, 0))
+    monkeypatch.setattr(quantize_triton, "_NARROW_CONVERSIONS", (99, 0))
     test_every_scale(kind)
     test_decoding(kind, torch.float32)
 

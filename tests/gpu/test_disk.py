@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwell.memory import Device
-from shardwell.memory.disk import DiskTier, aligned
+from shardwell.offload.disk import DiskTier, aligned
 from tests.disk.engines import EACH, settings
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.rounding import join, narrow, split
-from shardwell.unit.edits import adopt, digest
+from shardwell.kernels.rounding import join, narrow, split
+from shardwell.sharding.edits import adopt, digest
 from tests.models import zero
 from tests.parity.test_edits import check, every_edit
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.codec import Codec
+from shardwell.kernels.quantize import Codec
 from tests.comm.test_frozen_codes import below, run
 from tests.comm.test_frozen_codes_access import looked_at, saved
 from tests.ranks import Ranks

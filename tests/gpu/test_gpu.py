@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.optim.verdict import FIRST_STEPS
+from shardwell.optim.overflow_check import FIRST_STEPS
 from tests.models import Gpt, batches, whole_parameters, zero
 from tests.parity.loops import Case, all_sharded, distance, plainly
 from tests.ranks import Ranks
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_rounding_kernels_equal_the_reference_bit_for_bit() -> None:
-    from shardwell.rounding import join, split, to_bf16
+    from shardwell.kernels.rounding import join, split, to_bf16
 
     bits = torch.randint(-(2**31), 2**31, (1_000_003,)).to(torch.int32)
     bits[:4] = torch.tensor([0x7FFFFFFF, -1, 0x7F7FFFFF, 0x8000]).to(torch.int32)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.comm import Kind
 from shardwell.engine import Action
 from shardwell.memory import State
+from shardwell.parallel import Kind
 from shardwell.zero import GatheredParameters
 from tests.memory.live import live_bytes
 from tests.models import whole_parameters, zero

@@ -8,36 +8,36 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwell import native
-from shardwell.native import Halves, Moments8, NewState, Stretch
-from shardwell.native.library import ISAS, Library, UnusableLibraryError, find
-from shardwell.native.reference import Reference
+from shardwell import kernels
+from shardwell.kernels import Halves, Moments8, NewState, Stretch
+from shardwell.kernels.library import ISAS, Library, UnusableLibraryError, find
+from shardwell.kernels.reference import Reference
 
 REFERENCE = Reference()
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-RULES: dict[str, native.Rule] = {
-    "adam": native.Adam(1e-3, 3, weight_decay=0.1),
-    "adam without decay": native.Adam(1e-3, 1),
-    "adam with small betas": native.Adam(1e-2, 5, betas=(0.3, 0.4), eps=1e-6),
-    "adamw": native.Adam(3e-4, 1000, weight_decay=0.01, decoupled=True),
-    "adamw like the fused kernel": native.Adam(3e-4, 7, weight_decay=0.01, decoupled=True, like="cuda_fused"),
-    "adam like the fused kernel": native.Adam(3e-4, 1, weight_decay=0.1, like="cuda_fused"),
-    "adamw like the CPU's": native.Adam(3e-4, 1000, weight_decay=0.01, decoupled=True, like="cpu"),
-    "sgd": native.Sgd(0.1),
-    "sgd with decay": native.Sgd(0.1, weight_decay=1e-4),
-    "sgd with momentum": native.Sgd(0.1, momentum=0.9, dampening=0.1, weight_decay=1e-4),
-    "sgd, first step": native.Sgd(0.1, momentum=0.9, dampening=0.1, first=True),
-    "sgd with nesterov": native.Sgd(0.1, momentum=0.9, nesterov=True),
-    "adagrad": native.Adagrad(0.01, 7, lr_decay=0.1, weight_decay=0.1),
-    "lion": native.Lion(1e-4, weight_decay=0.1),
-    "lion with small betas": native.Lion(1e-4, betas=(0.2, 0.5)),
+RULES: dict[str, kernels.Rule] = {
+    "adam": kernels.Adam(1e-3, 3, weight_decay=0.1),
+    "adam without decay": kernels.Adam(1e-3, 1),
+    "adam with small betas": kernels.Adam(1e-2, 5, betas=(0.3, 0.4), eps=1e-6),
+    "adamw": kernels.Adam(3e-4, 1000, weight_decay=0.01, decoupled=True),
+    "adamw like the fused kernel": kernels.Adam(3e-4, 7, weight_decay=0.01, decoupled=True, like="cuda_fused"),
+    "adam like the fused kernel": kernels.Adam(3e-4, 1, weight_decay=0.1, like="cuda_fused"),
+    "adamw like the CPU's": kernels.Adam(3e-4, 1000, weight_decay=0.01, decoupled=True, like="cpu"),
+    "sgd": kernels.Sgd(0.1),
+    "sgd with decay": kernels.Sgd(0.1, weight_decay=1e-4),
+    "sgd with momentum": kernels.Sgd(0.1, momentum=0.9, dampening=0.1, weight_decay=1e-4),
+    "sgd, first step": kernels.Sgd(0.1, momentum=0.9, dampening=0.1, first=True),
+    "sgd with nesterov": kernels.Sgd(0.1, momentum=0.9, nesterov=True),
+    "adagrad": kernels.Adagrad(0.01, 7, lr_decay=0.1, weight_decay=0.1),
+    "lion": kernels.Lion(1e-4, weight_decay=0.1),
+    "lion with small betas": kernels.Lion(1e-4, betas=(0.2, 0.5)),
 }
 
 
 def isas() -> list[str]:
     """The instruction sets that the library has on this machine; empty without a library."""
     try:
-        best = Library(find(native.__path__)).isa
+        best = Library(find(kernels.__path__)).isa
     except UnusableLibraryError:
         return []
     return list(ISAS[: ISAS.index(best) + 1])
@@ -45,7 +45,7 @@ def isas() -> list[str]:
 
 @functools.cache
 def library(isa: str) -> Library:
-    return Library(find(native.__path__), isa)
+    return Library(find(kernels.__path__), isa)
 
 
 def any_bits(numel: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell import native, rounding
+from shardwell import kernels
 from shardwell.errors import ShardwellError
-from shardwell.native import Adam, Halves, Moments8, NewState, Stretch, library
-from shardwell.native.reference import Reference
+from shardwell.kernels import Adam, Halves, Moments8, NewState, Stretch, library, rounding
+from shardwell.kernels.reference import Reference
 from tests.native.cases import REFERENCE, any_bits, bits, isas, likely
 from tests.native.cases import library as library_for
 
@@ -24,7 +24,7 @@ EACH = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_sum_of_squares_is_exact_to_the_last_digits(backend: native.Backend, dtype: torch.dtype) -> None:
+def test_a_sum_of_squares_is_exact_to_the_last_digits(backend: kernels.Backend, dtype: torch.dtype) -> None:
     for numel in (0, 1, 17, 255, 100_003):
         data = likely(numel, dtype, numel)
         expected = math.fsum(value * value for value in data.double().tolist())
@@ -34,7 +34,7 @@ def test_a_sum_of_squares_is_exact_to_the_last_digits(backend: native.Backend, d
 @EACH
 @pytest.mark.parametrize("make", [any_bits, likely])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_are_added(backend: native.Backend, dtype: torch.dtype, make: object) -> None:
+def test_gradients_are_added(backend: kernels.Backend, dtype: torch.dtype, make: object) -> None:
     """Product and sum are rounded each on its own."""
     assert callable(make)
     for numel, factor, fresh in itertools.product((0, 1, 33, 200_001), (1.0, 0.3), (False, True)):
@@ -47,18 +47,18 @@ def test_gradients_are_added(backend: native.Backend, dtype: torch.dtype, make: 
 
 def test_a_fresh_total_may_hold_anything() -> None:
     total = torch.tensor([torch.nan, torch.inf])
-    native.add(total, torch.tensor([1.0, 2.0]).half(), 0.5, fresh=True)
+    kernels.add(total, torch.tensor([1.0, 2.0]).half(), 0.5, fresh=True)
     assert total.tolist() == [0.5, 1.0]
-    native.add(total, torch.tensor([1.0, 2.0]))
+    kernels.add(total, torch.tensor([1.0, 2.0]))
     assert total.tolist() == [1.5, 3.0]
     with pytest.raises(ShardwellError, match="total: found 2 elements, expected 3"):
-        native.add(total, torch.zeros(3))
+        kernels.add(total, torch.zeros(3))
 
 
 @EACH
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [0, 65_536, 70_000])
-def test_a_sum_of_squares_lets_inf_and_nan_through(backend: native.Backend, bad: float, place: int) -> None:
+def test_a_sum_of_squares_lets_inf_and_nan_through(backend: kernels.Backend, bad: float, place: int) -> None:
     data = torch.ones(70_001)
     data[place] = bad
     total = backend.sum_of_squares(data, 2)
@@ -66,7 +66,7 @@ def test_a_sum_of_squares_lets_inf_and_nan_through(backend: native.Backend, bad:
 
 
 @EACH
-def test_a_sum_of_squares_does_not_overflow(backend: native.Backend) -> None:
+def test_a_sum_of_squares_does_not_overflow(backend: kernels.Backend) -> None:
     assert backend.sum_of_squares(torch.full((1000,), 3e38), 1) == pytest.approx(9e79, rel=1e-6)
 
 
@@ -76,7 +76,7 @@ def test_all_instruction_sets_give_the_same_sum() -> None:
 
 
 @EACH
-def test_bf16_rounds_as_everywhere(backend: native.Backend) -> None:
+def test_bf16_rounds_as_everywhere(backend: kernels.Backend) -> None:
     for numel in (0, 1, 33, 100_003):
         source = any_bits(numel + 1, torch.float32, numel)[1:]
         out, expected = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
@@ -86,7 +86,7 @@ def test_bf16_rounds_as_everywhere(backend: native.Backend) -> None:
 
 
 @EACH
-def test_crc32_is_zlibs(backend: native.Backend) -> None:
+def test_crc32_is_zlibs(backend: kernels.Backend) -> None:
     data = bytes(any_bits(5000, torch.float32, 0).view(torch.uint8).tolist())
     for length in (0, 1, 7, 63, 64, 65, 127, 128, 255, 256, 257, 511, 512, 579, 1000, 19_999):
         for part in (data[:length], data[1 : length + 1]):
@@ -95,40 +95,40 @@ def test_crc32_is_zlibs(backend: native.Backend) -> None:
 
 
 @EACH
-def test_a_parameter_may_be_stepped(backend: native.Backend) -> None:
+def test_a_parameter_may_be_stepped(backend: kernels.Backend) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    backend.update(native.Sgd(0.5), Stretch(torch.ones(3), parameter), 1)
+    backend.update(kernels.Sgd(0.5), Stretch(torch.ones(3), parameter), 1)
     assert parameter.tolist() == [0.5, 0.5, 0.5]
 
 
 def test_the_environment_chooses() -> None:
-    assert str(native.choose("0", "")[1]) == "torch operations (SHARDWELL_NATIVE=0)"
+    assert str(kernels.choose("0", "")[1]) == "torch operations (SHARDWELL_NATIVE=0)"
     for isa in isas():
-        assert native.choose("1", isa)[1] == native.Description(True, isa)
+        assert kernels.choose("1", isa)[1] == kernels.Description(True, isa)
     with pytest.raises(ShardwellError, match="SHARDWELL_NATIVE: found 'yes', expected 0"):
-        native.choose("yes", "")
+        kernels.choose("yes", "")
     with pytest.raises(ShardwellError, match="SHARDWELL_NATIVE_ISA: found 'sse', expected one of scalar, avx2, avx512"):
-        native.choose("", "sse")
+        kernels.choose("", "sse")
 
 
 @pytest.mark.skipif(not isas(), reason="the native library was not built")
 def test_a_library_that_does_not_fit_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     built = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", 99)
-    backend, description = native.choose("", "")
+    backend, description = kernels.choose("", "")
     assert isinstance(backend, Reference)
     assert f"interface {built}, expected 99" in str(description)
     with pytest.raises(ShardwellError, match="install shardwell again"):
-        native.choose("1", "")
+        kernels.choose("1", "")
 
 
 def test_without_a_library_torch_operations_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "__path__", [os.fspath(tmp_path)])
-    backend, description = native.choose("", "")
+    monkeypatch.setattr(kernels, "__path__", [os.fspath(tmp_path)])
+    backend, description = kernels.choose("", "")
     assert isinstance(backend, Reference)
     assert "was not built" in str(description)
     (tmp_path / library.NAME).write_bytes(b"no library")
-    assert "cannot be loaded" in str(native.choose("", "")[1])
+    assert "cannot be loaded" in str(kernels.choose("", "")[1])
 
 
 def good() -> dict[str, object]:
@@ -156,10 +156,10 @@ def good() -> dict[str, object]:
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ShardwellError, match=message):
-        native.update(Adam(1e-3, 1), Stretch(**{**good(), **change}))  # type: ignore[arg-type]
+        kernels.update(Adam(1e-3, 1), Stretch(**{**good(), **change}))  # type: ignore[arg-type]
 
 
 def test_only_adam_has_8_bit_moments() -> None:
     stretch = Stretch(torch.zeros(3), torch.zeros(3), Moments8.zeros(3))
     with pytest.raises(ShardwellError, match="Lion: found 8-bit moments"):
-        native.update(native.Lion(1e-3), stretch)
+        kernels.update(kernels.Lion(1e-3), stretch)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwell import native
-from shardwell.native import Adam, Moments8, Stretch, moments8
+from shardwell import kernels
+from shardwell.kernels import Adam, Moments8, Stretch, moments8
 from tests.native.cases import REFERENCE, any_bits, copied, differing, isas, library, likely, out_of_place, stretch
 
 NUMEL = 1000
@@ -26,8 +26,8 @@ def stored(first: Tensor, second: Tensor, seed: int = 0) -> tuple[Tensor, Tensor
 
 def greatest(values: Tensor) -> Tensor:
     """For each element the greatest magnitude in its block."""
-    padded = nn.functional.pad(values.abs(), (0, -values.numel() % native.BLOCK)).view(-1, native.BLOCK)
-    return padded.amax(1).repeat_interleave(native.BLOCK)[: values.numel()]
+    padded = nn.functional.pad(values.abs(), (0, -values.numel() % kernels.BLOCK)).view(-1, kernels.BLOCK)
+    return padded.amax(1).repeat_interleave(kernels.BLOCK)[: values.numel()]
 
 
 @pytest.mark.parametrize("isa", isas())
@@ -49,7 +49,7 @@ def test_kernels_give_the_bits_of_the_reference(isa: str, make: object) -> None:
 
 
 @pytest.mark.parametrize("backend", [REFERENCE, *map(library, isas())], ids=lambda backend: backend.isa)
-def test_out_of_place_gives_the_bits_of_in_place(backend: native.Backend) -> None:
+def test_out_of_place_gives_the_bits_of_in_place(backend: kernels.Backend) -> None:
     for numel, halves in itertools.product((0, 1, 256, 70_001), (False, True)):
         given = stretch(numel, 2, halves=halves, make=likely)
         moments = Moments8.zeros(numel)
@@ -110,7 +110,7 @@ def test_small_changes_are_not_lost() -> None:
     master, moments = torch.zeros(10_240), Moments8.zeros(10_240)
     gradient = torch.randn(10_240, generator=torch.Generator().manual_seed(0)).abs() + 0.5
     for step in range(1, 1501):
-        native.update(Adam(0.0, step), Stretch(gradient, master, moments, seed=step))
+        kernels.update(Adam(0.0, step), Stretch(gradient, master, moments, seed=step))
     expected = gradient.square() * (1 - 0.999**1500)
     ratio = moments8.decode(moments, slice(0, 10_240))[1] / expected
     assert abs(float(ratio.mean()) - 1) < 0.02
@@ -122,7 +122,7 @@ def test_a_small_gradient_beside_a_large_one_makes_no_large_step() -> None:
     gradient[0] = 1.0
     master, moments = torch.zeros(256), Moments8.zeros(256)
     for step in range(1, 30):
-        native.update(Adam(1e-3, step, eps=0.0), Stretch(gradient * (step % 3 > 0), master, moments, seed=step))
+        kernels.update(Adam(1e-3, step, eps=0.0), Stretch(gradient * (step % 3 > 0), master, moments, seed=step))
     assert master.abs().max() < 30 * 1e-3 * 1.5
 
 
@@ -146,6 +146,6 @@ def train(eight: bool, steps: int = 600) -> list[float]:
         loss = nn.functional.mse_loss(model(inputs), teacher(inputs).detach() * 3)
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         rule = Adam(3e-3, step, weight_decay=0.01, decoupled=True)
-        native.update(rule, Stretch(gradient, master, state, seed=step))
+        kernels.update(rule, Stretch(gradient, master, state, seed=step))
         losses.append(float(loss.detach()))
     return [sum(losses[i : i + 100]) / 100 for i in range(0, steps, 100)]

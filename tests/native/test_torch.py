@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from shardwell import native
-from shardwell.native import Like
+from shardwell import kernels
+from shardwell.kernels import Like
 from shardwell.optim.lion import Lion
 
 NUMEL = 20_000
@@ -30,7 +30,7 @@ class Pair:
 
     make: Callable[..., Optimizer]
     options: dict[str, Any]
-    rule: Callable[[int, Like], native.Rule]
+    rule: Callable[[int, Like], kernels.Rule]
     state: tuple[str, ...]
 
 
@@ -39,43 +39,43 @@ PAIRS = {
     "adamw": Pair(
         AdamW,
         {"lr": 1e-3, "weight_decay": 0.1},
-        lambda t, like: native.Adam(1e-3, t, weight_decay=0.1, decoupled=True, like=like),
+        lambda t, like: kernels.Adam(1e-3, t, weight_decay=0.1, decoupled=True, like=like),
         MOMENTS,
     ),
     "adamw, large steps": Pair(
         AdamW,
         {"lr": 1e-2, "betas": (0.4, 0.9), "eps": 1e-6, "weight_decay": 0.0},
-        lambda t, like: native.Adam(1e-2, t, (0.4, 0.9), 1e-6, decoupled=True, like=like),
+        lambda t, like: kernels.Adam(1e-2, t, (0.4, 0.9), 1e-6, decoupled=True, like=like),
         MOMENTS,
     ),
-    "adam": Pair(Adam, {"lr": 1e-5}, lambda t, like: native.Adam(1e-5, t, like=like), MOMENTS),
+    "adam": Pair(Adam, {"lr": 1e-5}, lambda t, like: kernels.Adam(1e-5, t, like=like), MOMENTS),
     "adam with decay": Pair(
         Adam,
         {"lr": 1e-3, "weight_decay": 0.1},
-        lambda t, like: native.Adam(1e-3, t, weight_decay=0.1, like=like),
+        lambda t, like: kernels.Adam(1e-3, t, weight_decay=0.1, like=like),
         MOMENTS,
     ),
-    "sgd": Pair(SGD, {"lr": 0.1, "weight_decay": 0.1}, lambda t, _: native.Sgd(0.1, weight_decay=0.1), ()),
+    "sgd": Pair(SGD, {"lr": 0.1, "weight_decay": 0.1}, lambda t, _: kernels.Sgd(0.1, weight_decay=0.1), ()),
     "momentum": Pair(
         SGD,
         {"lr": 0.1, "momentum": 0.9, "dampening": 0.2},
-        lambda t, _: native.Sgd(0.1, 0.9, 0.2, first=t == 1),
+        lambda t, _: kernels.Sgd(0.1, 0.9, 0.2, first=t == 1),
         MOMENTUM,
     ),
     "nesterov": Pair(
         SGD,
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
-        lambda t, _: native.Sgd(0.1, 0.9, weight_decay=0.1, nesterov=True, first=t == 1),
+        lambda t, _: kernels.Sgd(0.1, 0.9, weight_decay=0.1, nesterov=True, first=t == 1),
         MOMENTUM,
     ),
     "adagrad": Pair(
         Adagrad,
         {"lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.1},
-        lambda t, _: native.Adagrad(0.01, t, 0.1, weight_decay=0.1),
+        lambda t, _: kernels.Adagrad(0.01, t, 0.1, weight_decay=0.1),
         ("sum",),
     ),
     "lion": Pair(
-        Lion, {"lr": 1e-4, "weight_decay": 0.1}, lambda t, _: native.Lion(1e-4, weight_decay=0.1), ("exp_avg",)
+        Lion, {"lr": 1e-4, "weight_decay": 0.1}, lambda t, _: kernels.Lion(1e-4, weight_decay=0.1), ("exp_avg",)
     ),
 }
 TORCHS = [name for name in PAIRS if name != "lion"]
@@ -126,9 +126,9 @@ def torchs(pair: Pair, step: int, given: Numbers, device: str = "cpu", **how: bo
     return Numbers(parameter.detach().cpu(), given.gradient, after)
 
 
-def kernels(pair: Pair, step: int, given: Numbers, like: Like) -> Numbers:
+def by_kernels(pair: Pair, step: int, given: Numbers, like: Like) -> Numbers:
     after = Numbers(given.master.clone(), given.gradient, [value.clone() for value in given.state])
-    native.update(pair.rule(step, like), native.Stretch(after.gradient, after.master, tuple(after.state)))
+    kernels.update(pair.rule(step, like), kernels.Stretch(after.gradient, after.master, tuple(after.state)))
     return after
 
 
@@ -164,7 +164,7 @@ def check_master(ours: Numbers, theirs: Numbers, given: Numbers, most: float) ->
 @pytest.mark.parametrize("name", TORCHS)
 def test_fused_on_the_cpu_has_the_same_bits(name: str, step: int) -> None:
     given = before(PAIRS[name], step)
-    assert same_bits(kernels(PAIRS[name], step, given, "cpu"), torchs(PAIRS[name], step, given, **FUSED))
+    assert same_bits(by_kernels(PAIRS[name], step, given, "cpu"), torchs(PAIRS[name], step, given, **FUSED))
 
 
 @fuses
@@ -173,7 +173,7 @@ def test_fused_on_the_cpu_has_the_same_bits(name: str, step: int) -> None:
 @pytest.mark.parametrize("name", TORCHS)
 def test_the_cpus_square_roots_are_all_that_differs(name: str, step: int, how: dict[str, bool]) -> None:
     given = before(PAIRS[name], step)
-    ours, theirs = kernels(PAIRS[name], step, given, "cpu"), torchs(PAIRS[name], step, given, **how)
+    ours, theirs = by_kernels(PAIRS[name], step, given, "cpu"), torchs(PAIRS[name], step, given, **how)
     assert all(map(torch.equal, ours.state, theirs.state))
     if PAIRS[name].make is SGD:
         assert torch.equal(ours.master, theirs.master)
@@ -191,7 +191,7 @@ def test_the_cpus_square_roots_are_all_that_differs(name: str, step: int, how: d
 @pytest.mark.parametrize("name", [name for name in PAIRS if name.startswith("adam")])
 def test_a_step_like_cudas_is_an_ulp_from_the_cpus(name: str, step: int, how: dict[str, bool]) -> None:
     given = before(PAIRS[name], step)
-    ours, theirs = kernels(PAIRS[name], step, given, "cuda"), torchs(PAIRS[name], step, given, **how)
+    ours, theirs = by_kernels(PAIRS[name], step, given, "cuda"), torchs(PAIRS[name], step, given, **how)
     assert torch.equal(ours.state[0], theirs.state[0])
     assert ulps(ours.state[1], theirs.state[1]).max() <= 2
     check_master(ours, theirs, given, most=8)
@@ -205,7 +205,7 @@ def test_a_step_like_cudas_is_an_ulp_from_the_cpus(name: str, step: int, how: di
 @pytest.mark.parametrize("name", TORCHS)
 def test_foreach_on_cuda_has_the_same_bits(name: str, step: int) -> None:
     given = before(PAIRS[name], step)
-    assert same_bits(kernels(PAIRS[name], step, given, "cuda"), torchs(PAIRS[name], step, given, "cuda", **FOREACH))
+    assert same_bits(by_kernels(PAIRS[name], step, given, "cuda"), torchs(PAIRS[name], step, given, "cuda", **FOREACH))
 
 
 @pytest.mark.gpu
@@ -213,7 +213,7 @@ def test_foreach_on_cuda_has_the_same_bits(name: str, step: int) -> None:
 @pytest.mark.parametrize("name", [name for name in TORCHS if name not in ("adagrad", "adam with decay")])
 def test_fused_on_cuda_has_the_same_bits(name: str, step: int) -> None:
     given = before(PAIRS[name], step)
-    ours, theirs = kernels(PAIRS[name], step, given, "cuda_fused"), torchs(PAIRS[name], step, given, "cuda", **FUSED)
+    ours, theirs = by_kernels(PAIRS[name], step, given, "cuda_fused"), torchs(PAIRS[name], step, given, "cuda", **FUSED)
     assert same_bits(ours, theirs)
 
 
@@ -237,8 +237,8 @@ def test_what_cuda_gave_once(like: Like, first: int) -> None:
     """The third step of AdamW by torch 2.11 on an H200, with numbers that foreach and fused round differently."""
     lines = [torch.tensor(list(map(float, line.split()))) for line in RECORDED.strip().splitlines()]
     master, gradient, *moments = (line.clone() for line in lines[:4])
-    rule = native.Adam(1e-3, 3, eps=1e-6, weight_decay=0.01, decoupled=True, like=like)
-    native.update(rule, native.Stretch(gradient, master, tuple(moments)))
+    rule = kernels.Adam(1e-3, 3, eps=1e-6, weight_decay=0.01, decoupled=True, like=like)
+    kernels.update(rule, kernels.Stretch(gradient, master, tuple(moments)))
     for found, expected in zip((master, *moments), lines[first : first + 3], strict=True):
         assert torch.equal(found, expected)
 
@@ -250,4 +250,4 @@ def test_what_cuda_gave_once(like: Like, first: int) -> None:
 @EACH_STEP
 def test_lion_has_the_bits_of_ours(step: int) -> None:
     given = before(PAIRS["lion"], step)
-    assert same_bits(kernels(PAIRS["lion"], step, given, "cpu"), torchs(PAIRS["lion"], step, given))
+    assert same_bits(by_kernels(PAIRS["lion"], step, given, "cpu"), torchs(PAIRS["lion"], step, given))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.habit import STEPS_TO_LEARN, Phase
+from shardwell.optim.auto_commit import STEPS_TO_LEARN, Phase
 from tests.offload.loops import ODD, WIDTH, Net, Plain, Sharded, Step, check_alike, config_for, plain, played
 from tests.offload.test_disk_state import quickly
 from tests.ranks import Ranks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import CheckpointError, ConfigError
-from shardwell.optim.kernels import Kernel
+from shardwell.offload.cpu_kernels import Kernel
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.muon import Muon
 from tests.models import Gpt, batches, whole_parameters, zero

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwell.memory.cores import update_cores
+from shardwell.offload.cores import update_cores
 
 BUSES = ["0000:1a:00.0", "0000:3B:00.0", "0000:9a:00.0", "0000:bb:00.0"]
 

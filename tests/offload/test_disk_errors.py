@@ -15,10 +15,10 @@ from torch import Tensor
 import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.memory.buffer import Buffer
-from shardwell.memory.chest import Chest
-from shardwell.memory.pages import Page
-from shardwell.optim.store import Store
-from shardwell.unit import Unit
+from shardwell.offload.optimizer_swap import Store
+from shardwell.offload.param_swap import Page
+from shardwell.offload.swapped_tensors import Chest
+from shardwell.sharding import Unit
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.disk.test_trouble import replace as replace_file
 from tests.models import batches, share, whole_parameters, zero

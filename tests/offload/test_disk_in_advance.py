@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.memory.disk import DiskTier
-from shardwell.optim.store import Store
+from shardwell.offload.disk import DiskTier
+from shardwell.offload.optimizer_swap import Store
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.models import batches, whole_parameters, zero
 from tests.offload.test_disk_parameters import counted

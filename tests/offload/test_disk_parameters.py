@@ -15,9 +15,9 @@ import shardwell
 from shardwell.config import load
 from shardwell.errors import ShardwellError
 from shardwell.memory import State, Tier
-from shardwell.memory.disk import DiskTier, Extent, Transfer
-from shardwell.memory.pages import Page
-from shardwell.unit.tiled import TiledLinear
+from shardwell.offload.disk import DiskTier, Extent, Transfer
+from shardwell.offload.param_swap import Page
+from shardwell.sharding.tiled import TiledLinear
 from tests.checkpoint.legs import Leg
 from tests.disk.test_trouble import replace as replace_file
 from tests.models import batches, whole_parameters, zero

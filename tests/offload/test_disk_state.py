@@ -22,14 +22,14 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.memory import MemoryReport, State, Tier
-from shardwell.memory.chest import Chest
-from shardwell.memory.disk import DiskTier
-from shardwell.memory.disk_file import rounded
-from shardwell.optim import host
+from shardwell.offload import host_updates
+from shardwell.offload.disk import DiskTier
+from shardwell.offload.disk_file import rounded
+from shardwell.offload.optimizer_swap import Store
+from shardwell.offload.swapped_tensors import Chest
 from shardwell.optim.lion import Lion
-from shardwell.optim.store import Store
-from shardwell.unit import Unit
-from shardwell.unit.table import Commit
+from shardwell.sharding import Unit
+from shardwell.sharding.spec import Commit
 from shardwell.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -345,21 +345,21 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
     engine = engine_with(on_disk(tmp_path), commit="after_norm")
     seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in engine._flow.units}
     overlaps = []
-    seat, step = Store.seat, host.HostUpdates._step
+    seat, step = Store.seat, host_updates.HostUpdates._step
 
     def seat_and_tell(store: Store, unit: Unit, *others: Any) -> Any:
         found = seat(store, unit, *others)
         seated[unit.index].set()
         return found
 
-    def step_late(updates: host.HostUpdates, job: Any, factor: float) -> None:
+    def step_late(updates: host_updates.HostUpdates, job: Any, factor: float) -> None:
         following = seated.get(job.unit.index + 1)
         if following is not None:
             overlaps.append(following.wait(5))
         step(updates, job, factor)
 
     monkeypatch.setattr(Store, "seat", seat_and_tell)
-    monkeypatch.setattr(host.HostUpdates, "_step", step_late)
+    monkeypatch.setattr(host_updates.HostUpdates, "_step", step_late)
     engine.backward(engine(batches(1, 4)[0]))
     engine.step()
     whole_parameters(engine.module)
@@ -398,7 +398,7 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_too_little_space_is_refused_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwell.engine.offload.free_bytes", lambda path: 70_000)
+    monkeypatch.setattr("shardwell.offload.plan.free_bytes", lambda path: 70_000)
     numel = sum(p.numel() for p in Gpt().parameters())
     expected = (
         rf"needs .* on this node: 12 bytes for each of {numel:,} parameters.* go to {tmp_path}/one, where 68.4 KiB"

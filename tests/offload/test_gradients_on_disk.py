@@ -18,10 +18,10 @@ from torch import Tensor
 import shardwell
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Mark, State, Tier
-from shardwell.memory.chest import Chest
-from shardwell.memory.disk import DiskTier
-from shardwell.optim.waiting import Waiting
-from shardwell.unit import Group, Unit
+from shardwell.offload.disk import DiskTier
+from shardwell.offload.grad_swap import Waiting
+from shardwell.offload.swapped_tensors import Chest
+from shardwell.sharding import Group, Unit
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from tests.disk.test_trouble import replace as replace_drive
 from tests.models import Gpt, batches, share, whole_parameters, zero

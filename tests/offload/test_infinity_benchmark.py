@@ -21,7 +21,7 @@ from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, dis
 from benchmarks.infinity_worker import measure, variant_of
 from shardwell.config import load
 from shardwell.errors import ConfigError
-from shardwell.memory.disk import DiskSettings, DiskTier, aligned
+from shardwell.offload.disk import DiskSettings, DiskTier, aligned
 from tests.cli.command import ROOT
 from tests.ranks import Ranks
 

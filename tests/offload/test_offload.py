@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwell
 from shardwell.errors import ConfigError, NonFiniteError, ShardwellError
 from shardwell.memory import State
-from shardwell.optim import host
+from shardwell.offload import host_updates
 from shardwell.optim.lion import Lion
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.checkpoint.legs import Leg, everything, run_leg
@@ -145,11 +145,11 @@ def placed(case: Case, parameters: str, optimizer: str, chunk: int | None = None
     """Stage 3 with parameters and optimizer on a tier each."""
     blocks = {"offload_param": {"device": parameters}, "offload_optimizer": {"device": optimizer}}
     if chunk is not None:
-        host._CHUNK = chunk
+        host_updates._CHUNK = chunk
     try:
         return all_sharded([replace(case, config={**case.config, "zero_optimization": blocks})], 3)[0]
     finally:
-        host._CHUNK = 1 << 23
+        host_updates._CHUNK = 1 << 23
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -279,7 +279,10 @@ def test_whoever_looks_sees_the_update(ranks: Ranks, stage: int) -> None:
 
 def test_part_of_the_state_stays_on_the_device(ranks: Ranks) -> None:
     for held in ranks.run(2, bytes_by_tier, 0.5):
-        host, device = held["host"] / 12, held["device"] / 8  # masters at stage 3 count as parameters on the device
+        host, device = (
+            held["host"] / 12,
+            held["device"] / 8,
+        )  # masters at stage 3 count as parameters on the device
         assert 0.25 < host / (host + device) <= 0.5
     for held in ranks.run(2, bytes_by_tier, 1.0):
         assert held["device"] == 0

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.errors import NonFiniteError, ReleasedParameterError
 from shardwell.memory import State, Tier
-from shardwell.optim.host import HostUpdates
-from shardwell.optim.verdict import Verdict
+from shardwell.offload.host_updates import HostUpdates
+from shardwell.optim.overflow_check import Verdict
 from shardwell.utils import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,

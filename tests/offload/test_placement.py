@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.config import load
-from shardwell.engine import room
-from shardwell.engine.placement import Place, plan
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import State, Tier
-from shardwell.unit import Group, guard
+from shardwell.offload.placement import Place, plan
+from shardwell.runtime import budget
+from shardwell.sharding import Group, released
 from tests.checkpoint.legs import everything
 from tests.memory.live import PeakWatch
 from tests.models import zero
@@ -184,7 +184,7 @@ def test_budgets_are_shares_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
     memory = type("Memory", (), {"available": 100_000})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     budgets = {}
-    monkeypatch.setattr("shardwell.engine.offload.plan", lambda needs, buffers, free: budgets.update(free) or PASS)
+    monkeypatch.setattr("shardwell.offload.plan.plan", lambda needs, buffers, free: budgets.update(free) or PASS)
     PASS = plan([[Counter()]] * 8, [Counter()], {})
     own = {"placement": "auto", "host_room": 0.2, "disk_memory": 5}
     shardwell.initialize(model=Stack(), config=configured(ALL_BELOW, own), device="cpu")
@@ -196,7 +196,7 @@ def uneven(path: str) -> list[Any]:
     available = 10**9 if dist.get_rank() else 2 * (36 + 3 * 12) * SHARE
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
-        patch.setattr(room, "_held", lambda *_: Counter())
+        patch.setattr(budget, "_held", lambda *_: Counter())
         own = {"placement": "auto", "host_room": 0.0}
         return trained(on_disk(Path(path), **SEATS), own)["rows"]
 
@@ -327,7 +327,7 @@ def born(path: str, remote: str) -> dict[str, Any]:
         with torch.no_grad():
             model.layers[5].inner.weight.mul_(2.0)
     peak = watch.peak - watch.start
-    keepers = [guard.keeper_of(parameter) for parameter in model.parameters()]
+    keepers = [released.keeper_of(parameter) for parameter in model.parameters()]
     at_rest = [keeper.at_rest for keeper in keepers]
     disk = keepers[0]._nursery.context.disk
     reserved = 0 if disk is None else disk.num_bytes

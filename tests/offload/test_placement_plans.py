@@ -16,12 +16,12 @@ from torch import nn
 
 import shardwell
 from shardwell.config import load
-from shardwell.engine import room
-from shardwell.engine.placement import Bytes, Formula, Kind, Place, States, ladder, plan, total
 from shardwell.memory import Tier
-from shardwell.optim.build import recipe_for
-from shardwell.unit import Precision
-from shardwell.unit.table import Commit
+from shardwell.offload.placement import Bytes, Formula, Kind, Place, States, ladder, plan, total
+from shardwell.optim.factory import recipe_for
+from shardwell.runtime import budget
+from shardwell.sharding import Precision
+from shardwell.sharding.spec import Commit
 from tests.offload.test_placement import DEVICE, DISK, HOST
 
 BF16 = Precision.of(torch.bfloat16, torch.bfloat16, True)
@@ -175,7 +175,7 @@ def test_bytes_that_fit_on_striped_drives(tmp_path: Path, monkeypatch: pytest.Mo
     free = {tmp_path / "one": 1000, tmp_path / "two": 600}
     for path in free:
         path.mkdir()
-    monkeypatch.setattr(room, "free_bytes", free.get)
-    assert room.free_on([tmp_path / "one"]) == 1000
-    assert room.free_on(list(free)) == 600  # one file system: all of it goes there
-    assert math.isinf(room.free_on([tmp_path / "gone"]))
+    monkeypatch.setattr(budget, "free_bytes", free.get)
+    assert budget.free_on([tmp_path / "one"]) == 1000
+    assert budget.free_on(list(free)) == 600  # one file system: all of it goes there
+    assert math.isinf(budget.free_on([tmp_path / "gone"]))

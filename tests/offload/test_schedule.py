@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.memory import Scratch, State
 from shardwell.memory.device import Device
-from shardwell.memory.disk import Transfer
-from shardwell.memory.pages import Pace, Page
-from shardwell.unit.shard import Shard
+from shardwell.offload.disk import Transfer
+from shardwell.offload.param_swap import Pace, Page
+from shardwell.sharding.shard import Shard
 from shardwell.utils import safe_set_full_fp32_param
 from tests.models import whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks

@@ -6,8 +6,8 @@ import threading
 import time
 
 from shardwell.memory import Account, Device, Mark
-from shardwell.memory.mail import Pinned, Slots
-from shardwell.optim.speculation import Caution
+from shardwell.offload.speculation import Caution
+from shardwell.offload.staging import Pinned, Slots
 
 
 def tries(caution: Caution, outcomes: list[bool]) -> list[bool]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from shardwell.optim.habit import STEPS_TO_LEARN, Phase
+from shardwell.optim.auto_commit import STEPS_TO_LEARN, Phase
 from tests.offload.loops import Net, Plain, Sharded, check_alike, config_for, rows
 from tests.offload.test_disk_state import quickly
 from tests.ranks import Ranks

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import shardwell
-from shardwell.unit.guard import AwayParameter
+from shardwell.sharding.released import AwayParameter
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 

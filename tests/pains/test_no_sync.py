@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwell
-from shardwell.comm import Kind
+from shardwell.parallel import Kind
 from tests.models import batches, share, whole_parameters, zero
 from tests.parity.loops import Case, distance, plainly
 from tests.ranks import Ranks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.engine import Action
-from shardwell.unit.guard import AwayParameter
+from shardwell.sharding.released import AwayParameter
 from tests.models import zero
 from tests.parity.loops import distance
 from tests.parity.scenes import WIDTH, Scene, play_all, play_plainly

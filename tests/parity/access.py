@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.rounding import narrow
+from shardwell.kernels.rounding import narrow
 from tests.models import zero
 
 WIDTH, SCALE = 5, 256.0

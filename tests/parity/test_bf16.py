@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwell.rounding import to_bf16
+from shardwell.kernels.rounding import to_bf16
 from tests.models import Gpt, batches
 from tests.parity.loops import ROWS, Case, all_sharded, distance
 from tests.ranks import Ranks

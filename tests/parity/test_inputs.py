@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.engine.nested import map_tensors
+from shardwell.runtime.pytree import map_tensors
 from tests.models import zero
 
 Pair = namedtuple("Pair", "x seen")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwell
-from shardwell.engine.saved import SavedViews
-from shardwell.unit import Residency
+from shardwell.runtime.saved_tensors import SavedViews
+from shardwell.sharding import Residency
 from tests.models import zero
 
 WIDTH = 6

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.engine.way_out import way_out
+from shardwell.engine.divergence_advice import way_out
 from shardwell.errors import ConfigError
 from tests.models import whole_parameters, zero
 from tests.parity.loops import distance

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as torchs
 
 import shardwell
 from shardwell.config import SCHEDULERS, SchedulerConfig
-from shardwell.optim.schedules import by_name
+from shardwell.optim.lr_schedules import by_name
 from tests.models import zero
 from tests.parity.stepping import build, groups_of, train, train_plainly
 from tests.ranks import Ranks

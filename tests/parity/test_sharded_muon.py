@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as torchs
 
 import shardwell
-from shardwell.comm import Kind
 from shardwell.memory import State
 from shardwell.optim import muon as muon_module
 from shardwell.optim.muon import Muon, muon_groups
+from shardwell.parallel import Kind
 from tests.models import whole_parameters, zero
 from tests.parity.stepping import STAGES, STEPS, build, train, train_plainly
 from tests.ranks import Ranks

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.engine import Action
 from shardwell.memory import State
-from shardwell.unit.cut import Names, cut
-from shardwell.unit.tiled import TiledLinear, tile_linears
+from shardwell.sharding.tiled import TiledLinear, tile_linears
+from shardwell.sharding.wrap import Names, cut
 from tests.models import Block, Gpt, batches, share, whole_parameters, zero
 from tests.ranks import Ranks
 

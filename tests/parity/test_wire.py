@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.comm import Kind
+from shardwell.parallel import Kind
 from shardwell.utils import safe_get_full_grad
 from tests.models import zero
 from tests.ranks import Ranks

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from shardwell.comm import Kind
-from shardwell.comm.ledger import BETWEEN, INSIDE
-from shardwell.comm.mesh import smallest_node
-from shardwell.layout import even_part
 from shardwell.memory import State, Tier
+from shardwell.parallel import Kind
+from shardwell.parallel.mesh import smallest_node
+from shardwell.parallel.traffic import BETWEEN, INSIDE
+from shardwell.sharding.layout import even_part
 from tests.comm.counter import WireCounter
 from tests.memory.live import live_bytes
 from tests.memory.test_frozen import Adapted

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.comm import Pending
 from shardwell.errors import ShardwellError
+from shardwell.parallel import Pending
 from shardwell.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from shardwell.zero import GatheredParameters, TiledLinear
 from tests.models import Gpt, batches, share, whole_parameters, zero

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.unit.unit import Residency
+from shardwell.sharding.unit import Residency
 from shardwell.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from shardwell.zero import GatheredParameters
 from tests.models import Gpt, batches, share, zero

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.codec import Codec
-from shardwell.comm import Kind
-from shardwell.comm.ledger import BETWEEN
+from shardwell.kernels.quantize import Codec
+from shardwell.parallel import Kind
+from shardwell.parallel.traffic import BETWEEN
 from tests.comm.counter import WireCounter
 from tests.models import zero
 from tests.ranks import Ranks

@@ -15,10 +15,10 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from shardwell.cli import gate as gates
-from shardwell.cli import meeting as meetings
+from shardwell.cli import rendezvous as meetings
 from shardwell.cli.channel import Channel, StrangerError, admit, enter, key_of
 from shardwell.cli.loopback import reach_store
-from shardwell.cli.meeting import Meeting, Times
+from shardwell.cli.rendezvous import Meeting, Times
 from shardwell.cli.rounds import Rounds, Seat
 from shardwell.errors import ShardwellError
 from shardwell.secret import job_secret

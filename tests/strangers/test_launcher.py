@@ -233,7 +233,7 @@ def test_a_rank_that_finds_another_parent_than_its_launcher_ends(tmp_path: Path)
 
 
 def test_the_temporary_folder_is_nobody_elses(tmp_path: Path, own_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwell.cli.kept_folder import kept_folder
+    from shardwell.cli.temporary_folder import kept_folder
 
     monkeypatch.setattr(tempfile, "tempdir", str(own_tmp))
     with kept_folder() as folder:

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from shardwell.cli.loopback import host_store
-from shardwell.comm.agreement import Agreement
-from shardwell.comm.mesh import Mesh
-from shardwell.comm.signed import SignedStore, signed_where_secret
 from shardwell.errors import DivergenceError, PeerError
+from shardwell.parallel.agreement import Agreement
+from shardwell.parallel.mesh import Mesh
+from shardwell.parallel.signed_store import SignedStore, signed_where_secret
 from tests.ranks import Ranks
 
 SECRET = "of nobody but these tests"

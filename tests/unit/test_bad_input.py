@@ -21,8 +21,8 @@ from shardwell.config.schedules import NEEDED
 from shardwell.config.schedules import RULES as SCHEDULES
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
+from shardwell.optim.lr_schedules import KINDS
 from shardwell.optim.muon import Muon
-from shardwell.optim.schedules import KINDS
 
 SOON = 10.0  # seconds
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from shardwell.config import SCHEDULERS, Config, OffloadParamConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, load
 from shardwell.config.schedules import NEEDED
 from shardwell.config.schema import Block, block_of
-from shardwell.memory.disk import DiskSettings
+from shardwell.offload.disk import DiskSettings
 from tests.unit.configs import at, batch, nested, pairs, refusal
 
 DEFAULTS = """

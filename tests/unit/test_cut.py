@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.unit.cut import Names, cut
+from shardwell.sharding.wrap import Names, cut
 from tests.models import Block, Gpt
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 import shardwell
-from shardwell.engine.given_loader import GivenLoader, loader_like
-from shardwell.engine.loader import ShardedLoader
+from shardwell.engine.data_loader import ShardedLoader
+from shardwell.engine.user_data_loader import GivenLoader, loader_like
 from shardwell.errors import CheckpointError, ConfigError
 from tests.models import zero
 from tests.unit.test_loader import CPU, Numbers, Stream

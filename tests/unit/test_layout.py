@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell.layout import ALIGNMENT, Layout, Spec, contiguous_stride, dense_stride, lay_out
+from shardwell.sharding.layout import ALIGNMENT, Layout, Spec, contiguous_stride, dense_stride, lay_out
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
 LAYOUTS = st.builds(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from shardwell.engine.loader import ShardedLoader
+from shardwell.engine.data_loader import ShardedLoader
 from shardwell.errors import CheckpointError, ShardwellError
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shardwell.memory.mail import Backlog
+from shardwell.offload.staging import Backlog
 
 LONG = 10.0  # seconds; nothing here takes that long
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
+from shardwell.optim.full_tensors import Place
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.muon import Muon
-from shardwell.optim.whole import Place
 from tests.unit.stepping import MATRICES, Groups, close, equal, members, run, two_groups, values
 
 

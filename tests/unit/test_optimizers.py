@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ConfigError
+from shardwell.optim.full_tensors import Alone, Place
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon
-from shardwell.optim.whole import Alone, Place
 from tests.unit.stepping import Groups, close, equal, members, reference, run, two_groups, values
 
 # ------------------------------------------------------------------------------------------------------------- Lion

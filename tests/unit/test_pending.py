@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.comm.hops import Hops
-from shardwell.comm.pending import Pending
 from shardwell.memory import Account, Scratch, State
 from shardwell.memory.device import Device
+from shardwell.parallel.hierarchical import Hops
+from shardwell.parallel.work import Pending
 from tests import dropped
 
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from shardwell.config import ZeroConfig
 from shardwell.engine.persistence import persistent_in
-from shardwell.unit import cut
-from shardwell.unit.cut import Names
+from shardwell.sharding import cut
+from shardwell.sharding.wrap import Names
 
 
 def blocks(width: int, num_blocks: int) -> nn.Module:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell.rounding import join, split, to_bf16
+from shardwell.kernels.rounding import join, split, to_bf16
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64)
 EDGES = [0x7FFFFFFF, -1, 0x7F800000, 0x7F7FFFFF, 0x7F7F8000, 0x8000, 0, -(2**31), 0x7F800001, 0x7FC00000]

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwell.config import SCHEDULERS, SchedulerConfig, load
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.optim.schedules import KINDS, by_name
+from shardwell.optim.lr_schedules import KINDS, by_name
 
 
 def adamw(*rates: float, **options: Any) -> AdamW:

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 
-from shardwell.comm.whereabouts import whereabouts
+from shardwell.parallel.thread_location import whereabouts
 
 
 class Held:

@@ -14,7 +14,7 @@ import pytest
 
 from shardwell.errors import ShardwellError
 from shardwell.memory import Mark
-from shardwell.memory.worker import Worker
+from shardwell.offload.worker import Worker
 
 
 class Event:
@@ -149,7 +149,7 @@ def test_an_error_is_heard_by_who_waits_and_the_next_is_done() -> None:
 def test_a_process_ends_with_what_was_begun() -> None:
     script = """
 import threading, time
-from shardwell.memory.worker import Worker
+from shardwell.offload.worker import Worker
 worker, gate, begun = Worker("test"), threading.Semaphore(0), threading.Event()
 shut = Worker("shut", gate=gate)
 shut.submit(lambda: print("never"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 
-from shardwell.native import crc32
+from shardwell.kernels import crc32
 
 # Measured on one core of a Xeon with AVX-512: zlib's crc32 1.7 to 2.5 GB/s, sha256 1.2 GB/s, blake2b 0.7 GB/s; the
 # compiled crc32 7 GB/s, and 14 to 37 where there are wide carry-less products.

@@ -41,8 +41,8 @@ from shardwell.checkpoint.parsing import failing
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
 from shardwell.checkpoint.sources.reading import Progress, is_contiguous, weights, whole
 from shardwell.errors import CheckpointError
-from shardwell.layout import product
 from shardwell.optim.odd_state import state_from_json
+from shardwell.sharding.layout import product
 
 CHUNK = 2**26  # bytes; larger tensors are cut
 _FILE = "__0_0.distcp"

@@ -30,8 +30,8 @@ from shardwell.checkpoint.parsing import (
     show,
 )
 from shardwell.errors import CheckpointError
-from shardwell.layout import product
 from shardwell.memory.limits import num_cores
+from shardwell.sharding.layout import product
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
 CHUNK = 2**19  # bytes that are read or written at once, small enough to be in the cache for the checksum

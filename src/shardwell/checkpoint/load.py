@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwell.checkpoint.contents import aliases_of, buffers_of
+from shardwell.checkpoint.rank_contents import aliases_of, buffers_of
 from shardwell.checkpoint.reader import room
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, OwnSource, Source
 from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError
-from shardwell.layout import Slot, contiguous_stride
 from shardwell.memory.device import fault_in
 from shardwell.memory.limits import free_host_bytes
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.odd_state import state_from_json
-from shardwell.optim.shards import Shard
-from shardwell.unit import Group, Unit
+from shardwell.optim.param_slices import Shard
+from shardwell.sharding import Group, Unit
+from shardwell.sharding.layout import Slot, contiguous_stride
 
 _THREADS = 4
 _SHARE = 0.5  # of the free host memory that may hold what was read

@@ -38,7 +38,7 @@ from shardwell.checkpoint.parsing import (
     show,
 )
 from shardwell.errors import CheckpointError
-from shardwell.layout import dense_stride, product
+from shardwell.sharding.layout import dense_stride, product
 
 VERSION = 1
 NAME = "manifest.json"

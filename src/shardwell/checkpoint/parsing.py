@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwell.errors import CheckpointError
-from shardwell.layout import product
+from shardwell.sharding.layout import product
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -29,7 +29,7 @@ from shardwell.checkpoint.parsing import (
     show,
 )
 from shardwell.errors import CheckpointError
-from shardwell.native import crc32
+from shardwell.kernels import crc32
 
 
 def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
-from shardwell.checkpoint.contents import Contents
 from shardwell.checkpoint.files import stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.rank_contents import Contents
 from shardwell.errors import CheckpointError
 from shardwell.memory import Account, Device, State, Tier
 

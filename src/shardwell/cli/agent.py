@@ -20,10 +20,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwell.cli.ends import End, Restarts, can_be_cured, ends_of
+from shardwell.cli.failures import End, Restarts, can_be_cured, ends_of
 from shardwell.cli.rank import ENDED
-from shardwell.comm.roll_call import ended_key
 from shardwell.memory.device import num_gpus
+from shardwell.parallel.attendance import ended_key
 
 GRACE = 5  # seconds that ranks get to end after Ctrl-C, before they are killed
 _EARLY_FAILURES = 2  # in a row, until there is one rank less

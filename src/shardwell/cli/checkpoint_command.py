@@ -60,7 +60,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show what a checkpoint holds."""
-    from shardwell.memory.account import human
+    from shardwell.memory.statistics import human
 
     with _opened(path, tag) as source:
         facts = _facts(path, source)
@@ -304,7 +304,7 @@ def _bytes(source: Source, prefix: str = "") -> int:
 
 
 def _words(key: str, value: Any) -> str:
-    from shardwell.memory.account import human
+    from shardwell.memory.statistics import human
 
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items())

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from shardwell.cli.demo_report import StageResult, Verdict, compare, loss_line, results_table, save_json, save_picture
-from shardwell.cli.ends import ending_as_the_ranks_do
-from shardwell.cli.kept_folder import kept_folder
+from shardwell.cli.failures import ending_as_the_ranks_do
 from shardwell.cli.launch import Place, launch
+from shardwell.cli.temporary_folder import kept_folder
 from shardwell.errors import ShardwellError
 
 _ROWS = 4  # per rank and step, of 128 bytes each

@@ -96,7 +96,7 @@ def compare(results: list[StageResult], bf16: bool) -> Verdict:
 
 
 def results_table(results: list[StageResult], num_ranks: int, bf16: bool) -> Table:
-    from shardwell.memory.account import human
+    from shardwell.memory.statistics import human
 
     count = results[0].parameters
     kind = "bf16" if bf16 else "fp32"

@@ -140,14 +140,14 @@ def bf16_on_cpu() -> bool:
 
 def kernels() -> dict[str, Any]:
     """Whether the optimizer kernels for host memory are compiled, and for which instruction set."""
-    from shardwell import native
+    from shardwell import kernels
 
-    return asdict(native.describe())
+    return asdict(kernels.describe())
 
 
 def disk(path: Path | None) -> dict[str, Any]:
     """Who can move bytes between memory and drives; for a directory also how fast, which writes to it."""
-    from shardwell.memory.disk_queue import DiskSettings, choose, fastest, measure, unusable
+    from shardwell.offload.disk_queue import DiskSettings, choose, fastest, measure, unusable
 
     reasons = unusable()
     found: dict[str, Any] = {"unusable": reasons, "path": None if path is None else str(path)}
@@ -199,7 +199,7 @@ def _check_backends(sections: dict[str, Any]) -> list[Finding]:
 
 
 def _check_memory() -> list[Finding]:
-    from shardwell.memory.account import human
+    from shardwell.memory.statistics import human
 
     findings = []
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -225,7 +225,7 @@ def _cpu_model() -> str:
 
 
 def _disk_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from shardwell.memory.disk_queue import told
+    from shardwell.offload.disk_queue import told
 
     if found["path"] is None:
         reasons = found["unusable"]
@@ -239,7 +239,7 @@ def _disk_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _show(sections: dict[str, Any], findings: list[Finding]) -> None:
-    from shardwell.memory.account import human
+    from shardwell.memory.statistics import human
 
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from shardwell.cli.ends import NEVER, RanksFailedError, Restarts, RunInterruptedError
-from shardwell.cli.kept_folder import kept_folder
+from shardwell.cli.failures import NEVER, RanksFailedError, Restarts, RunInterruptedError
 from shardwell.cli.rank import ENDED, LAUNCHER
+from shardwell.cli.temporary_folder import kept_folder
 from shardwell.errors import ShardwellError
 from shardwell.secret import HOW_TO, VARIABLE, job_secret
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from shardwell.cli.agent import Agent
-    from shardwell.cli.meeting import Alone, Meeting
+    from shardwell.cli.rendezvous import Alone, Meeting
 
 _RANK = Path(__file__).with_name("rank.py")
 _MEET = 600  # seconds within which all nodes have to come
@@ -120,7 +120,7 @@ def _spec(command: Sequence[str], place: Place, restarts: Restarts, meeting: Alo
 
 
 def _meeting(place: Place, secret: bytes | None) -> Alone | Meeting:
-    from shardwell.cli.meeting import Alone, Meeting, Times
+    from shardwell.cli.rendezvous import Alone, Meeting, Times
 
     if place.is_alone:
         return Alone()
@@ -187,7 +187,7 @@ def _check_secret(place: Place, secret: bytes | None) -> None:
 @contextlib.contextmanager
 def _environment(place: Place, secret: bytes | None, address: str) -> Iterator[None]:
     """What the ranks find in their environment, besides what torch's agent puts there."""
-    from shardwell.comm.roll_call import VARIABLE as ROLL_CALL
+    from shardwell.parallel.attendance import VARIABLE as ROLL_CALL
 
     news = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // place.ranks_here))),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardwell.cli.ends import Restarts, ending_as_the_ranks_do
+from shardwell.cli.failures import Restarts, ending_as_the_ranks_do
 from shardwell.cli.launch import Place, launch
 from shardwell.errors import ShardwellError
 

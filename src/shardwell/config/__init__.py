@@ -1,6 +1,7 @@
 """The configuration: read once at the edge into frozen types, every value with its origin."""
 
 from shardwell.config.explain import Line, explain, table
+from shardwell.config.field_types import SCHEDULERS
 from shardwell.config.load import load
 from shardwell.config.notes import Note
 from shardwell.config.remarks import remarks, told
@@ -21,7 +22,6 @@ from shardwell.config.schema import (
     ShardwellConfig,
     ZeroConfig,
 )
-from shardwell.config.values import SCHEDULERS
 
 __all__ = [
     "SCHEDULERS",

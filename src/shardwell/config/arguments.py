@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwell.config.values import LARGEST, flag, number
+from shardwell.config.field_types import LARGEST, flag, number
 
 Rule = Callable[[Any], Any]
 Problem = tuple[str, str]  # key, sentence

@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwell.config import optimizers, schedules, unsupported
+from shardwell.config.field_types import flag, number
 from shardwell.config.notes import Note
 from shardwell.config.schema import Block, Config, admits_auto, block_of, leaves, may_be_absent
 from shardwell.config.source import printable, read
 from shardwell.config.suggestions import PARAMS, suggest
 from shardwell.config.translate import translated
-from shardwell.config.values import flag, number
 from shardwell.errors import ConfigError
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None

@@ -86,7 +86,7 @@ RULES: dict[str, dict[str, Rule]] = {
 }  # fmt: skip
 WHOLE = ("Adafactor", "LBFGS", "SparseAdam")  # of torch; they need whole tensors, or sparse ones
 
-# What DeepSpeed's optimizers take besides: which kernel, when to free, how to clip. See `optim/build.py`.
+# What DeepSpeed's optimizers take besides: which kernel, when to free, how to clip. See `optim/factory.py`.
 _THEIRS: dict[str, Rule] = {
     **dict.fromkeys(
         ("torch_adam", "set_grad_none", "adam_w_mode", "adamw_mode", "fp32_optimizer_states"), _flag_or_null

@@ -1,6 +1,6 @@
 """Which arguments the schedules of a configuration take, and which values those may have.
 
-It repeats the signatures in `optim/schedules.py`, so that a file can be checked without torch; a test compares the two.
+It repeats the signatures in `optim/lr_schedules.py`, so that a file can be checked without torch; a test compares both.
 """
 
 from __future__ import annotations

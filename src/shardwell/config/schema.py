@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictStr
 from pydantic.fields import FieldInfo
 
-from shardwell.config.notes import Note
-from shardwell.config.values import (
+from shardwell.config.field_types import (
     AutocastDtype,
     CodecKind,
     Count,
@@ -37,6 +36,7 @@ from shardwell.config.values import (
     StepsOrNever,
     TagValidation,
 )
+from shardwell.config.notes import Note
 
 
 class Block(BaseModel):

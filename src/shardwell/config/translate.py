@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwell.config.field_types import flag, plain
 from shardwell.config.notes import Note
 from shardwell.config.schema import Block, Config, block_of
 from shardwell.config.text import Object
-from shardwell.config.values import flag, plain
 
 _ZERO = "zero_optimization."
 _NAMED = ("optimizer", "scheduler")  # blocks that must name something, unless they are not there

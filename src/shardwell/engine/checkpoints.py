@@ -19,27 +19,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwell.checkpoint.contents import Contents, aliases_of, extra_state_of
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.load import Loading
 from shardwell.checkpoint.manifest import Manifest
-from shardwell.checkpoint.place import folder_named, nothing_in
+from shardwell.checkpoint.rank_contents import Contents, aliases_of, extra_state_of
 from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
 from shardwell.checkpoint.sources import SCALAR, OwnSource, Source, is_foreign, locate_own, open_source
-from shardwell.comm import Collectives, Kind
-from shardwell.comm.sameness import check_alike
-from shardwell.engine import model_files
-from shardwell.engine.likeness import at_a_load
-from shardwell.engine.saved_checks import check_names, check_scalars, check_values
-from shardwell.engine.saved_values import (
-    check_kind,
-    of_optimizer,
-    random_state,
-    restore_values,
-    what_can_be_saved,
-)
+from shardwell.checkpoint.user_folder import folder_named, nothing_in
+from shardwell.engine import hf_files
+from shardwell.engine.checkpoint_checks import check_names, check_scalars, check_values
+from shardwell.engine.checkpoint_values import check_kind, of_optimizer, random_state, restore_values, what_can_be_saved
+from shardwell.engine.consistency import at_a_load
 from shardwell.errors import CheckpointError, DivergenceError
-from shardwell.values import decode, encode
+from shardwell.json_values import decode, encode
+from shardwell.parallel import Collectives, Kind
+from shardwell.parallel.consistency import check_alike
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
@@ -181,10 +175,10 @@ class Checkpoints:
             "loader": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
             "extra": encode(extra_state_of(engine.module), "the model's extra state", _put(contents, "extra")),
             "client": encode(client_state or {}, "client_state", _put(contents, "client")),
-            "model_config": model_files.model_config(engine.module),
-            "generation_config": model_files.generation_config(engine.module),
-            "name_or_path": model_files.name_or_path(engine.module),
-            "adapters": model_files.adapters(engine.module),
+            "model_config": hf_files.model_config(engine.module),
+            "generation_config": hf_files.generation_config(engine.module),
+            "name_or_path": hf_files.name_or_path(engine.module),
+            "adapters": hf_files.adapters(engine.module),
         }
 
     # -------------------------------------------------------------------------------------------------- loading

@@ -12,35 +12,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.comm import Agreement, Ledger, TrafficReport
 from shardwell.config import Config
-from shardwell.engine import ends
-from shardwell.engine.carried import carrying, scaled_output, unscaled_input
+from shardwell.engine import exit_notice
+from shardwell.engine.carried_scale import carrying, scaled_output, unscaled_input
 from shardwell.engine.checkpoints import Checkpoints
-from shardwell.engine.compiled import compile_units, uncompiled
-from shardwell.engine.ending import DESTROYED, ModelBefore
-from shardwell.engine.fingerprint import Fingerprint
-from shardwell.engine.flow import Flow
-from shardwell.engine.given_loader import GivenLoader
-from shardwell.engine.hooks import attach, remove
-from shardwell.engine.inputs import Inputs, mover
+from shardwell.engine.compilation import compile_units, uncompiled
+from shardwell.engine.data_loader import ShardedLoader
+from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import Join, joined
-from shardwell.engine.loader import ShardedLoader
-from shardwell.engine.nested import map_tensors
-from shardwell.engine.odd_uses import StepWatch, ready_for_accelerate, refuse_pickling
-from shardwell.engine.offload import STEPS_UNTIL_KNOWN, Offload
 from shardwell.engine.precision import autocast_of, mixed_dtype
-from shardwell.engine.refit import Builder, refit
-from shardwell.engine.report import print_progress
-from shardwell.engine.room import room_for_frozen
-from shardwell.engine.states import load_whole_state, snapshot, whole_state
-from shardwell.engine.trace import Trace
+from shardwell.engine.startup_report import print_progress
+from shardwell.engine.teardown import DESTROYED, ModelBefore
+from shardwell.engine.unsupported_uses import StepWatch, ready_for_accelerate, refuse_pickling
+from shardwell.engine.user_data_loader import GivenLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
+from shardwell.offload.plan import STEPS_UNTIL_KNOWN, Offload
 from shardwell.optim import ShardedOptimizer
-from shardwell.optim.scale import LossScale, NoScale
-from shardwell.unit import Context
-from shardwell.unit.edits import look
+from shardwell.optim.loss_scale import LossScale, NoScale
+from shardwell.parallel import Agreement, Ledger, TrafficReport
+from shardwell.runtime.budget import room_for_frozen
+from shardwell.runtime.fingerprint import Fingerprint
+from shardwell.runtime.hooks import attach, remove
+from shardwell.runtime.inputs import Inputs, mover
+from shardwell.runtime.pytree import map_tensors
+from shardwell.runtime.rebuild import Builder, refit
+from shardwell.runtime.scheduler import Flow
+from shardwell.runtime.trace import Trace
+from shardwell.sharding import Context
+from shardwell.sharding.edits import look
 
 
 class Engine(nn.Module):
@@ -92,7 +92,7 @@ class Engine(nn.Module):
         self._checkpoints = Checkpoints(self)
         self._is_destroyed = False
         self._join: Join | None = None  # a loop over uneven data
-        ends.watch(self)
+        exit_notice.watch(self)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -481,7 +481,7 @@ class Engine(nn.Module):
             for module in self._compiled:
                 module.__dict__.pop("forward", None)
             self._before.end(self.module, self._flow, self.optimizer, self._context, whole=whole)
-            ends.tell(self._agreement, self.micro_steps)
+            exit_notice.tell(self._agreement, self.micro_steps)
             self.trim()
 
     _is_accelerate_prepared = ready_for_accelerate

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwell.engine.nested import tensors_in
 from shardwell.errors import ShardwellError
+from shardwell.runtime.pytree import tensors_in
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine

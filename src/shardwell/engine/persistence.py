@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwell.config import ZeroConfig
-from shardwell.unit import Cut
+from shardwell.sharding import Cut
 
 _SMALL = 100_000  # elements: what is as large is worth a gather in any model
 _SHARE = 0.01  # of a model: what small parameters may cost in all if nobody says how much

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwell.memory.account import Account, State, Tier
 from shardwell.memory.device import Device
+from shardwell.memory.statistics import Account, State, Tier
 
 
 class Buffer:

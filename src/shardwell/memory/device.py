@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwell.memory.account import Tier
-from shardwell.memory.cores import update_cores
+from shardwell.memory.statistics import Tier
+from shardwell.offload.cores import update_cores
 
 _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys

@@ -1,6 +1,6 @@
 """Stepping the local shards with any elementwise torch optimizer."""
 
-from shardwell.optim.build import Recipe, recipe_for
-from shardwell.optim.sharded import ShardedOptimizer
+from shardwell.optim.factory import Recipe, recipe_for
+from shardwell.optim.optimizer import ShardedOptimizer
 
 __all__ = ["Recipe", "ShardedOptimizer", "recipe_for"]

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device
+from shardwell.optim.full_tensors import needs_whole
 from shardwell.optim.lion import Lion
-from shardwell.optim.whole import needs_whole
 
 Make = Callable[[list[list[Tensor]]], Optimizer]  # over the tensors of each parameter group
 

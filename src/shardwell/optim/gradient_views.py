@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.gradient import HeldGradient, ShardedGradient
-from shardwell.unit import Context, Group, Unit
-from shardwell.unit.gradients import GradState
+from shardwell.optim.sharded_gradient import HeldGradient, ShardedGradient
+from shardwell.sharding import Context, Group, Unit
+from shardwell.sharding.gradients import GradState
 
 _KEPT = (
     "the gradients of the last step were not dropped by zero_grad() before they were needed again. Plain PyTorch adds "

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.errors import ConfigError
+from shardwell.optim.full_tensors import Alone, Whole
 from shardwell.optim.lion import check_options, evaluate, with_gradients
-from shardwell.optim.whole import Alone, Whole
 
 
 class Lamb(Optimizer):

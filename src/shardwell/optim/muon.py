@@ -16,9 +16,9 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.errors import ConfigError, ShardwellError
+from shardwell.optim.full_tensors import Alone, Whole
 from shardwell.optim.lamb import adam_state
 from shardwell.optim.lion import check_options, evaluate, with_gradients
-from shardwell.optim.whole import Alone, Whole
 
 _SHARED = ("ns_coefficients", "ns_steps", "eps")  # by all groups with use_muon: one function for all matrices
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")

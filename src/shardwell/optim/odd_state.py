@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import CheckpointError
-from shardwell.values import decode, encode
+from shardwell.json_values import decode, encode
 
 _KEPT, _BESIDE = "kept", "beside"  # the latter: its tensors are on the parameter's device
 _MOST_BYTES = 2**16

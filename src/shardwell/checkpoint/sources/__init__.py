@@ -11,8 +11,8 @@ from shardwell.checkpoint.sources import dcp, safetensors
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
 from shardwell.checkpoint.sources.dcp import DcpSource
 from shardwell.checkpoint.sources.deepspeed import DeepSpeedSource, is_deepspeed
-from shardwell.checkpoint.sources.own import OwnSource
 from shardwell.checkpoint.sources.safetensors import SafetensorsSource
+from shardwell.checkpoint.sources.shardwell import OwnSource
 from shardwell.errors import CheckpointError
 
 __all__ = [

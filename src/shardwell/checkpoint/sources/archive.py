@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwell.checkpoint.parsing import failing, is_size, open_plain, parse_shape, show
 from shardwell.checkpoint.sources import pickles
 from shardwell.errors import CheckpointError
-from shardwell.layout import contiguous_stride, product
+from shardwell.sharding.layout import contiguous_stride, product
 
 _MAX_MEMBER = 2**24  # bytes of a member other than the storage
 _LOCAL = struct.Struct("<4s22xHH")  # of the header before a zip member: its signature, and two lengths at the end

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwell.layout import contiguous_stride, product
+from shardwell.sharding.layout import contiguous_stride, product
 
 MODEL, STATE, SCALAR = "model/", "state/", "scalar/"
 

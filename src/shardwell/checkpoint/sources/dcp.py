@@ -32,7 +32,7 @@ from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, File, Saved, load
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
 from shardwell.checkpoint.sources.pickles import Record, member, nothing, ordered
 from shardwell.errors import CheckpointError
-from shardwell.layout import contiguous_stride, product
+from shardwell.sharding.layout import contiguous_stride, product
 
 METADATA = ".metadata"
 _MAX_METADATA = 2**28  # bytes

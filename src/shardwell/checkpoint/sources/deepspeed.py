@@ -24,10 +24,10 @@ from shardwell.checkpoint.folder import LATEST
 from shardwell.checkpoint.manifest import MAX_NAME, plain_name
 from shardwell.checkpoint.parsing import failing, is_size, parse_shape, show
 from shardwell.checkpoint.sources.base import MODEL, Stored
-from shardwell.checkpoint.sources.flat import Part, Parts, Shapes, cut_each, cut_together
+from shardwell.checkpoint.sources.flat_parts import Part, Parts, Shapes, cut_each, cut_together
 from shardwell.checkpoint.sources.torch_files import Stub, json_entries, load, number
 from shardwell.errors import CheckpointError
-from shardwell.layout import product
+from shardwell.sharding.layout import product
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwell.checkpoint.sources.base import MODEL, Source, Stored
 from shardwell.errors import CheckpointError
-from shardwell.layout import contiguous_stride
+from shardwell.sharding.layout import contiguous_stride
 
 PART = 2**22  # elements that are read at once
 Progress = Callable[[int], object]  # is told how many bytes were read since it was told last

@@ -1,0 +1,192 @@
+"""What a rank saves of an engine: its stretches of masters and optimizer state, and rank 0 the buffers.
+
+Each group of parameters is cut over the ranks in its own layout, also where every rank holds all of it: all ranks
+write an equal share, and no element twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.checkpoint.files import Entry
+from shardwell.checkpoint.manifest import Piece, TensorRecord
+from shardwell.checkpoint.sources import MODEL, SCALAR, STATE
+from shardwell.kernels import Compact
+from shardwell.optim import ShardedOptimizer
+from shardwell.optim.odd_state import state_to_json
+from shardwell.optim.param_slices import is_elementwise, odd_keys
+from shardwell.sharding import Group, Unit, released
+from shardwell.sharding.layout import Slot, dense_stride
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a tensor that this rank saves."""
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    stride: tuple[int, ...]
+    start: int  # its first element in the whole tensor
+    numel: int
+    read: Callable[[], Tensor]  # 1D, where it lies; valid until the next part is read
+
+    def record(self, file: str) -> TensorRecord:
+        pieces = (Piece(file, self.name, self.start, self.numel),) if self.numel else ()
+        return TensorRecord(self.dtype, self.shape, self.stride, self.kind, pieces)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.name, self.dtype, (self.numel,))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Contents:
+    """All parts of this rank, by name, and the numbers of the optimizer's state."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer | None,
+        *,
+        rank: int,
+        exclude_frozen: bool = False,
+    ) -> None:
+        self.parts: dict[str, Part] = {}
+        self.scalars: dict[str, Any] = {}
+        self._rank = rank
+        self._open = ExitStack()
+        odd = odd_keys(optimizer.shards, optimizer.state) if optimizer is not None else set()
+        self._opened: Group | Unit | None = None  # a group's masters, or a unit's state, are readable
+        for unit in units:
+            unit.wait()
+            unit.take_over_edits()
+            for group in unit.groups:
+                if group.trainable or not exclude_frozen:
+                    self._add_masters(group)
+            if optimizer is not None and unit.trainable:
+                self._add_states(unit, optimizer, odd)
+        if rank == 0:
+            for name, buffer in buffers_of(model).items():
+                self.add(MODEL + name, "buffer", buffer)
+
+    def add(self, name: str, kind: str, tensor: Tensor) -> None:
+        """A tensor that this rank saves whole."""
+        shape = tuple(tensor.shape)
+        stride = dense_stride(shape, tensor.stride())
+        same = tensor.detach().as_strided(shape, stride) if tensor.is_contiguous() else _laid_out(tensor, stride)
+        flat = same.as_strided((tensor.numel(),), (1,))
+        self.parts[name] = Part(name, kind, tensor.dtype, shape, stride, 0, tensor.numel(), lambda: flat)
+
+    def close(self) -> None:
+        """Leave masters and state as they rest."""
+        self._opened = None
+        self._open.close()
+
+    def _hold(self, what: Group | Unit, opening: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have something readable, in place of what was before."""
+        if self._opened is not what:
+            self.close()
+            self._open.enter_context(opening())
+            self._opened = what
+
+    def _add_masters(self, group: Group) -> None:
+        dtype = group.precision.master
+        for slot, at, start, numel in self._share(group):
+            read = self._reader_of_masters(group, at, numel)
+            part = Part(MODEL + slot.name, "parameter", dtype, slot.shape, slot.stride, start, numel, read)
+            self.parts[part.name] = part
+        for slot in group.layout.slots:
+            if not slot.numel and self._rank == 0:
+                self.add(MODEL + slot.name, "parameter", torch.empty(slot.shape, dtype=dtype, device="cpu"))
+
+    def _share(self, group: Group) -> Iterator[tuple[Slot, int, int, int]]:
+        """This rank's stretches: slot, first element in this rank's masters, first element in the parameter, length."""
+        place = group.context.world.place
+        first = group.layout.shard_range(place)[0] - group.own[0]
+        for piece in group.layout.pieces(place):
+            yield piece.slot, first + piece.in_shard, piece.in_parameter, piece.numel
+
+    def _reader_of_masters(self, group: Group, at: int, numel: int) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            self._hold(group, group.opened_master)
+            return group.master[at : at + numel]
+
+        return read
+
+    def _add_states(self, unit: Unit, optimizer: ShardedOptimizer, odd: set[str]) -> None:
+        shares = {slot.name: (at, start, n) for g in unit.trainable for slot, at, start, n in self._share(g)}
+        for shard in optimizer.shards.of(unit):
+            usual = optimizer.scalar(shard.tensor, None, 0.0)
+            for key, value in optimizer.state.get(shard.tensor, {}).items():
+                has_each = is_elementwise(value, shard) and key not in odd
+                for piece in shard.pieces:
+                    at, start, numel = shares.get(piece.slot.name, (0, 0, 0))
+                    if numel and has_each:
+                        read = self._reader_of_state(unit, optimizer, value, at - shard.start, numel)
+                        self._add_state(piece.slot, key, value.dtype, (start, numel), read)
+                    elif numel and start == 0:
+                        name = f"{SCALAR}{piece.slot.name}/{key}"
+                        self.scalars[name] = state_to_json(value, usual, name)
+
+    def _reader_of_state(
+        self, unit: Unit, optimizer: ShardedOptimizer, value: Tensor | Compact, first: int, numel: int
+    ) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            self._hold(unit, lambda: optimizer.states_of(unit))
+            return value[first : first + numel]
+
+        return read
+
+    def _add_state(
+        self, slot: Slot, key: str, dtype: torch.dtype, where: tuple[int, int], read: Callable[[], Tensor]
+    ) -> None:
+        """`where`: first element in the parameter, length."""
+        name = f"{STATE}{slot.name}/{key}"
+        self.parts[name] = Part(name, "state", dtype, slot.shape, slot.stride, *where, read)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors in the model's state that are no parameters of units."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    return {k: v for k, v in state.items() if isinstance(v, Tensor) and not _is_kept(v)}
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and released.is_kept(tensor)
+
+
+def extra_state_of(model: nn.Module) -> dict[str, Any]:
+    """What modules add to the model's state that is no tensor."""
+    return {k: v for k, v in model.state_dict(keep_vars=True).items() if not isinstance(v, Tensor)}
+
+
+def aliases_of(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
+    """Other names of parameters that several modules share -> the name under which they are saved."""
+    names = {
+        id(parameter): slot.name
+        for unit in units
+        for group in unit.groups
+        for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
+    }
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(p)] for name, p in every if id(p) in names and names[id(p)] != name}
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The values, in memory of their own in that order; the tensor itself if it lies so already."""
+    if tuple(tensor.stride()) == stride:
+        return tensor.detach()
+    copy = torch.empty_strided(tuple(tensor.shape), stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())

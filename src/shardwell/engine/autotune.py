@@ -1,0 +1,227 @@
+"""What is measured before it is chosen: whether ZeRO++ makes the collectives of this job faster on these links.
+
+`zero_quantized_weights`, `zero_quantized_gradients` and `zero_hpz_partition_size` may be "auto". Each is tried with the
+collectives of training, on a probe as large as the largest shard that will travel or as there is time for, and turned
+on where it takes less than 0.9 of the time without it. The slowest rank's time counts, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwell.config import Config
+from shardwell.kernels.quantize import BLOCK, Codec
+from shardwell.memory import State
+from shardwell.memory.statistics import human
+from shardwell.offload.placement import Kind as GroupKind
+from shardwell.offload.placement import States
+from shardwell.parallel import Kind, Pending
+from shardwell.sharding import Context
+
+WORTH_IT = 0.9  # of the time without it
+_MOST = 1 << 20  # elements of a shard
+_FIRST = 1 << 16  # elements of all shards together
+_GROWTH = 4  # from a probe that takes little time to the next
+_PATIENCE = 0.1  # seconds for a probe to travel as it is
+_ROUNDS = 3
+_ROOM = 0.5  # of what the device has free, for second copies
+_TOKEN, _PROBE = "TRIAL", "(trial)"
+_BLOCK = "zero_optimization"
+WEIGHTS, GRADIENTS, COPIES = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
+
+Move = Callable[[Tensor], Pending]  # of a flat buffer
+
+
+class Choice(NamedTuple):
+    """What "auto" becomes, and why."""
+
+    value: bool | int
+    why: str
+
+
+class Times(NamedTuple):
+    """Seconds of a move without what is tried, and with it."""
+
+    without: float
+    with_it: float
+
+    @property
+    def are_worth_it(self) -> bool:
+        return self.with_it < WORTH_IT * self.without
+
+    def told(self, move: str, with_it: str, without: str) -> str:
+        return f"a {move} takes {1e3 * self.with_it:.2f} ms {with_it}, {1e3 * self.without:.2f} ms {without}"
+
+
+class Shard(NamedTuple):
+    """A rank's part of a group."""
+
+    kind: GroupKind
+    numel: int
+
+
+def settled(settings: Config, context: Context, states: States) -> Config:
+    """The configuration with a value in place of every "auto" that is tried, and the times as its origin."""
+    zero, trial = settings.zero_optimization, Trial(settings, context, states)
+    chosen: dict[str, Choice] = {}
+    if zero.zero_quantized_weights == "auto":
+        chosen[WEIGHTS] = trial.weights()
+    if zero.zero_quantized_gradients == "auto":
+        chosen[GRADIENTS] = trial.gradients()
+    if zero.zero_hpz_partition_size == "auto":
+        encoded = chosen[WEIGHTS].value if WEIGHTS in chosen else zero.zero_quantized_weights
+        chosen[COPIES] = trial.copies(bool(encoded))
+    if not chosen:
+        return settings
+    told = {key: f"auto -> {json.dumps(choice.value)} ({choice.why})" for key, choice in chosen.items()}
+    if context.world.mesh.rank == 0:
+        logging.getLogger("shardwell").info("%s", "; ".join(f"{key}: {text}" for key, text in told.items()))
+    origins = {**settings.origins, **{f"{_BLOCK}.{key}": text for key, text in told.items()}}
+    values = {key: choice.value for key, choice in chosen.items()}
+    return settings.with_origins(origins, {_BLOCK: zero.model_copy(update=values)})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What could be turned on, with the ranks, the links and the model that it is for."""
+
+    settings: Config
+    context: Context
+    states: States
+
+    def weights(self) -> Choice:
+        """Whether parameters are gathered encoded."""
+        rests_encoded = self.settings.zero_optimization.zero_quantized_nontrainable_weights  # and so travels, if frozen
+
+        def travels(kind: GroupKind) -> bool:
+            return Codec.takes(kind.precision.compute) and (kind.trains or not rests_encoded)
+
+        found = self._largest(3, travels)
+        if isinstance(found, str):
+            return Choice(False, found)
+        dtype = found.kind.precision.compute
+        times = self._compare(self._gather(None), self._gather(self._codec), dtype, found.numel)
+        return Choice(times.are_worth_it, times.told("gather", "encoded", "as it is"))
+
+    def gradients(self) -> Choice:
+        """Whether gradients are reduced encoded."""
+        found = self._largest(2, lambda kind: kind.trains and Codec.takes(kind.precision.compute))
+        if isinstance(found, str):
+            return Choice(False, found)
+        precision, codecs = found.kind.precision, self.settings.shardwell.codecs
+        dtype = precision.wire.dtype or precision.compute
+        into = torch.promote_types(precision.compute, dtype)
+        encoded = self._reduce(into, (Codec(codecs.inside), Codec(codecs.between)))
+        times = self._compare(self._reduce(into, None), encoded, dtype, found.numel)
+        return Choice(times.are_worth_it, times.told("reduce", "encoded", "as it is"))
+
+    def copies(self, encoded: bool) -> Choice:
+        """Whether parameters have a second copy in the node, if gathers over all ranks are `encoded` or not."""
+        found, hops = self._largest(3, lambda _: True), self.context.world.hops
+        if isinstance(found, str):
+            return Choice(1, found)
+        if hops is None:
+            return Choice(1, "no nodes of several ranks, all alike")
+        if (why := self._too_large(hops.inside.mesh.size)) is not None:
+            return Choice(1, why)
+        dtype = found.kind.precision.compute
+        plain = self._gather(self._codec if encoded and Codec.takes(dtype) else None)
+        times = self._compare(plain, lambda flat: hops.inside.gather(flat, None, Kind.SETUP), dtype, found.numel)
+        size = hops.inside.mesh.size if times.are_worth_it else 1
+        return Choice(size, times.told("gather", "in the node", "over all ranks"))
+
+    # ---------------------------------------------------------------------------------------------- the model
+
+    def _split(self) -> list[Shard]:
+        """Of each group that is not whole on every rank."""
+        groups = [group for kinds in self.states.units.values() for group in kinds.items()]
+        size = self.context.world.mesh.size
+        return [Shard(kind, -(-numel // size)) for kind, numel in groups if numel and not kind.persistent]
+
+    def _largest(self, least_stage: int, travels: Callable[[GroupKind], bool]) -> Shard | str:
+        """The largest shard that `travels`, or why nothing is tried."""
+        stage, world = self.settings.zero_optimization.stage, self.context.world
+        if world.mesh.size == 1:
+            return "one rank"
+        if stage < least_stage:
+            return f"stage {stage}"
+        if world.mesh.backend == "fake" or world.device.is_virtual:
+            return "simulated ranks"
+        found = [shard for shard in self._split() if travels(shard.kind)]
+        return max(found, key=lambda shard: shard.numel) if found else "nothing travels so"
+
+    def _too_large(self, ranks_per_copy: int) -> str | None:
+        """Why there is no room for second copies on the device, if so."""
+        device = self.context.device
+        if not device.is_cuda:
+            return None
+        world = self.context.world
+        mine = sum(shard.numel * shard.kind.precision.compute.itemsize for shard in self._split())
+        room = world.least(_ROOM * device.unused_bytes(), _TOKEN)
+        needed = mine * world.mesh.size / ranks_per_copy
+        return f"copies of {human(needed)}, and room for {human(room)}" if needed > room else None
+
+    # ---------------------------------------------------------------------------------------------- the moves
+
+    @property
+    def _codec(self) -> Codec:
+        return Codec(self.settings.shardwell.codecs.weights)
+
+    def _gather(self, codec: Codec | None) -> Move:
+        return lambda flat: self.context.world.gather(flat, None, Kind.SETUP, codec)
+
+    def _reduce(self, dtype: torch.dtype, codecs: tuple[Codec, Codec] | None) -> Move:
+        world, scratch = self.context.world, self.context.scratch
+
+        def move(flat: Tensor) -> Pending:
+            into = scratch.take(flat.numel() // world.mesh.size, dtype, State.STAGING, _PROBE)
+            reduced = world.reduce(flat, into, 1 / world.mesh.size, False, None, codecs, Kind.SETUP)
+            return reduced.then(lambda: scratch.give(into))
+
+        return move
+
+    # ---------------------------------------------------------------------------------------------- the clock
+
+    def _compare(self, plain: Move, other: Move, dtype: torch.dtype, numel: int) -> Times:
+        """Seconds of each: the best of some rounds, on the slowest rank."""
+        numel = self._affordable(plain, dtype, min(numel, _MOST))
+        times = [math.inf, math.inf]
+        for turn in range(1 + _ROUNDS):
+            for which, move in enumerate((plain, other)):
+                seconds = self._seconds(move, dtype, numel)
+                times[which] = min(times[which], seconds) if turn else math.inf  # the first warms up
+        return Times(self._slowest(times[0]), self._slowest(times[1]))
+
+    def _affordable(self, move: Move, dtype: torch.dtype, most: int) -> int:
+        """Elements of a shard that travel in about the time that there is."""
+        numel = min(most, max(BLOCK, _FIRST // self.context.world.mesh.size))
+        self._seconds(move, dtype, numel)  # who meets for the first time takes longer
+        while numel < most and _GROWTH * self._slowest(self._seconds(move, dtype, numel)) < _PATIENCE:
+            numel = min(most, _GROWTH * numel)
+        return numel
+
+    def _seconds(self, move: Move, dtype: torch.dtype, numel: int) -> float:
+        """That a move takes on this rank, if all begin at once."""
+        world, device, scratch = self.context.world, self.context.device, self.context.scratch
+        flat = scratch.take(numel * world.mesh.size, dtype, State.STAGING, _PROBE)
+        flat.fill_(1)
+        world.barrier(_TOKEN)
+        device.now().synchronize()
+        begin = time.perf_counter()
+        move(flat).wait()
+        device.now().synchronize()
+        seconds = time.perf_counter() - begin
+        scratch.give(flat)
+        return seconds
+
+    def _slowest(self, seconds: float) -> float:
+        return -self.context.world.least(-seconds, _TOKEN)

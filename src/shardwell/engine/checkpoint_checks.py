@@ -1,0 +1,212 @@
+"""Values of a checkpoint before they are believed: an engine takes them all, or nothing of it is changed.
+
+A manifest with a right checksum may still say what no engine has written. What has a known form is compared with it.
+Objects whose states only they understand (schedules, modules with extra state, random generators) are given theirs, and
+get their own back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardwell.checkpoint.parsing import show
+from shardwell.engine.checkpoint_values import module_of_extra, random_state, restore_schedule, set_random_state
+from shardwell.errors import CheckpointError
+from shardwell.optim import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from shardwell.engine.engine import Engine
+
+_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "accumulation_steps")
+_MOST = 2**62  # of a counter
+_SWITCHES = ("foreach", "fused", "capturable", "differentiable")  # how a step is made; the optimizer's own stay
+
+
+def check_values(
+    engine: Engine, where: str, values: Mapping[str, Any], with_optimizer: bool, with_scheduler: bool
+) -> None:
+    """Raise unless `restore_values` can take all of it. Afterwards everything is as before."""
+    try:
+        _check_values(engine, values, with_optimizer, with_scheduler)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _check_values(engine: Engine, values: Mapping[str, Any], with_optimizer: bool, with_scheduler: bool) -> None:
+    _check_counters(values.get("counters", {}))
+    for key in ("extra", "client"):
+        if not isinstance(values.get(key, {}), dict):
+            raise CheckpointError(f"values.{key}: expected an object, found {show(values[key])}")
+    optimizer = engine.optimizer if with_optimizer else None
+    if optimizer is not None and values.get("optimizer"):
+        _check_groups(optimizer, values["optimizer"])
+    if engine._scale.is_on and values.get("loss_scale"):
+        _check_scale(values["loss_scale"])
+    if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
+        with _schedule_kept(engine), _naming("scheduler"):
+            restore_schedule(engine.lr_scheduler, copy.deepcopy(values["scheduler"]), warns=False)
+    for key, state in values.get("extra", {}).items():
+        _try_extra(engine, key, state)
+    name = f"rng/{engine.global_rank}"
+    if values.get(name) is not None:
+        before = random_state(engine)
+        try:
+            with _naming(name):
+                _check_random_state(values[name])
+                set_random_state(engine, values[name])
+        finally:
+            set_random_state(engine, before)
+
+
+def check_names(values: Mapping[str, Any], where: str) -> None:
+    """Raise unless other names of parameters are names."""
+    aliases = values.get("aliases", {})
+    if not isinstance(aliases, Mapping) or not all(isinstance(name, str) for name in aliases.values()):
+        raise CheckpointError(f"{where}: values.aliases: expected an object of names, found {show(aliases)}")
+
+
+def check_scalars(values: Mapping[str, Any], prefix: str, where: str) -> None:
+    """Raise unless numbers of the optimizer's state are numbers."""
+    for name, value in values.items():
+        is_one = name.startswith(prefix) and not isinstance(value, dict)
+        if is_one and not (_is_number(value) and (value >= 0 or not name.endswith("/step"))):
+            raise CheckpointError(f"{where}: values.{name}: expected a number, found {show(value)}")
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Whatever goes wrong is an error of the checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"values.{what}: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"values.{what}: cannot be taken over ({type(error).__name__}: {error})") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _check_counters(counters: Any) -> None:
+    if not isinstance(counters, Mapping):
+        raise CheckpointError(f"values.counters: expected an object, found {show(counters)}")
+    for key in _COUNTERS:
+        value = counters.get(key, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
+            raise CheckpointError(f"values.counters.{key}: expected a whole number from 0 on, found {show(value)}")
+
+
+def _check_scale(saved: Any) -> None:
+    state = saved if isinstance(saved, Mapping) else {}
+    if not _is_number(state.get("value")) or state["value"] <= 0:
+        raise CheckpointError(f"values.loss_scale: expected a value above 0, found {show(state.get('value'))}")
+    for key in ("left", "clean"):
+        if not isinstance(state.get(key, 0), int) or isinstance(state.get(key), bool) or state.get(key, 0) < 0:
+            raise CheckpointError(f"values.loss_scale.{key}: expected a count, found {show(state[key])}")
+
+
+def _check_groups(optimizer: ShardedOptimizer, saved: Any) -> None:
+    """Settings of the kinds that the optimizer has, and that its constructor would take."""
+    groups = saved.get("param_groups", []) if isinstance(saved, Mapping) else None
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise CheckpointError("values.optimizer.param_groups: expected a list of objects")
+    if len(groups) != len(optimizer.param_groups):
+        return  # then they are not taken over, and that is said
+    for index, (now, then) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for key, value in then.items():
+            where = f"values.optimizer.param_groups[{index}].{key}"
+            is_right = value is None or isinstance(value, bool) if key in _SWITCHES else True
+            if key in now and key != "params" and not (is_right and _is_alike(now[key], value)):
+                raise CheckpointError(f"{where}: expected a value such as {now[key]!r}, found {str(value)[:80]!r}")
+        _check_options(optimizer, now, then, f"values.optimizer.param_groups[{index}]")
+
+
+def _is_alike(now: Any, then: Any) -> bool:
+    """Whether a setting is of the kind that it is now."""
+    if isinstance(now, bool):
+        return then is None or isinstance(then, bool)
+    if now is None:
+        return then is None or isinstance(then, (bool, int, float, str))
+    if isinstance(now, (int, float)) or (isinstance(now, Tensor) and now.ndim == 0):
+        return _is_number(then) or (isinstance(then, Tensor) and then.ndim == 0 and bool(then.isfinite()))
+    if isinstance(now, (list, tuple)):
+        if not isinstance(then, (list, tuple)) or len(then) != len(now):
+            return False
+        return all(_is_alike(mine, its) for mine, its in zip(now, then, strict=True))
+    return not isinstance(now, str) or isinstance(then, str)
+
+
+def _check_options(optimizer: ShardedOptimizer, now: Mapping[str, Any], then: Mapping[str, Any], where: str) -> None:
+    """What an optimizer of the same class refuses when it is made. Classes that want other arguments are not asked."""
+    kind: Callable[..., Any] = type(optimizer.inner)
+    known = inspect.signature(kind).parameters
+    keys = [key for key in optimizer.inner.defaults if key in known and key in now and key in then]
+
+    def make(options: Mapping[str, Any]) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+        kind([parameter], **{key: options[key] for key in keys if key not in _SWITCHES})
+
+    try:
+        make(now)
+    except Exception:
+        return
+    try:
+        make(then)
+    except Exception as error:
+        raise CheckpointError(f"{where}: {type(optimizer.inner).__name__} refuses it: {error}") from error
+
+
+@contextlib.contextmanager
+def _schedule_kept(engine: Engine) -> Iterator[None]:
+    """A schedule and the rates that it sets are as before afterwards."""
+    schedule: Any = engine.lr_scheduler
+    inside = vars(schedule) if hasattr(schedule, "__dict__") else {}
+    before, state = dict(inside), schedule.state_dict()
+    with contextlib.suppress(Exception):  # it may hold what cannot be copied
+        state = copy.deepcopy(state)
+    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    rates = [float(group["lr"]) if isinstance(group.get("lr"), Tensor) else None for group in groups]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):  # its own state, which it understands
+            schedule.load_state_dict(state)
+        inside.clear()
+        inside.update(before)
+        for group, values, rate in zip(groups, settings, rates, strict=True):
+            for key in [key for key in group if key not in values and key != "params"]:
+                del group[key]
+            group.update(values)
+            if rate is not None:
+                group["lr"].fill_(rate)
+
+
+def _try_extra(engine: Engine, key: str, state: Any) -> None:
+    with _naming(f"extra[{show(key)}]"):
+        module = module_of_extra(engine.module, key)
+        before = copy.deepcopy(module.get_extra_state())
+        try:
+            module.set_extra_state(copy.deepcopy(state))
+        finally:
+            module.set_extra_state(before)
+
+
+def _check_random_state(state: Any) -> None:
+    if not isinstance(state, Mapping) or not {"python", "torch"} <= state.keys():
+        raise CheckpointError("expected random states of python and torch")
+    for key in ("torch", "cuda"):
+        if key in state and not (isinstance(state[key], Tensor) and state[key].dtype is torch.uint8):
+            raise CheckpointError(f"{key}: expected bytes")
+    if "numpy" in state and "numpy" in sys.modules and not isinstance(state["numpy"], (tuple, dict)):
+        raise CheckpointError("numpy: expected a state")

@@ -1,0 +1,149 @@
+"""An exponential moving average of the parameters, kept as each rank keeps its masters: in shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwell.engine.engine import Engine
+from shardwell.errors import ShardwellError
+from shardwell.optim.param_access import Access
+from shardwell.sharding import Group
+
+
+class ExponentialMovingAverage:
+    """The average of the trained parameters of an engine, as `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn(decay)` gives of a plain model, of its fp32 masters.
+
+    Call `update` after each `engine.step()`; the first call takes the parameters as they are. Each rank holds the
+    average of what it steps, beside the masters or on `device` ("cpu" for host memory). Buffers are the model's own.
+    """
+
+    def __init__(self, engine: Engine, decay: float = 0.999, device: torch.device | str | None = None) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ShardwellError(f"decay={decay}: expected a number from 0 to 1")
+        self.decay = decay
+        self.num_updates = 0
+        self._engine = engine
+        self._device = None if device is None else torch.device(device)
+        self._is_swapped = False
+        self._averages = {group: self._copy_of(group) for group in self._groups()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the parameters in as they are now. No rank waits for another one."""
+        self._check("update")
+        for group, average in self._averages.items():
+            with group.opened_master():
+                master = group.master.to(average.device)
+                if self.num_updates:
+                    average.lerp_(master, 1.0 - self.decay)
+                else:
+                    average.copy_(master)
+        self.num_updates += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the engine's parameters are the averages: to evaluate, to save, to export. All ranks must enter.
+
+        Training goes on outside: a step inside is an error when it is left.
+        """
+        self._check("swapped")
+        steps = self._engine.global_steps
+        self._swap()
+        self._is_swapped = True
+        try:
+            yield
+        finally:
+            self._is_swapped = False
+            self._swap()
+        if self._engine.global_steps != steps:
+            raise ShardwellError(
+                "engine.step() was called inside of ExponentialMovingAverage.swapped(): the averages were trained, and "
+                "the parameters were not. Leave it before training goes on."
+            )
+
+    @torch.no_grad()
+    def state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+        """Whole averages by name in host memory, and what goes with them. All ranks must call it.
+
+        It may be a part of `client_state` of a checkpoint, and be loaded at any stage and number of ranks.
+        """
+        self._check("state_dict")
+        whole: dict[str, Tensor] = {}
+        keeps = not rank0_only or self._engine.global_rank == 0
+        for group, average in self._averages.items():
+            for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+                found = Access(parameter).assembled(average)
+                if keeps:
+                    whole[slot.name] = found.to("cpu", copy=True)
+        return {"decay": self.decay, "num_updates": self.num_updates, "parameters": whole}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take averages from what `state_dict` gave; each rank its own part, so all pass the same."""
+        self._check("load_state_dict")
+        given: Mapping[str, Tensor] = state["parameters"]
+        slots = {slot.name: slot for group in self._averages for slot in group.layout.slots}
+        if given.keys() != slots.keys() or any(tuple(given[n].shape) != s.shape for n, s in slots.items()):
+            wrong = sorted(given.keys() ^ slots.keys()) or [n for n, s in slots.items() if given[n].shape != s.shape]
+            raise ShardwellError(
+                f"the averages are those of another model: '{wrong[0]}' (of {len(wrong)}) does not fit"
+            )
+        for group, average in self._averages.items():
+            for run, _ in group.runs:
+                for piece in run.pieces:
+                    flat = torch.empty(piece.slot.numel, dtype=average.dtype)
+                    flat.as_strided(piece.slot.shape, piece.slot.stride).copy_(given[piece.slot.name])
+                    mine = flat[piece.in_parameter : piece.in_parameter + piece.numel]
+                    average[piece.in_shard : piece.in_shard + piece.numel].copy_(mine)
+        self.decay, self.num_updates = float(state["decay"]), int(state["num_updates"])
+
+    # --------------------------------------------------------------------------------------------------- details
+
+    def _groups(self) -> list[Group]:
+        return [group for unit in self._engine._flow.units for group in unit.trainable]
+
+    def _copy_of(self, group: Group) -> Tensor:
+        with group.opened_master():
+            return group.master.detach().to(self._device or group.master.device, copy=True)
+
+    def _check(self, what: str) -> None:
+        """The averages are of what the engine has now, and all its updates have come."""
+        if self._is_swapped:
+            raise ShardwellError(f"{what}: the averages are the engine's parameters now; leave swapped() first")
+        self._engine.fit_to_model()
+        if set(self._averages) != set(self._groups()):
+            raise ShardwellError(
+                f"{what}: parameters of the model were added, removed, thawed or resized since the averages were made. "
+                "Call state_dict() before such a change, and give it to a new ExponentialMovingAverage afterwards."
+            )
+        for unit in self._engine._flow.units:
+            unit.hear_update()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Let averages and masters change places. All ranks do it."""
+        engine = self._engine
+        if engine.optimizer is not None:
+            engine.optimizer.settle()
+        with engine._context.failing_together("swapped"):
+            for unit in engine._flow.units:
+                if unit.opened or unit.is_ahead:
+                    raise ShardwellError(
+                        f"unit '{unit.name or '(root)'}' is in use: leave GatheredParameters, and call engine.step() "
+                        "or engine.zero_grad(), before the parameters are exchanged for their averages"
+                    )
+                unit.wait()
+            for group, average in self._averages.items():
+
+                def fill(master: Tensor, average: Tensor = average) -> None:
+                    before = master.to(average.device, copy=True)
+                    master.copy_(average)
+                    average.copy_(before)
+
+                group.replace_master(fill)

@@ -1,0 +1,35 @@
+"""What a rank says when it takes part in nothing more: those that go on would wait for it without knowing why."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+from shardwell.parallel import Agreement
+
+if TYPE_CHECKING:
+    from shardwell.engine.engine import Engine
+
+_living: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def watch(engine: Engine) -> None:
+    """Have the end of this process told to the other ranks of an engine."""
+    if not _living:
+        atexit.unregister(_tell_all)
+        atexit.register(_tell_all)
+    _living.add(engine)
+
+
+def tell(agreement: Agreement, num_batches: int) -> None:
+    """This rank ends, by itself or by an error that nobody caught."""
+    error = getattr(sys, "last_value", None)  # set by Python before it says goodbye
+    how = "finished" if error is None else f"ended with {type(error).__name__} ({error})"
+    agreement.end(f"{how} after {num_batches} {'batch' if num_batches == 1 else 'batches'}")
+
+
+def _tell_all() -> None:
+    for engine in list(_living):
+        tell(engine._agreement, engine.micro_steps)

@@ -1,0 +1,66 @@
+"""The model's state as whole tensors, out of the units and into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from shardwell.errors import ShardwellError
+from shardwell.optim.param_access import Access
+from shardwell.sharding import Unit, released
+from shardwell.sharding.gathered_parameters import GatheredParameters
+
+
+def whole_state(found: Mapping[str, Any], units: Iterable[Unit], *, keeps: bool) -> dict[str, Any]:
+    """Copy the entries of a state dictionary to host memory. Parameters are gathered, one unit at a time.
+
+    A rank that does not keep the copies takes part in the gathers and gets an empty dictionary.
+    """
+    whole: dict[int, Tensor] = {}
+    for unit in units:
+        with GatheredParameters(parameter for group in unit.groups for parameter in group.parameters):
+            for group in unit.groups if keeps else ():
+                whole.update({id(p): p.detach().to("cpu", copy=True) for p in group.parameters})
+    if not keeps:
+        return {}
+    return {key: whole[id(value)] if id(value) in whole else _on_host(value) for key, value in found.items()}
+
+
+def snapshot(units: Iterable[Unit], *, keeps: bool) -> dict[str, Tensor]:
+    """Copy the masters of all parameters to host memory, whole, by name: fp32 where the model computes in 16 bits."""
+    found: dict[str, Tensor] = {}
+    for unit in units:
+        for group in unit.groups:
+            for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+                value = Access(parameter).master()
+                if keeps:
+                    is_half = value.dtype in (torch.float16, torch.bfloat16)
+                    found[slot.name] = value.to("cpu", torch.float32 if is_half else value.dtype, copy=True)
+    return found
+
+
+def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+    """Set parameters and buffers from whole tensors."""
+    missing, unexpected = sorted(set(mine) - set(given)), sorted(set(given) - set(mine))
+    if strict and (missing or unexpected):
+        raise ShardwellError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")
+    with torch.no_grad():
+        for key in mine:
+            if key in given and isinstance(mine[key], nn.Parameter) and released.is_kept(mine[key]):
+                Access(mine[key]).set_master(given[key])
+            elif key in given and isinstance(mine[key], Tensor):
+                if mine[key].shape != given[key].shape:
+                    raise ShardwellError(
+                        f"'{key}' has shape {tuple(mine[key].shape)}; a value of shape "
+                        f"{tuple(given[key].shape)} does not fit"
+                    )
+                mine[key].copy_(given[key])
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

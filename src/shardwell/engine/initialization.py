@@ -1,0 +1,494 @@
+"""`initialize`: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from shardwell import checkpointing
+from shardwell.config import Config, SchedulerConfig, load
+from shardwell.engine.autotune import settled
+from shardwell.engine.consistency import before_building, once_built
+from shardwell.engine.data_loader import ShardedLoader
+from shardwell.engine.divergence_advice import way_out
+from shardwell.engine.engine import Engine
+from shardwell.engine.module_buffers import place_buffers
+from shardwell.engine.persistence import persistent_in
+from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype, settle_precision
+from shardwell.engine.startup_report import Given, announce
+from shardwell.engine.teardown import ModelBefore
+from shardwell.engine.user_data_loader import GivenLoader, loader_like, with_batch_of
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.kernels.quantize import Codec
+from shardwell.memory import Account, Device, Scratch
+from shardwell.memory.device import default_device
+from shardwell.offload.param_swap import Pages
+from shardwell.offload.placement import Formula, Kind, States
+from shardwell.offload.plan import Offload, commit_policy, open_disk, plan_offload, settle_commit
+from shardwell.offload.staging import Aligned
+from shardwell.optim import Recipe, ShardedOptimizer, lr_schedules, recipe_for
+from shardwell.optim.factory import NO_LABEL
+from shardwell.optim.gradient_views import GradientViews
+from shardwell.optim.loss_scale import DynamicScale, LossScale, NoScale, Rules
+from shardwell.optim.optimizer import Terms
+from shardwell.optim.overflow_check import Nonfinite
+from shardwell.optim.user_optimizer import redirect, watch_optimizers
+from shardwell.parallel import Agreement, Axis, Collectives, Ledger, start_process_group
+from shardwell.parallel.consistency import check_alike
+from shardwell.parallel.hierarchical import Hops, ranks_per_node
+from shardwell.parallel.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
+from shardwell.runtime.rebuild import Builder
+from shardwell.runtime.scheduler import Flow, Limits
+from shardwell.sharding import Context, Cut, Group, Precision, Unit, cut, row_for
+from shardwell.sharding.group import Member
+from shardwell.sharding.init_parameters import meet_for_initialize
+from shardwell.sharding.model_checks import check_model
+from shardwell.sharding.spec import Wire, Wish
+from shardwell.sharding.wrap import Names
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns."""
+
+    engine: Engine
+    optimizer: ShardedOptimizer | None
+    training_dataloader: ShardedLoader | GivenLoader | None
+    lr_scheduler: Any
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | DataLoader[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    *,
+    config_params: Any = None,
+    device: torch.device | str | None = None,
+) -> Initialized:
+    """Make `model` train sharded, as `config` (a path, a dictionary or a `Config`) says.
+
+    `optimizer` may be an optimizer over the model's parameters, a class, a factory that takes parameter groups, or
+    absent if the configuration names one. `lr_scheduler` may be a scheduler or a factory that takes the optimizer.
+    Joins the process group that the launcher announces, or runs as one process.
+    """
+    if model is None:
+        raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
+    check_model(model)
+    source = config if config is not None else config_params
+    source = source if source is not None else getattr(args, "deepspeed_config", None)
+    where = _device_for(model, device)
+    start_process_group(where)
+    meet_for_initialize(model)
+    world = world_mesh(where)
+    agreement = Agreement(world)
+    with agreement.telling("initialize"):
+        asked = load(
+            source,
+            world_size=world.size,
+            optimizer_given=optimizer is not None,
+            scheduler_given=lr_scheduler is not None,
+        )
+        settings = settle_precision(asked, model.parameters())
+        home = Device(where, keep_pages=settings.shardwell.keep_pages)
+        context, ledger = _context(home, world, settings, agreement)
+        block = settings.optimizer if optimizer is None else None  # the code wins
+        recipe = recipe_for(optimizer, model, model_parameters, block, home)
+        engine = _engine(model, settings, recipe, context, ledger)
+        if recipe is not None:
+            engine.optimizer = _optimizer(recipe, engine, engine._flow, engine._context)
+        engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
+        engine.training_dataloader = _loader(training_data, engine, collate_fn)
+        check_alike(context.world, "initialize", once_built(engine))
+        ledger.close_step()
+        agreement.turn_page()
+        engine.startup_report = announce(engine, Given(optimizer is not None, lr_scheduler is not None))
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _engine(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context, ledger: Ledger) -> Engine:
+    """Cut the model into units and build them, if all ranks are about to build the same; the optimizer comes later."""
+    agreement = context.world.agreement
+    assert agreement is not None
+    cuts = _cut(model, settings)
+    check_alike(context.world, "initialize", before_building(settings, model, cuts, recipe))
+    persistent = persistent_in(cuts, settings.zero_optimization)
+    settings = settled(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
+    _open_nodes(context, settings, ledger, agreement)
+    offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
+    context = _with_disk(context, settings)
+    before = ModelBefore(model)
+    units = build_units(cuts, settings, recipe, context, offload)
+    kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
+    place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
+    flow = _flow(units, settings, context)
+    builder = Builder(
+        lambda: _cut(model, settings),
+        lambda one, cuts, trained: _groups(
+            one,
+            settings,
+            builder.recipe,
+            _places(cuts, settings, builder.recipe, context, offload, trained),
+            context,
+            trained,
+        ),
+        lambda engine, recipe: _optimizer(recipe, engine, flow, context),
+        lambda given: recipe_for(given, model, None, None, context.device),
+        recipe,
+    )
+    engine = Engine(model, settings, flow, context, ledger, agreement, builder)
+    engine.offload, engine._before = offload, before
+    _meet_the_user(engine, flow)
+    agreement.advise = _advice(model, settings.zero_optimization.stage)
+    engine._scale = _loss_scale(settings)
+    flow.reducer.loss_scale = engine._scale
+    checkpointing.follow(settings, model)
+    return engine
+
+
+def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
+    """What to do where ranks choose different paths. It knows the model weakly: transfers of drives know this."""
+    reference = weakref.ref(model)
+
+    def advise(ours: str, theirs: str) -> str:
+        living = reference()
+        return "" if living is None else way_out(living, stage, ours, theirs)
+
+    return advise
+
+
+def _meet_the_user(engine: Engine, flow: Flow) -> None:
+    """Let what users do to gradients and to optimizers of their own reach the engine."""
+    flow.adopt, flow.reducer.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
+    if not engine._context.device.is_virtual:
+        flow.reducer.views = GradientViews(engine._context, flow.reducer)
+    flow.take(flow.units)
+    watch_optimizers()
+
+
+def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
+    zero = settings.zero_optimization
+    prefetches = zero.stage3_prefetch_bucket_size > 0
+    limits = Limits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    below = [unit.numel for unit in units if unit.releasable and unit.name]
+    needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root is there all along
+    if context.world.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
+        logging.getLogger("shardwell").warning(
+            "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
+            "since that takes up to %d whole parameters. Raise it to that, or set 0 if this is meant.",
+            limits.live,
+            needed,
+        )
+    flow = Flow(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
+    flow.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
+    return flow
+
+
+def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> ShardedOptimizer:
+    settings = engine.config
+    terms = Terms(
+        engine._scale,
+        settings.gradient_clipping,
+        Nonfinite(settings.shardwell.nonfinite),
+        settings.zero_optimization.offload_optimizer.buffer_count,
+        settings.shardwell.moments == "8bit",
+    )
+    optimizer = ShardedOptimizer(
+        recipe,
+        flow.units,
+        context,
+        terms=terms,
+        before_step=flow.finish,
+        look_again=_weakly(engine.fit_to_model),
+        after_update=flow.after_update,
+    )
+    optimizer.trainer = weakref.ref(engine)
+    if recipe.given is not None:
+        redirect(recipe.given, engine)
+    flow.reducer.reduced = optimizer.gradients_reduced
+    if optimizer.habit.is_on:
+        flow.backward_begins = optimizer.habit.backward_begins
+    for unit in flow.units:
+        unit.optimizer = weakref.proxy(optimizer)
+    return optimizer
+
+
+def _context(home: Device, world: Mesh, settings: Config, agreement: Agreement) -> tuple[Context, Ledger]:
+    account, ledger = Account(), Ledger()
+    scratch = Scratch(home, account)
+    everyone = Collectives(world, home, ledger, scratch)
+    routes = {Axis.WORLD: everyone}
+
+    def cut_links() -> None:
+        for route in routes.values():
+            route.cut_links()
+
+    agreement.time_limit, agreement.cut_links = settings.shardwell.divergence_timeout, cut_links
+    everyone.agreement, agreement.probe = agreement, everyone.probe
+    nodes = replace(world, node_size=ranks_per_node(everyone))
+    everyone.leaves_the_machine = nodes.node_size < nodes.size
+    if nodes.has_nodes:
+        inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(nodes), across_mesh(nodes)))
+        inside.agreement = across.agreement = agreement
+        everyone.hops = Hops(inside, across, scratch)
+    asked = settings.zero_optimization.zero_hpz_partition_size
+    everyone.mesh = _with_nodes(nodes, asked) if asked != "auto" and _ranks_per_copy(settings, world.size) else nodes
+    return Context(home, account, scratch, routes), ledger
+
+
+def _open_nodes(context: Context, settings: Config, ledger: Ledger, agreement: Agreement) -> None:
+    """Connect the ranks of each node, if they split a second copy of the parameters."""
+    mesh = context.world.mesh
+    if _ranks_per_copy(settings, mesh.size):
+        route = Collectives(node_mesh(mesh), context.device, ledger, context.scratch)
+        route.agreement = agreement
+        context.comm[Axis.NODE] = route
+
+
+def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
+    """Over how many ranks a second copy of the parameters is split, where they are fewest; 0 if there is none."""
+    asked = settings.zero_optimization.zero_hpz_partition_size
+    return smallest_node(num_ranks, asked) if asked != "auto" and asked > 1 and num_ranks > 1 else 0
+
+
+def _ranks_per_loss(settings: Config, world: Collectives) -> int:
+    """Over how many ranks is split what codes of gradients lose; 0 if that is not kept."""
+    if not (settings.zero_optimization.zero_quantized_gradients and settings.shardwell.codecs.feedback):
+        return 0
+    return world.hops.inside.mesh.size if world.hops is not None else int(world.mesh.size > 1)
+
+
+def _with_nodes(world: Mesh, ranks_per_node: int) -> Mesh:
+    """The same ranks, with nodes as the configuration has them."""
+    if world.rank == 0 and world.ranks_here < world.size and world.ranks_here % ranks_per_node:
+        logging.getLogger("shardwell").warning(
+            "zero_optimization.zero_hpz_partition_size %d: some second copies are split over ranks of two nodes, since "
+            "a node has %d. Gathers in backward leave it then; use %d, or a number that divides it.",
+            ranks_per_node,
+            world.ranks_here,
+            world.ranks_here,
+        )
+    return replace(world, node_size=min(ranks_per_node, world.size))
+
+
+def _with_disk(context: Context, settings: Config) -> Context:
+    """With the drives that something rests on, and what passes through host memory from there."""
+    disk = None if context.device.is_virtual else open_disk(settings)
+    if disk is not None and context.world.agreement is not None:
+        disk.tell = context.world.agreement.fail  # what a rank cannot bring, its peers would wait for
+    block = settings.zero_optimization.offload_param
+    if disk is None or block.device != "nvme":
+        return replace(context, disk=disk)
+    pinned = Aligned(context.device, context.account, pinned=context.device.is_cuda)
+    return replace(context, disk=disk, pages=Pages(disk, pinned, block.buffer_count))
+
+
+def build_units(
+    cuts: list[Cut], settings: Config, recipe: Recipe | None, context: Context, offload: Offload
+) -> list[Unit]:
+    """Move the parameters of a model into groups, one unit at a time, those that rest deepest first.
+
+    So parameters that are in memory for now leave it before others take what they will have in the end.
+    """
+    places = _places(cuts, settings, recipe, context, offload)
+    order = sorted(range(len(cuts)), key=lambda index: -offload.places[cuts[index].name].depth)
+    units = [Unit(index, cuts[index], _groups(cuts[index], settings, recipe, places, context)) for index in order]
+    return sorted(units, key=lambda unit: unit.index)
+
+
+def _cut(model: nn.Module, settings: Config) -> list[Cut]:
+    leaf = settings.zero_optimization.leaf_module
+    return cut(model, Names(leaf.classes, leaf.names, leaf.name_suffixes))
+
+
+def _groups(
+    one: Cut,
+    settings: Config,
+    recipe: Recipe | None,
+    places: Places,
+    context: Context,
+    trained: Set[int] = frozenset(),
+) -> list[Group]:
+    zero, own = settings.zero_optimization, settings.shardwell
+    place = places.offload.places[one.name]
+    wish = Wish(
+        second_copy_in_node=Axis.NODE in context.comm,
+        parameter_tier=place.parameters,
+        optimizer_tier=place.optimizer,
+        gradient_tier=place.gradient_tier,
+        commit=places.offload.commit_of(one.name),
+        gather_codec=Codec(own.codecs.weights) if zero.zero_quantized_weights else None,
+        rest_codec=_rest_codec(settings),
+        reduce_codecs=(Codec(own.codecs.inside), Codec(own.codecs.between)) if zero.zero_quantized_gradients else None,
+        feedback=own.codecs.feedback,
+    )
+    groups = []
+    kinds = _kinds(one, settings, recipe, context.world.mesh.size, places.persistent, trained)
+    for number, (kind, members) in enumerate(kinds.items()):
+        row = row_for(
+            zero.stage,
+            persistent=kind.persistent,
+            num_ranks=context.world.mesh.size,
+            shard_at_world_one=own.shard_at_world_one,
+            wish=wish.of(kind.precision.compute, kind.trains),
+        )
+        name = (one.name or "(root)") + (f"#{number}" if number else "")
+        groups.append(Group(name, one.name, members, row, kind.precision, context))
+    return groups
+
+
+def _rest_codec(settings: Config) -> Codec | None:
+    """Of frozen parameters."""
+    is_on = settings.zero_optimization.zero_quantized_nontrainable_weights
+    return Codec(settings.shardwell.codecs.frozen) if is_on else None
+
+
+def _kinds(
+    one: Cut,
+    settings: Config,
+    recipe: Recipe | None,
+    num_ranks: int,
+    persistent: set[int],
+    trained: Set[int] = frozenset(),
+) -> dict[Kind, list[Member]]:
+    """A unit's parameters, by the group that they belong to."""
+    mixed = mixed_dtype(settings)
+    accumulate = dtype_of(settings.data_types.grad_accum_dtype)
+    wire = _wire(settings, num_ranks)
+    kinds: defaultdict[Kind, list[Member]] = defaultdict(list)
+    for name, parameter in one.parameters:
+        label = recipe.label(parameter) if recipe is not None else NO_LABEL
+        dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
+        trains = parameter.requires_grad or id(parameter) in trained
+        precision = Precision.of(dtype, mixed, trains, accumulate, wire)
+        kind = Kind(precision, trains, id(parameter) in persistent)
+        kinds[kind].append(Member(name, parameter, label, trains))
+    return kinds
+
+
+def _states(
+    cuts: list[Cut],
+    settings: Config,
+    recipe: Recipe | None,
+    context: Context,
+    persistent: set[int],
+    trained: Set[int] = frozenset(),
+) -> States:
+    """What the model holds, in numbers."""
+    num_ranks = context.world.mesh.size
+    units = {
+        one.name: {
+            kind: sum(member.parameter.numel() for member in members)
+            for kind, members in _kinds(one, settings, recipe, num_ranks, persistent, trained).items()
+        }
+        for one in cuts
+    }
+    formula = Formula(
+        settings.zero_optimization.stage,
+        num_ranks,
+        settings.shardwell.shard_at_world_one,
+        recipe.num_states if recipe is not None else 0,
+        settings.shardwell.moments == "8bit",
+        settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
+        commit_policy(settings),
+        _ranks_per_copy(settings, num_ranks),
+        _rest_codec(settings),
+        _ranks_per_loss(settings, context.world),
+    )
+    return States(units, formula)
+
+
+@dataclass(frozen=True)
+class Places:
+    """What does not rest as the stage alone would have it."""
+
+    persistent: set[int]  # ids of small parameters that stay whole
+    offload: Offload
+
+
+def _places(
+    cuts: list[Cut],
+    settings: Config,
+    recipe: Recipe | None,
+    context: Context,
+    offload: Offload,
+    trained: Set[int] = frozenset(),
+) -> Places:
+    persistent = persistent_in(cuts, settings.zero_optimization)
+    states = _states(cuts, settings, recipe, context, persistent, trained)
+    return Places(persistent, offload.again(states, settings))
+
+
+def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return torch.device("meta")
+    return default_device()
+
+
+def _scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOptimizer | None) -> Any:
+    """What was passed, made by what was passed, or named in the configuration: the code wins."""
+    if given is not None:
+        if hasattr(given, "step"):
+            return given
+        if optimizer is None:
+            raise ConfigError("there is a learning-rate schedule, but no optimizer for it")
+        return given(optimizer)
+    return None if block is None or optimizer is None else lr_schedules.by_name(block, optimizer)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of the engine for those whom the engine holds."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        living = reference()
+        if living is not None:
+            living(*args)
+
+    return call
+
+
+def _loss_scale(settings: Config) -> LossScale:
+    if not is_scaled(settings):
+        return NoScale()
+    fp16 = settings.fp16
+    if fp16.loss_scale > 0:
+        return LossScale(fp16.loss_scale)
+    rules = Rules(fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale)
+    return DynamicScale(2.0**fp16.initial_scale_power, rules)
+
+
+def _wire(settings: Config, num_ranks: int) -> Wire:
+    predivide = float(num_ranks) if settings.prescale_gradients else settings.gradient_predivide_factor
+    return Wire(dtype_of(settings.communication_data_type), predivide)
+
+
+def _loader(
+    data: Dataset[Any] | DataLoader[Any] | None, engine: Engine, collate_fn: Any
+) -> ShardedLoader | GivenLoader | None:
+    if data is None:
+        return None
+    where = engine.global_rank, engine.world_size, engine.device
+    if isinstance(data, DataLoader):
+        asked, engine.config = with_batch_of(data, engine.config, engine.world_size)
+        return loader_like(data, asked, *where, collate_fn)
+    if not hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"training_data: expected a data set (with indices, or an IterableDataset) or a DataLoader, found a "
+            f"{type(data).__name__}"
+        )
+    return ShardedLoader(data, engine.train_micro_batch_size_per_gpu(), *where, collate_fn)

@@ -1,0 +1,171 @@
+"""What rank 0 says once at the start: what hurts if it is not heard as a warning, the rest at level INFO.
+
+Where every byte rests, which parameters stay whole, what of the file has no effect or another one than for DeepSpeed,
+and what was decided where the file left it open or said it twice. Only what applies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwell.config import Config, Note, remarks, told
+from shardwell.engine.precision import mixed_dtype
+from shardwell.memory import State, Tier
+from shardwell.memory.statistics import MemoryReport, human
+from shardwell.offload.plan import Offload
+
+if TYPE_CHECKING:
+    from shardwell.engine.engine import Engine
+
+_UNTIL = "gradients and second copies until the step"
+_ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was handed to `initialize` beside the configuration."""
+
+    optimizer: bool
+    schedule: bool
+
+
+def announce(engine: Engine, given: Given) -> str:
+    """Log it on rank 0; returns all of it."""
+    hurting, rest = told(_notes(engine, given))
+    if engine.global_rank == 0:
+        logger = logging.getLogger("shardwell")
+        for level, sentences in ((logging.WARNING, hurting), (logging.INFO, rest)):
+            if sentences:
+                logger.log(level, "shardwell:%s", "".join(f"\n  - {sentence}" for sentence in sentences))
+    return "\n".join([*hurting, *rest])
+
+
+def _notes(engine: Engine, given: Given) -> Iterator[Note]:
+    config, offload = engine.config, engine.offload
+    yield from _said_twice(config, given, has_optimizer=engine.optimizer is not None)
+    yield from remarks(config)
+    yield from _numbers_left_open(engine)
+    if offload.states.formula.num_ranks == 1 and config.zero_optimization.stage:
+        yield Note(f"one rank: stage {config.zero_optimization.stage} has nobody to split with")
+    yield from _whole(engine)
+    yield from _narrow(engine)
+    yield from _unreached(config, offload)
+    yield _resting(engine.memory(), offload)
+    if offload.commits or config.shardwell.placement == "auto":
+        yield Note(str(offload))
+
+
+def _said_twice(config: Config, given: Given, *, has_optimizer: bool) -> Iterator[Note]:
+    if given.optimizer and config.optimizer is not None:
+        yield Note(
+            f"optimizer: the one that was passed to initialize holds, not {config.optimizer.type} of the file", True
+        )
+    if given.schedule and config.scheduler is not None:
+        yield Note(
+            f"scheduler: the one that was passed to initialize holds, not {config.scheduler.type} of the file", True
+        )
+    elif config.scheduler is not None and not has_optimizer:
+        yield Note(f"scheduler {config.scheduler.type}: there is no optimizer, so it is left out", True)
+
+
+def _numbers_left_open(engine: Engine) -> Iterator[Note]:
+    """The arguments that "auto" left to the optimizer."""
+    prefix = "optimizer.params."
+    names = [key.removeprefix(prefix) for key, origin in engine.config.origins.items() if key.startswith(prefix)]
+    names = [name for name in names if engine.config.origins[prefix + name].startswith("auto ->")]
+    if engine.optimizer is not None and names:
+        group: dict[str, Any] = engine.optimizer.param_groups[0]
+        yield Note(f"optimizer: {', '.join(f'{name} {group.get(name)}' for name in names)}", hurts=True)
+
+
+def _whole(engine: Engine) -> Iterator[Note]:
+    """At stage 3, what is not split because it is small."""
+    zero = engine.config.zero_optimization
+    units = engine.offload.states.units
+    if zero.stage != 3:
+        return
+    sizes: Counter[bool] = Counter()
+    for kinds in units.values():
+        for kind, numel in kinds.items():
+            sizes[kind.persistent] += numel
+    key, threshold = "stage3_param_persistence_threshold", zero.stage3_param_persistence_threshold
+    if sizes[True] and not sizes[False]:
+        yield Note(
+            f"stage 3, but all parameters are below {key} {threshold}: they stay whole on every rank and nothing is "
+            "gathered. Lower it, or remove it",
+            hurts=True,
+        )
+    elif sizes[True]:
+        share = 100 * sizes[True] / sizes.total()
+        yield Note(
+            f"small parameters ({sizes[True]:,} elements, {share:.2g}% of the model) stay whole on every rank, as "
+            f"{key} {threshold} says"
+        )
+
+
+def _narrow(engine: Engine) -> Iterator[Note]:
+    """16-bit parameters without wider masters: small updates are rounded away."""
+    kinds = {kind for kinds in engine.offload.states.units.values() for kind in kinds if kind.trains}
+    narrow = sorted({str(k.precision.compute).removeprefix("torch.") for k in kinds if k.precision.master.itemsize < 4})
+    if engine.optimizer is not None and narrow and mixed_dtype(engine.config) is None:
+        yield Note(
+            f"parameters are {' and '.join(narrow)} and neither bf16 nor fp16 is enabled: there are no fp32 masters, "
+            "and updates that are too small for 16 bits are lost",
+            hurts=True,
+        )
+
+
+def _unreached(config: Config, offload: Offload) -> Iterator[Note]:
+    """Tiers that were asked for and get nothing."""
+    param = config.zero_optimization.offload_param
+    places = offload.places.values()
+    if param.device == "nvme" and config.shardwell.placement == "asked":
+        held = sum(offload.states.shares().values())
+        if not any(place.parameters is Tier.DISK for place in places):
+            yield Note(
+                f'offload_param.device is "nvme", but no parameter rests on disk: offload_param.max_in_cpu keeps up to '
+                f"{param.max_in_cpu:,} elements of each rank on the host, and this one has {held:,}. Set it to 0 for "
+                "all on disk",
+                hurts=True,
+            )
+        elif any(place.parameters is Tier.HOST for place in places):
+            yield Note(
+                f"offload_param.max_in_cpu keeps up to {param.max_in_cpu:,} of {held:,} elements of each rank on the "
+                "host"
+            )
+
+
+def _resting(memory: MemoryReport, offload: Offload) -> Note:
+    """Where every byte rests."""
+    sizes: Counter[tuple[str, Tier]] = Counter()
+    names = {State.PARAMETERS: "parameters", State.OPTIMIZER: "optimizer state"}
+    for (state, _, tier), size in memory.now.items():
+        if state in names:
+            sizes[names[state], tier] += size
+    states, formula = offload.states, offload.states.formula
+    for name, kinds in states.units.items():
+        for kind, numel in kinds.items():
+            row = formula.row(kind, offload.places[name])
+            own = formula.share(numel) if row.optimizer.over is not None else numel
+            sizes["optimizer state", row.optimizer.tier] += formula.moments(own, kind, row.optimizer.tier) * kind.trains
+            waiting = formula.needs(kind, numel, offload.places[name]) - formula.at_rest(
+                kind, numel, offload.places[name]
+            )
+            for tier, size in waiting.items():
+                sizes[_UNTIL, tier] += size
+    parts = []
+    for what in ("parameters", "optimizer state", _UNTIL):
+        found = [f"{human(sizes[what, tier])} {_ON[tier]}" for tier in Tier if sizes[what, tier]]
+        parts += [f"{what} {', '.join(found)}"] if found else []
+    return Note(f"on each rank: {'; '.join(parts)}")
+
+
+def print_progress(engine: Engine) -> None:
+    """One line of rank 0 every `steps_per_print` steps."""
+    if engine.global_rank == 0:
+        rates = ", ".join(f"{rate:g}" for rate in engine.get_lr())
+        print(f"step {engine.global_steps}: lr {rates}, gradient norm {engine.get_global_grad_norm()}", flush=True)

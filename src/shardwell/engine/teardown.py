@@ -1,0 +1,70 @@
+"""The end of an engine: its model becomes an ordinary one again, whole, in the dtypes that it was given in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwell.optim import ShardedOptimizer
+from shardwell.runtime.rebuild import take_apart
+from shardwell.runtime.scheduler import Flow
+from shardwell.sharding import Context, Unit
+
+DESTROYED = "this engine was destroyed: hand its model to initialize again"
+
+
+class ModelBefore:
+    """What a model was when it was handed over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+
+    def end(
+        self, model: nn.Module, flow: Flow, optimizer: ShardedOptimizer | None, context: Context, *, whole: bool
+    ) -> None:
+        """Give the model back, whole if that is wanted and can be, and let go of everything else."""
+        is_whole = whole and _can_gather(context)
+        if optimizer is not None:
+            optimizer.habit.excuse()
+        if is_whole:
+            flow.finish_for_nobody()
+        if optimizer is not None:
+            optimizer.forget_gradients()
+        flow.reducer.forget()
+        if is_whole:
+            flow.end_loans()
+            with context.failing_together("destroy"):
+                self._give_back(model, flow.units, optimizer, context)
+            flow.take([])
+        if optimizer is not None:
+            optimizer.state.clear()
+        context.close()
+
+    @torch.no_grad()
+    def _give_back(
+        self, model: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer | None, context: Context
+    ) -> None:
+        """Make parameters whole, one unit after the other, and forget the optimizer's state. All ranks must do so.
+
+        Where the device has no room for all of it, the rest goes to host memory.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for unit in units:
+            parameters = [parameter for group in unit.groups for parameter in group.parameters]
+            take_apart(unit, optimizer)
+            for parameter in parameters:
+                dtype = self._parameters.get(names.get(id(parameter), ""), parameter.dtype)
+                fits = parameter.numel() * dtype.itemsize < context.device.free_bytes()
+                parameter.data = parameter.data.to(None if fits else "cpu", dtype)
+        for name, buffer in model.named_buffers():
+            buffer.data = buffer.data.to(self._buffers.get(name, buffer.dtype))
+
+
+def _can_gather(context: Context) -> bool:
+    """Whether all ranks can be expected to come along: not if one has failed, or this one is about to."""
+    has_failed = context.world.agreement is not None and context.world.agreement.has_failed
+    return not has_failed and sys.exc_info()[0] is None

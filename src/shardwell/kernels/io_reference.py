@@ -1,0 +1,156 @@
+"""Reads and writes of files, many at once: the queues of native/io.cpp as Python threads, for where it was not built.
+
+The interpreter's lock is not held while a block moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardwell.kernels.io import ENDED_EARLY, SECTOR, Outcome, Part, Shape
+
+_LEAST = 512  # what a sector is to the least of drives
+
+
+class ThreadRequest:
+    """Blocks that are still to move, and the first error among them."""
+
+    def __init__(self, owner: ThreadQueue, num_blocks: int) -> None:
+        self._owner = owner
+        self._changed = threading.Condition()
+        self._left = num_blocks
+        self._error = (0, 0, 0)
+        self._begun, self._seconds = time.monotonic(), 0.0
+
+    def wait(self, milliseconds: int) -> Outcome:
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: self._left == 0, milliseconds / 1000)
+            return Outcome(is_done, self._owner.completed, *self._error, self._seconds)
+
+    def end(self, error: int, part: int, offset: int) -> None:
+        self._owner.completed += 1
+        with self._changed:
+            if error and not self._error[0]:
+                self._error = error, part, offset
+            self._left -= 1
+            self._seconds = time.monotonic() - self._begun
+            self._changed.notify_all()
+
+
+class ThreadQueue:
+    """Each thread of a lane has one block in flight."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.completed = 0
+        self._shape = shape
+        self._lanes = [_Lane() for _ in range(shape.lanes)]
+        self._threads: list[threading.Thread] = []
+        for lane in self._lanes:
+            for _ in range(shape.depth * shape.parallelism):
+                self._threads.append(threading.Thread(target=_serve, args=(lane,), name="disk", daemon=True))
+                self._threads[-1].start()
+
+    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> ThreadRequest:
+        cuts = [(index, cut) for index, part in enumerate(parts) for cut in _cut(part, self._shape.block)]
+        request = ThreadRequest(self, len(cuts))
+        for index, cut in cuts:
+            self._lanes[cut.lane].put(_Block(request, index, is_write, cut), urgent)
+        return request
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.stop()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+
+@dataclass(frozen=True)
+class _Block:
+    request: ThreadRequest
+    index: int  # of its part
+    is_write: bool
+    part: Part  # all of it is one block
+
+    def run(self) -> None:
+        try:
+            error, offset = _move(self.part, self.is_write)
+        except OSError as problem:
+            error, offset = problem.errno or ENDED_EARLY, self.part.offset
+        self.request.end(error, self.index, offset)
+
+
+class _Lane:
+    """Blocks that wait. Reads and writes take turns where both do."""
+
+    def __init__(self) -> None:
+        self._urgent, self._reads, self._writes = deque[_Block](), deque[_Block](), deque[_Block]()
+        self._wrote_last = self._is_stopped = False
+        self._changed = threading.Condition()
+
+    def put(self, block: _Block, urgent: bool) -> None:
+        with self._changed:
+            (self._writes if block.is_write else self._urgent if urgent else self._reads).append(block)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def get(self) -> _Block | None:
+        """None if there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._urgent or self._reads or self._writes)
+            reads = self._urgent or self._reads
+            if not reads and not self._writes:
+                return None
+            self._wrote_last = not reads or (bool(self._writes) and not self._wrote_last)
+            return (self._writes if self._wrote_last else reads).popleft()
+
+
+def _serve(lane: _Lane) -> None:
+    while (block := lane.get()) is not None:
+        block.run()
+
+
+def _cut(part: Part, block: int) -> Iterator[Part]:
+    """Blocks of whole sectors, and what is left at the end."""
+    whole = part.size // SECTOR * SECTOR
+    for at in range(0, whole, block):
+        yield part._replace(offset=part.offset + at, address=part.address + at, size=min(block, whole - at))
+    if whole < part.size:
+        yield part._replace(offset=part.offset + whole, address=part.address + whole, size=part.size - whole)
+
+
+def _move(part: Part, is_write: bool) -> tuple[int, int]:
+    """The error, and where in the file."""
+    with contextlib.ExitStack() as stack:
+        memory = memoryview((ctypes.c_char * part.size).from_address(part.address)).cast("B")
+        target = memory
+        if part.size % SECTOR:
+            page = stack.enter_context(mmap.mmap(-1, SECTOR))
+            memory = stack.enter_context(memoryview(page))
+            if is_write:
+                memory[: part.size] = target
+        done = 0
+        while done < len(memory):
+            with memory[done:] as rest:
+                call = os.pwritev if is_write else os.preadv
+                moved = call(part.file, [rest], part.offset + done)
+            if moved < len(memory) - done:
+                moved = moved // _LEAST * _LEAST
+            if moved == 0:
+                return ENDED_EARLY, part.offset + done
+            done += moved
+        if part.size % SECTOR and not is_write:
+            target[:] = memory[: part.size]
+    return 0, 0

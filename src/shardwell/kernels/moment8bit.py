@@ -1,0 +1,125 @@
+"""One of Adam's moments in 8 bits, as a value that others read and write like an fp32 tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwell.kernels import moments8
+from shardwell.kernels.update_args import BLOCK
+
+_CHUNK = 2**18  # elements at once, a multiple of BLOCK: temporaries stay small
+
+
+@dataclass(frozen=True, eq=False)
+class Compact:
+    """The codes of a 1-D stretch, and an exponent for each block of them."""
+
+    codes: Tensor
+    exponents: Tensor
+    is_second: bool
+
+    dtype = torch.float32
+    ndim = 1
+
+    @classmethod
+    def zeros(cls, numel: int, *, is_second: bool) -> Compact:
+        blocks = cls.num_blocks(numel)
+        codes, exponents = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (numel, blocks))
+        return cls(codes, exponents, is_second)
+
+    @staticmethod
+    def num_blocks(numel: int) -> int:
+        return -(-numel // BLOCK)
+
+    @classmethod
+    def of(cls, values: Tensor, *, is_second: bool) -> Compact:
+        return cls.zeros(values.numel(), is_second=is_second).copy_(values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + self.exponents.numel()
+
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    def __getitem__(self, span: slice) -> Tensor:
+        """The values, in memory of their own."""
+        start, stop, _ = span.indices(self.numel())
+        first = start // BLOCK * BLOCK
+        decode = moments8.decode_second if self.is_second else moments8.decode_first
+        parts = [decode(self.codes, self.exponents, part) for part in _chunks(first, stop)]
+        return torch.cat(parts)[start - first :] if parts else torch.empty(0, device="cpu")
+
+    def parts(self, span: slice) -> tuple[Tensor, Tensor]:
+        """Views of the codes and exponents of a span that begins with a block."""
+        start, stop, _ = span.indices(self.numel())
+        return self.codes[start:stop], self.exponents[start // BLOCK : -(-stop // BLOCK)]
+
+    def copy_(self, values: Tensor) -> Compact:
+        """Take over values; what has no code is rounded, up or down at random. Values of codes are what they were."""
+        encode = moments8.encode_second if self.is_second else moments8.encode_first
+        for part in _chunks(0, self.numel()):
+            wide = values[part].float()
+            encode(self.codes, self.exponents, part, wide, 0)
+            self._raise_exponents(part, wide)
+        return self
+
+    def _raise_exponents(self, span: slice, values: Tensor) -> None:
+        """Where the greatest number of a block was rounded down when it became a code, its exponent shows no more.
+
+        With the exponent above, values that were codes are codes again.
+        """
+        wrong = _in_blocks(self[span] != values)
+        if not bool(wrong.any()):
+            return
+        before, exponents = self.parts(span)
+        other = Compact.zeros(values.numel(), is_second=self.is_second)
+        encode = moments8.encode_second if self.is_second else moments8.encode_first
+        above = (exponents.int() + 1).clamp(max=254).to(torch.uint8)
+        encode(other.codes, other.exponents, slice(0, values.numel()), values, 0, above)
+        better = wrong & ~_in_blocks(other[:] != values)
+        exponents[better] = above[better]
+        each = better.repeat_interleave(BLOCK)[: values.numel()]
+        before[each] = other.codes[each]
+
+    def cut(self, first: int, numel: int) -> Compact:
+        """A stretch of it, in memory of its own."""
+        return Compact.of(self[first : first + numel], is_second=self.is_second)
+
+    def clone(self) -> Compact:
+        return Compact(self.codes.clone(), self.exponents.clone(), self.is_second)
+
+    def detach(self) -> Compact:
+        """Another one of the same memory."""
+        return Compact(self.codes.detach(), self.exponents.detach(), self.is_second)
+
+    def empty_like(self) -> Compact:
+        return Compact(torch.empty_like(self.codes), torch.empty_like(self.exponents), self.is_second)
+
+    def exchange(self, other: Compact) -> None:
+        """Change places in memory."""
+        for mine, its in ((self.codes, other.codes), (self.exponents, other.exponents)):
+            before, mine.data = mine.data, its.data
+            its.data = before
+
+
+def _in_blocks(flags: Tensor) -> Tensor:
+    """Whether one of a block is true."""
+    return torch.nn.functional.pad(flags, (0, -flags.numel() % BLOCK)).view(-1, BLOCK).any(dim=1)
+
+
+def _chunks(first: int, stop: int) -> Iterator[slice]:
+    for start in range(first, stop, _CHUNK):
+        yield slice(start, min(start + _CHUNK, stop))

@@ -1,0 +1,130 @@
+"""The codecs as torch operations, on any device: what the kernels must equal, and what runs where they are missing.
+
+The division is by a tensor: by a number, torch multiplies by the inverse on CUDA. No code needs to be clipped: a scale
+is rounded up, and what the division and the products are off is less than what rounding to a code takes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shardwell.kernels.quantized_format import ALIGNMENT, BLOCK, LEAST_SCALE, SHARE, Kind, num_code_bytes
+
+_CHUNK = 2**18  # elements at once: temporaries stay small
+_MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
+_NAN = 0x7FC0  # in bf16
+
+
+@torch.no_grad()
+def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
+    codes, scales = _parts(kind, out, source.shape[-1])
+    codes[..., -ALIGNMENT:] = 0  # with the padding
+    scales[..., -ALIGNMENT:] = 0
+    for span in _spans(source):
+        values = _blocks(source[..., span].float())
+        upper = _upper_halves(kind, values)
+        code = _codes(kind, values, _wide(upper)).flatten(-2)[..., : span.stop - span.start]
+        _bytes_of(kind, codes, span).copy_(_packed(code) if kind == "int4" else code)
+        first = 2 * (span.start // BLOCK)
+        for place, part in enumerate((upper & 0xFF, upper >> 8)):
+            scales[..., first + place : first + 2 * upper.shape[-1] : 2] = part
+
+
+@torch.no_grad()
+def decode(kind: Kind, data: Tensor, out: Tensor) -> None:
+    for span in _spans(out):
+        out[..., span] = _decoded(kind, data, out.shape[-1], span)
+
+
+@torch.no_grad()
+def decode_sum(kind: Kind, data: Tensor, out: Tensor, factor: float, add: bool) -> None:
+    for span in _spans(out):
+        total = _decoded(kind, data[0], out.shape[-1], span)
+        for message in data[1:]:
+            total += _decoded(kind, message, out.shape[-1], span)
+        total *= factor
+        out[..., span] = out[..., span] + total if add else total
+
+
+@torch.no_grad()
+def error_bound(kind: Kind, source: Tensor) -> Tensor:
+    values = _blocks(source.float())
+    scale = _wide(_upper_halves(kind, values)).unsqueeze(-1)
+    size = values.abs()
+    bound = size / 16 + scale / 1024 if kind == "fp8" else (scale * (0.5 + 2**-16)).expand_as(size)
+    return torch.where(scale == 0, size, bound).flatten(-2)[..., : source.shape[-1]]
+
+
+def _spans(values: Tensor) -> Iterator[slice]:
+    """Parts of all rows, that begin with a block."""
+    numel = values.shape[-1]
+    num_rows = max(1, values.numel() // max(1, numel))
+    step = max(1, _CHUNK // BLOCK // num_rows) * BLOCK
+    for start in range(0, numel, step):
+        yield slice(start, min(start + step, numel))
+
+
+def _parts(kind: Kind, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    size = num_code_bytes(kind, numel)
+    return data[..., :size], data[..., size:]
+
+
+def _bytes_of(kind: Kind, codes: Tensor, span: slice) -> Tensor:
+    """The codes of elements that begin with a block."""
+    return codes[..., slice(span.start // 2, -(-span.stop // 2)) if kind == "int4" else span]
+
+
+def _blocks(values: Tensor) -> Tensor:
+    """With zeros at the end, cut into blocks."""
+    blocks: Tensor = pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return blocks
+
+
+def _upper_halves(kind: Kind, blocks: Tensor) -> Tensor:
+    """The scales as bits of bf16: the greatest value / the largest code, rounded up."""
+    greatest = (blocks.view(torch.int32) & _MAGNITUDE).amax(-1)
+    share = greatest.view(torch.float32) * SHARE[kind]
+    upper = (share.view(torch.int32) + 0xFFFF) >> 16
+    upper = upper.masked_fill(_wide(upper) < LEAST_SCALE, 0)
+    return upper.masked_fill(greatest >= _INFINITE, _NAN)
+
+
+def _wide(upper: Tensor) -> Tensor:
+    return (upper << 16).view(torch.float32)
+
+
+def _codes(kind: Kind, blocks: Tensor, scale: Tensor) -> Tensor:
+    """As uint8. Where the scale says all, codes are 0."""
+    usable = scale > 0
+    inverse = torch.ones_like(scale) / scale.where(usable, 1.0)
+    scaled = (blocks * inverse.unsqueeze(-1)).where(usable.unsqueeze(-1), 0.0)
+    if kind == "fp8":
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return scaled.round().to(torch.int8).view(torch.uint8)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    padded: Tensor = pad(codes, (0, codes.shape[-1] % 2))
+    return padded[..., 0::2] & 15 | padded[..., 1::2] << 4
+
+
+def _decoded(kind: Kind, data: Tensor, numel: int, span: slice) -> Tensor:
+    """fp32, in memory of its own."""
+    codes, scales = _parts(kind, data, numel)
+    first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+    low, high = (scales[..., 2 * first + place : 2 * last : 2].int() for place in (0, 1))
+    values = _numbers(kind, _bytes_of(kind, codes, span).contiguous())[..., : span.stop - span.start]
+    decoded = _blocks(values) * _wide(low | high << 8).unsqueeze(-1)
+    return decoded.flatten(-2)[..., : span.stop - span.start]
+
+
+def _numbers(kind: Kind, codes: Tensor) -> Tensor:
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    if kind == "int8":
+        return codes.view(torch.int8).float()
+    return torch.stack(((codes & 15 ^ 8).int() - 8, (codes >> 4 ^ 8).int() - 8), -1).flatten(-2).float()

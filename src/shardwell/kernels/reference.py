@@ -1,0 +1,195 @@
+"""The kernels as torch operations: what the library must equal, and what runs where it is missing.
+
+Built from single additions, subtractions, multiplications and divisions, each rounded to fp32 on its own, and from
+products with sums that are rounded once, in the places where torch has them on CUDA. torch's own fused forms (`add`
+with `alpha`, `lerp`, `addcmul`, `addcdiv`) differ from machine to machine. Square roots are taken in double: torch's
+own in fp32 are off by one bit in 0.6 % of cases where MKL computes them.
+
+The library gives the same bits, except for the payload of a NaN.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardwell.kernels import moments8, rounding
+from shardwell.kernels.rules import (
+    LIKES,
+    Adagrad,
+    AdagradNumbers,
+    Adam,
+    AdamNumbers,
+    Lion,
+    LionNumbers,
+    Rule,
+    Sgd,
+    SgdNumbers,
+)
+from shardwell.kernels.update_args import Halves, Moments8, NewState, Stretch
+
+_CHUNK = 2**18  # elements at once, a multiple of the block of 8-bit moments: temporaries stay small
+_BELOW_MIDDLE = 2**28 - 1  # bits of a double that are 0 in the middle of two fp32 numbers
+
+
+class Reference:
+    """The backend that is always there."""
+
+    isa = "torch"
+
+    @torch.no_grad()
+    def update(self, rule: Rule, stretch: Stretch, threads: int) -> None:
+        if stretch.new is not None:
+            _copy(stretch.master, stretch.state, stretch.new)
+            stretch = replace(stretch, master=stretch.new.master, state=stretch.new.state, new=None)
+        for span in _chunks(stretch.numel):
+            _update(rule, stretch, span)
+
+    @torch.no_grad()
+    def add(self, total: Tensor, gradient: Tensor, factor: float, fresh: bool, threads: int) -> None:
+        for span in _chunks(total.numel()):
+            scaled = gradient[span].float() * factor
+            total[span] = scaled if fresh else total[span] + scaled
+
+    def sum_of_squares(self, data: Tensor, threads: int) -> float:
+        return sum(float(data[span].double().square().sum()) for span in _chunks(data.numel()))
+
+    def to_bf16(self, source: Tensor, out: Tensor, threads: int) -> None:
+        rounding.to_bf16(source, out)
+
+    def crc32(self, data: bytes | bytearray | memoryview, value: int) -> int:
+        return zlib.crc32(data, value)
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, _CHUNK):
+        yield slice(start, min(start + _CHUNK, numel))
+
+
+def _copy(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8, new: NewState) -> None:
+    for old, copy in zip(_tensors(master, state), _tensors(*new), strict=True):
+        copy.copy_(old)
+
+
+def _tensors(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8) -> list[Tensor]:
+    return [
+        *(master if isinstance(master, Halves) else (master,)),
+        *((*state.codes, *state.exponents) if isinstance(state, Moments8) else state),
+    ]
+
+
+def _update(rule: Rule, stretch: Stretch, span: slice) -> None:
+    gradient = stretch.gradient[span].float() * stretch.factor
+    halves = stretch.master
+    if isinstance(halves, Halves):
+        master = rounding.join(halves.high[span], halves.low[span], torch.empty_like(gradient))
+    else:
+        master = halves[span]
+    if isinstance(stretch.state, Moments8):
+        assert isinstance(rule, Adam)
+        first, second = moments8.decode(stretch.state, span)
+        _adam(rule.numbers(), master, gradient, first, second)
+        moments8.encode(stretch.state, span, first, second, stretch.seed)
+    else:
+        _apply(rule, master, gradient, [state[span] for state in stretch.state])
+    if isinstance(halves, Halves):
+        rounding.split(master, halves.high[span], halves.low[span])
+    if stretch.out is not None:
+        rounding.narrow(master, stretch.out[span])
+
+
+def _apply(rule: Rule, master: Tensor, gradient: Tensor, state: list[Tensor]) -> None:
+    match rule:
+        case Adam():
+            _adam(rule.numbers(), master, gradient, *state)
+        case Sgd():
+            _sgd(rule.numbers(), master, gradient, *state)
+        case Adagrad():
+            _adagrad(rule.numbers(), master, gradient, *state)
+        case Lion():
+            _lion(rule.numbers(), master, gradient, *state)
+
+
+def _adam(numbers: AdamNumbers, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+    gradient = _coupled(gradient, master, numbers.coupled)
+    squares = gradient * gradient
+    match LIKES[numbers.like]:
+        case "cuda":
+            first.copy_(_lerp(first, gradient, numbers.weight1))
+            second.copy_(_fma(squares, numbers.weight2, second * numbers.beta2))
+            master.mul_(numbers.decay)
+        case "cuda_fused":
+            first.copy_(_fma(first, numbers.beta1, _fma(gradient, -numbers.beta1, gradient)))
+            second.copy_(_fma(second, numbers.beta2, _fma(squares, -numbers.beta2, squares)))
+            master.copy_(_fma(master, numbers.decay, master))
+        case "cpu":
+            first.copy_(_lerp(first, gradient, numbers.weight1))
+            second.copy_(_fma(gradient * numbers.weight2, gradient, second * numbers.beta2))
+            master.mul_(numbers.decay)
+    denominator = _root(second) / numbers.root + numbers.eps
+    if LIKES[numbers.like] == "cuda":
+        master.copy_(_fma(first / denominator, numbers.step_size, master))
+    else:
+        master.add_(first * numbers.step_size / denominator)
+
+
+def _sgd(numbers: SgdNumbers, master: Tensor, gradient: Tensor, momentum: Tensor | None = None) -> None:
+    gradient = _coupled(gradient, master, numbers.coupled)
+    if momentum is not None:
+        momentum.copy_(gradient if numbers.first else _fma(gradient, numbers.weight, momentum * numbers.momentum))
+        gradient = _fma(momentum, numbers.momentum, gradient) if numbers.nesterov else momentum
+    master.copy_(_fma(gradient, numbers.rate, master))
+
+
+def _adagrad(numbers: AdagradNumbers, master: Tensor, gradient: Tensor, total: Tensor) -> None:
+    gradient = _coupled(gradient, master, numbers.coupled)
+    total.copy_(_fma(gradient, gradient, total))
+    master.add_(gradient * numbers.rate / (_root(total) + numbers.eps))
+
+
+def _lion(numbers: LionNumbers, master: Tensor, gradient: Tensor, momentum: Tensor) -> None:
+    direction = _lerp(momentum, gradient, numbers.weight1).sign()
+    master.mul_(numbers.decay).add_(direction * numbers.rate)
+    momentum.copy_(_lerp(momentum, gradient, numbers.weight2))
+
+
+def _coupled(gradient: Tensor, master: Tensor, weight: float) -> Tensor:
+    return _fma(master, weight, gradient) if weight else gradient
+
+
+def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
+    """From the nearer end, as torch's."""
+    difference = end - start
+    return _fma(difference, weight, start) if weight < 0.5 else _fma(difference, weight - 1, end)
+
+
+def _fma(first: Tensor, second: Tensor | float, third: Tensor) -> Tensor:
+    """The product plus `third`, rounded to fp32 once.
+
+    In double the product is exact. The sum may be rounded twice, which matters where it first becomes the middle of two
+    fp32 numbers.
+    """
+    product = first.double() * second
+    total = product + third
+    result, below = total.float(), total.view(torch.int64) & _BELOW_MIDDLE
+    if torch.count_nonzero(below) < below.numel():
+        middle = below == 0
+        result[middle] = _to_odd(product[middle], third[middle].double(), total[middle]).float()
+    return result
+
+
+def _to_odd(first: Tensor, second: Tensor, total: Tensor) -> Tensor:
+    """A sum in double; if it is not exact, that of its neighbours whose last bit is odd, which is no middle."""
+    part = total - first
+    error = (first - (total - part)) + (second - part)
+    even = total.view(torch.int64) & 1 == 0
+    odd = torch.nextafter(total, error.sign() * torch.inf)
+    return torch.where((error.abs() > 0) & even, odd, total)
+
+
+def _root(value: Tensor) -> Tensor:
+    return value.double().sqrt().float()

@@ -1,0 +1,81 @@
+"""fp32 and bf16: one rounding for every stage, kernel and tier.
+
+A bf16 number is the upper half of an fp32 number. Rounding half away from zero, `(bits + 0x8000) >> 16`, makes the
+lower half recoverable as a signed 16-bit remainder, so a bf16 parameter and 16 more bits *are* the fp32 master:
+
+    master bits = (high bits << 16) + remainder        with remainder in [-0x8000, 0x7fff]
+
+Round-to-nearest-even has one preimage too many for that, and a NaN with a full payload would round to -0.0, so NaN
+is treated apart: its high half is the canonical NaN of its sign.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HALF = 0x8000
+
+
+def narrow(source: Tensor, out: Tensor) -> Tensor:
+    """Round `source` into `out`, whatever its dtype."""
+    if out.dtype is torch.bfloat16 and source.dtype is torch.float32:
+        return to_bf16(source, out)
+    return out.copy_(source)
+
+
+def to_bf16(source: Tensor, out: Tensor) -> Tensor:
+    """Round fp32 `source` into bf16 `out`, half away from zero."""
+    if source.is_meta:
+        return out
+    if source.is_cuda:
+        from shardwell.kernels.rounding_triton import to_bf16 as kernel
+
+        kernel(source, out)
+        return out
+    _high_bits(source, out)
+    return out
+
+
+def split(master: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write fp32 `master` as bf16 `high` and int16 `low`, exactly (NaN stays NaN)."""
+    if master.is_meta:
+        return
+    if master.is_cuda:
+        from shardwell.kernels.rounding_triton import split as kernel
+
+        kernel(master, high, low)
+        return
+    _high_bits(master, high)
+    # The low 16 bits, read as signed, are the remainder: bits - (((bits + 0x8000) >> 16) << 16).
+    low.copy_(master.view(torch.int16)[0::2])
+
+
+def join(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
+    """The inverse of `split`: fp32 `out` from bf16 `high` and int16 `low`.
+
+    If `high` was changed since, `out` still rounds to it.
+    """
+    if out.is_meta:
+        return out
+    if out.is_cuda:
+        from shardwell.kernels.rounding_triton import join as kernel
+
+        kernel(high, low, out)
+        return out
+    bits = out.view(torch.int32)
+    bits.copy_(high.view(torch.int16))
+    bits.bitwise_left_shift_(16)
+    bits.add_(low)
+    # A NaN stays one, whatever is added. Any other NaN is a zero with a negative remainder or an infinity with a
+    # positive one: no half of each other, the upper one was set by hand.
+    nan = torch.isnan(out)
+    if nan.any():
+        out.copy_(torch.where(nan, high.to(out.dtype), out))
+    return out
+
+
+def _high_bits(source: Tensor, out: Tensor) -> None:
+    bits = source.view(torch.int32) + _HALF
+    out.view(torch.int16).copy_(bits.view(torch.int16)[1::2])
+    out.masked_fill_(torch.isnan(source), float("nan"))

@@ -1,0 +1,129 @@
+"""What one call reads and writes: 1-D tensors in host memory, checked when they are put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwell.errors import ShardwellError
+
+BLOCK = 256  # elements that share the exponents of their 8-bit moments
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_SIXTEEN = (torch.bfloat16, torch.float16)
+
+
+class Halves(NamedTuple):
+    """An fp32 master as `shardwell.kernels.rounding.split` leaves it."""
+
+    high: Tensor  # bf16
+    low: Tensor  # int16
+
+
+@dataclass(frozen=True)
+class Moments8:
+    """Adam's moments in 8 bits: a code for each element, an exponent for each block of 256. Zeros are zero.
+
+    With M the greatest first and V the greatest second moment of a block, what is stored is off by at most
+
+        first moment m     |m| / 8 + M / 2^17
+        second moment v    v / 8, or up to V / 2^30 where v is smaller than that
+
+    and right on average: numbers are rounded up or down at random, in proportion, by a hash of the stretch's seed and
+    the element's place. A second moment that is too small for its block is stored as the least that is not: steps
+    become smaller by that, never larger. A NaN or an infinity spoils its block.
+    """
+
+    codes: tuple[Tensor, Tensor]  # uint8
+    exponents: tuple[Tensor, Tensor]  # uint8
+
+    @classmethod
+    def zeros(cls, numel: int) -> Moments8:
+        blocks = -(-numel // BLOCK)
+
+        def pair(length: int) -> tuple[Tensor, Tensor]:
+            first, second = (torch.zeros(length, dtype=torch.uint8, device="cpu") for _ in range(2))
+            return first, second
+
+        return cls(pair(numel), pair(blocks))
+
+
+class NewState(NamedTuple):
+    """Where an update goes if not in place: other memory, in the form of the old master and state."""
+
+    master: Tensor | Halves
+    state: tuple[Tensor, ...] | Moments8 = ()
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements to update.
+
+    The gradient is multiplied by `factor`. Master and state are updated in place; with `new`, they are only read, and
+    that is written. The new parameter is written to `out` in 16 bits as well: bf16 rounds like `rounding.py`, fp16
+    like torch. `seed` is that of the rounding of 8-bit moments; give each step its own.
+    """
+
+    gradient: Tensor
+    master: Tensor | Halves
+    state: tuple[Tensor, ...] | Moments8 = ()
+    factor: float = 1.0
+    out: Tensor | None = None
+    seed: int = 0
+    new: NewState | None = None
+
+    def __post_init__(self) -> None:
+        check("gradient", self.gradient, self.numel, *GRADIENTS)
+        _check_slot(self.master, self.state, self.numel)
+        if self.new is not None:
+            _check_slot(*self.new, self.numel, "new ")
+            if _form(*self.new) != _form(self.master, self.state):
+                raise ShardwellError(
+                    f"new: found {_form(*self.new)}, expected the form of the old: {_form(self.master, self.state)}"
+                )
+        if self.out is not None:
+            check("out", self.out, self.numel, *_SIXTEEN)
+
+    @property
+    def numel(self) -> int:
+        return self.gradient.numel()
+
+
+def _check_slot(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8, numel: int, prefix: str = "") -> None:
+    if isinstance(master, Halves):
+        check(f"high half of the {prefix}master", master.high, numel, torch.bfloat16)
+        check(f"low half of the {prefix}master", master.low, numel, torch.int16)
+    else:
+        check(f"{prefix}master", master, numel, torch.float32)
+    if isinstance(state, Moments8):
+        for name, codes, exponents in zip(("first", "second"), state.codes, state.exponents, strict=True):
+            check(f"codes of the {prefix}{name} moment", codes, numel, torch.uint8)
+            check(f"exponents of the {prefix}{name} moment", exponents, -(-numel // BLOCK), torch.uint8)
+    else:
+        for index, one in enumerate(state):
+            check(f"{prefix}state {index}", one, numel, torch.float32)
+
+
+def _form(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8) -> str:
+    kept = "8-bit moments" if isinstance(state, Moments8) else f"{len(state)} tensors of state"
+    return f"a master {'in halves' if isinstance(master, Halves) else 'in fp32'} and {kept}"
+
+
+def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
+    """Refuse what a kernel cannot take."""
+    expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise ShardwellError(
+            f"{name}: found a {tensor.layout} tensor on {tensor.device}, expected a dense one in host memory: copy it"
+        )
+    if tensor.dtype not in dtypes:
+        raise ShardwellError(f"{name}: found {str(tensor.dtype).removeprefix('torch.')}, expected {expected}")
+    if tensor.ndim != 1 or not tensor.is_contiguous():
+        raise ShardwellError(
+            f"{name}: found shape {list(tensor.shape)} with strides {list(tensor.stride())}, expected one dimension "
+            "without gaps: pass a flat view, or a contiguous copy"
+        )
+    if tensor.numel() != numel:
+        raise ShardwellError(f"{name}: found {tensor.numel()} elements, expected {numel}")

@@ -1,0 +1,203 @@
+"""The torch optimizers that `shardwell.kernels` can step on the host, with the state that torch's own keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwell import kernels
+from shardwell.errors import ShardwellError
+from shardwell.optim.lion import Lion
+
+Options = dict[str, Any]  # of a parameter group
+Born = Callable[[Tensor, Options], dict[str, Any]]
+RuleOf = Callable[[Options, dict[str, Any]], kernels.Rule]
+
+_NOT_THERE = ("amsgrad", "maximize", "differentiable")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kind of optimizer."""
+
+    keys: tuple[str, ...]  # of the state, in the order that the rule takes
+    rule: RuleOf  # of the step that comes
+    birth: Born  # the state before the first step
+    threads: int = 1
+    eight_bits: bool = False  # of Adam's moments
+    beside_gpu: bool = False  # whose torch would round otherwise than that of the CPU
+
+    def born(self, master: Tensor, options: Options) -> dict[str, Any]:
+        """The state before the first step."""
+        if not self.eight_bits:
+            return self.birth(master, options)
+        zeros = {key: kernels.Compact.zeros(master.numel(), is_second=key == _MOMENTS[1]) for key in _MOMENTS}
+        return {"step": torch.tensor(0.0, device="cpu"), **zeros}
+
+    def packed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """State as it is kept here, from state as torch keeps it."""
+        if not self.eight_bits:
+            return state
+        kept = {
+            key: kernels.Compact.of(state[key], is_second=key == _MOMENTS[1])
+            for key in _MOMENTS
+            if isinstance(state.get(key), Tensor)
+        }
+        return {**state, **kept}
+
+    def step(
+        self,
+        master: Tensor | kernels.Halves,
+        gradient: Tensor,
+        state: dict[str, Any],
+        target: Target,
+        span: slice = slice(None),
+    ) -> None:
+        """Compute one step over a stretch of masters, or a span of it; `advance` makes it count."""
+        rule, spare, out = self._rule(target.options, state), target.new, target.out[span]
+        if isinstance(master, kernels.Halves):  # the upper half is the parameter
+            halves = kernels.Halves(master.high[span], master.low[span])
+            kept, seed = self._kept(state, span), _seed(state, span)
+            kernels.update(rule, kernels.Stretch(gradient[span], halves, kept, target.factor, None, seed), self.threads)
+            return
+        narrow = out if out.dtype.itemsize == 2 else None
+        new = kernels.NewState(spare.master[span], self._kept(spare.state, span)) if spare is not None else None
+        kept, seed = self._kept(state, span), _seed(state, span)
+        stretch = kernels.Stretch(gradient[span], master[span], kept, target.factor, narrow, seed, new)
+        kernels.update(rule, stretch, self.threads)
+        stepped = (master if spare is None else spare.master)[span]
+        if narrow is None and out.data_ptr() != stepped.data_ptr():
+            out.copy_(stepped)
+
+    def _rule(self, options: Options, state: dict[str, Any]) -> kernels.Rule:
+        """With the bits that torch's optimizer would give on the device."""
+        rule = self.rule(options, state)
+        if not isinstance(rule, kernels.Adam) or not self.beside_gpu:
+            return rule
+        return replace(rule, like="cuda_fused" if options.get("fused") else "cuda")
+
+    def _kept(self, state: dict[str, Any], span: slice) -> tuple[Tensor, ...] | kernels.Moments8:
+        kept = [state[key] for key in self.keys if state.get(key) is not None]
+        if not self.eight_bits:
+            return tuple(value[span] for value in kept)
+        (codes1, exponents1), (codes2, exponents2) = (moment.parts(span) for moment in kept)
+        return kernels.Moments8((codes1, codes2), (exponents1, exponents2))
+
+    @staticmethod
+    def advance(state: dict[str, Any]) -> None:
+        """Count a step that was taken."""
+        state.pop("first", None)
+        if "step" in state:
+            state["step"] += 1
+
+
+def _seed(state: dict[str, Any], span: slice) -> int:
+    """Of rounding: another one for each step and each part of a stretch."""
+    return int(state.get("step", 0)) + (span.start or 0)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Memory like that of a stretch of masters and of its state."""
+
+    master: Tensor
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a step is taken, and where it goes."""
+
+    options: Options
+    factor: float  # of the gradient
+    out: Tensor  # new parameters, in the compute dtype
+    new: Spare | None = None  # new masters and state; None: in place
+
+
+def kernel_for(inner: Optimizer, threads: int, *, eight_bits: bool = False, beside_gpu: bool = False) -> Kernel | None:
+    """How to step on the host what `inner` steps; None if that is not known."""
+    if eight_bits and not isinstance(inner, torch.optim.Adam):
+        raise ShardwellError(
+            f'shardwell.moments "8bit" is for Adam and AdamW; the optimizer is {type(inner).__name__}: use "fp32"'
+        )
+    if any(group.get(name) for group in inner.param_groups for name in _NOT_THERE):
+        return None
+    known = _KERNELS.get(type(inner))
+    return None if known is None else Kernel(*known, threads, eight_bits, beside_gpu)
+
+
+def _adam(decoupled: bool) -> RuleOf:
+    def rule(options: Options, state: dict[str, Any]) -> kernels.Rule:
+        apart = decoupled or bool(options.get("decoupled_weight_decay"))
+        return kernels.Adam(
+            float(options["lr"]),
+            int(state["step"]) + 1,
+            _pair(options["betas"]),
+            options["eps"],
+            options["weight_decay"],
+            apart,
+            "cpu",
+        )
+
+    return rule
+
+
+def _zeros(*keys: str, counts: bool) -> Born:
+    def birth(master: Tensor, options: Options) -> dict[str, Any]:
+        count = {"step": torch.tensor(0.0, device="cpu")} if counts else {}
+        return {**count, **{key: torch.zeros_like(master) for key in keys}}
+
+    return birth
+
+
+def _sgd(options: Options, state: dict[str, Any]) -> kernels.Rule:
+    first = bool(state.get("first", False))
+    return kernels.Sgd(
+        float(options["lr"]),
+        options["momentum"],
+        options["dampening"],
+        options["weight_decay"],
+        options["nesterov"],
+        first,
+    )
+
+
+def _sgd_birth(master: Tensor, options: Options) -> dict[str, Any]:
+    return {"momentum_buffer": torch.zeros_like(master), "first": True} if options["momentum"] else {}
+
+
+def _adagrad(options: Options, state: dict[str, Any]) -> kernels.Rule:
+    return kernels.Adagrad(
+        float(options["lr"]), int(state["step"]) + 1, options["lr_decay"], options["eps"], options["weight_decay"]
+    )
+
+
+def _adagrad_birth(master: Tensor, options: Options) -> dict[str, Any]:
+    return {
+        "step": torch.tensor(0.0, device="cpu"),
+        "sum": torch.full_like(master, options["initial_accumulator_value"]),
+    }
+
+
+def _lion(options: Options, state: dict[str, Any]) -> kernels.Rule:
+    return kernels.Lion(float(options["lr"]), _pair(options["betas"]), options["weight_decay"])
+
+
+def _pair(betas: Any) -> tuple[float, float]:
+    first, second = betas
+    return float(first), float(second)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KERNELS: dict[type[Optimizer], tuple[tuple[str, ...], RuleOf, Born]] = {
+    torch.optim.Adam: (_MOMENTS, _adam(False), _zeros(*_MOMENTS, counts=True)),
+    torch.optim.AdamW: (_MOMENTS, _adam(True), _zeros(*_MOMENTS, counts=True)),
+    torch.optim.SGD: (("momentum_buffer",), _sgd, _sgd_birth),
+    torch.optim.Adagrad: (("sum",), _adagrad, _adagrad_birth),
+    Lion: (("exp_avg",), _lion, _zeros("exp_avg", counts=False)),
+}

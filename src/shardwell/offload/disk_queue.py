@@ -1,0 +1,246 @@
+"""Who moves the bytes of the disk tier: io_uring, threads of the compiled library, or threads of Python.
+
+Which is the fastest depends on kernel, drive and cores, so it is measured, once for each set of paths. SHARDWELL_IO
+(io_uring, threads, python) decides instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwell.errors import ShardwellError
+from shardwell.kernels import io
+from shardwell.kernels.io import SECTOR, IoLibrary, Outcome, Part, Queue, Request, Shape
+from shardwell.kernels.io_reference import ThreadQueue
+from shardwell.kernels.library import UnusableLibraryError
+from shardwell.memory.device import Device
+from shardwell.memory.statistics import human
+from shardwell.offload.disk_file import DiskFile, disk_error, free_bytes, rounded
+
+ENGINES = ("io_uring", "threads", "python")
+JOBS = ("read", "write", "mixed")  # the last: as many reads as writes, at once
+_MAX_THREADS = 64  # for each path
+_LARGEST_BLOCK = 1 << 30
+_HUGE_PAGE = 2 << 20
+_TRIAL_BYTES = 64 << 20
+_MARGIN = 1.05
+_TICK = 200  # ms after which Python looks at signals and at the clock
+
+
+@dataclass(frozen=True)
+class DiskSettings:
+    """The keys of the `aio` block, and what the block does not have."""
+
+    block_size: int = 1 << 20  # bytes of one read or write, and of a stripe
+    queue_depth: int = 8  # blocks in flight at once, for each path
+    intra_op_parallelism: int = 1  # rings with queue_depth blocks each; threads: times queue_depth
+    single_submit: bool = False  # io_uring: a system call for each block, not for as many as there are
+    overlap_events: bool = True  # io_uring: a new block for each one that ends; else all in flight end first
+    engine: str = "auto"  # or one of ENGINES
+    patience: float = 300.0  # seconds in which not one block ends, until that is an error
+
+    def __post_init__(self) -> None:
+        if self.block_size % SECTOR or not SECTOR <= self.block_size <= _LARGEST_BLOCK:
+            raise ShardwellError(
+                f"block_size: found {self.block_size}, expected a multiple of {SECTOR} up to {_LARGEST_BLOCK}"
+            )
+        for name, most in (("queue_depth", 4096), ("intra_op_parallelism", 64)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ShardwellError(f"{name}: found {getattr(self, name)}, expected 1 to {most}")
+        if self.engine not in ("auto", *ENGINES):
+            raise ShardwellError(f"engine: found '{self.engine}', expected auto, {', '.join(ENGINES)}")
+        if self.patience <= 0:
+            raise ShardwellError(f"patience: found {self.patience}, expected seconds, more than 0")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and why it is the one."""
+
+    engine: str
+    why: str
+
+
+def aligned(num_bytes: int, device: Device | None = None) -> Tensor:
+    """Host memory that a drive, and a GPU if it is named, can copy to and from: bytes, not filled.
+
+    The address is a multiple of SECTOR. Large memory is asked for in huge pages: the system pins every page for every
+    transfer, and with small ones spends three times the processor time on it.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    page = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else SECTOR
+    mapped = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if page == _HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    if device is not None:
+        device.pin(memory)  # all of it: torch asks by the start of the storage
+    start = -memory.data_ptr() % page
+    return memory[start : start + num_bytes]
+
+
+def unusable() -> dict[str, str]:
+    """The engines that cannot run here, and why."""
+    try:
+        error = IoLibrary().uring_error()
+    except UnusableLibraryError as problem:
+        return {"io_uring": str(problem), "threads": str(problem)}
+    return {"io_uring": f"the system refuses: {os.strerror(error)}"} if error else {}
+
+
+def open_queue(engine: str, num_paths: int, settings: DiskSettings) -> Queue:
+    """A lane for each path."""
+    parallelism, depth = settings.intra_op_parallelism, settings.queue_depth
+    if engine != "io_uring":
+        depth, parallelism = min(depth * parallelism, _MAX_THREADS), 1
+    shape = Shape(settings.block_size, num_paths, depth, parallelism, settings.single_submit, settings.overlap_events)
+    try:
+        if engine == "python":
+            return ThreadQueue(shape)
+        return IoLibrary().open(io.IO_URING if engine == "io_uring" else io.THREADS, shape)
+    except OSError as error:
+        raise ShardwellError(
+            f"{engine}: no queue of {depth * parallelism} blocks for each of {num_paths} path(s) ({error.strerror}); "
+            "lower queue_depth or intra_op_parallelism, or set SHARDWELL_IO to another engine"
+        ) from error
+
+
+def settle(request: Request, patience: float) -> Outcome:
+    """How a request ended, or how it stands once the queue has stood still for so long."""
+    outcome = request.wait(0)
+    moved = time.monotonic()
+    while not outcome.is_done:
+        before = outcome.completed
+        outcome = request.wait(min(_TICK, int(1000 * patience) + 1))
+        if outcome.completed != before:
+            moved = time.monotonic()
+        elif not outcome.is_done and time.monotonic() - moved >= patience:
+            break
+    return outcome
+
+
+Job = dict[bool, Sequence[Part]]  # what is written, and what is not but read, at once
+Speeds = Mapping[str, float]  # bytes a second, by the name of a job
+_choices: dict[tuple[object, ...], Choice] = {}
+
+
+def choose(paths: Sequence[Path], settings: DiskSettings) -> Choice:
+    """The engine that was asked for, or the fastest one."""
+    wish, source = settings.engine, "engine"
+    if wish == "auto" and (named := os.environ.get("SHARDWELL_IO")):
+        wish, source = named, "SHARDWELL_IO"
+        if named not in ENGINES:
+            raise ShardwellError(f"SHARDWELL_IO: found '{named}', expected one of {', '.join(ENGINES)}, or nothing")
+    reasons = unusable()
+    if wish != "auto":
+        if wish in reasons:
+            raise ShardwellError(f"{source}: '{wish}' cannot be used here ({reasons[wish]}); use another one")
+        return Choice(wish, f"{source} says so")
+    if "threads" in reasons:
+        return Choice("python", reasons["threads"])
+    if "io_uring" in reasons:
+        return Choice("threads", f"io_uring: {reasons['io_uring']}")
+    key = (tuple(os.stat(path).st_dev for path in paths), settings)
+    if key not in _choices:
+        _choices[key] = _faster(paths, settings)
+    return _choices[key]
+
+
+def _faster(paths: Sequence[Path], settings: DiskSettings) -> Choice:
+    if any((free_bytes(path) or 0) < 4 * _TRIAL_BYTES for path in paths):
+        return Choice("io_uring", f"not measured: less than {human(4 * _TRIAL_BYTES)} are free")
+    found = measure(paths, settings, _TRIAL_BYTES, ("io_uring", "threads"), ["mixed"])
+    return Choice(fastest(found), "; ".join(f"{engine} {told(speeds)}" for engine, speeds in found.items()))
+
+
+def fastest(speeds: Mapping[str, Speeds]) -> str:
+    """For reads and writes at once, as in training. io_uring costs the processor less: others must be well ahead."""
+    return max(speeds, key=lambda engine: speeds[engine]["mixed"] * (_MARGIN if engine == "io_uring" else 1.0))
+
+
+def told(speeds: Speeds) -> str:
+    return ", ".join(f"{job} {speed / 1e9:.2f}" for job, speed in speeds.items()) + " GB/s"
+
+
+def measure(
+    paths: Sequence[Path],
+    settings: DiskSettings,
+    num_bytes: int,
+    engines: Sequence[str],
+    jobs: Sequence[str] = JOBS,
+    rounds: int = 3,
+) -> dict[str, dict[str, float]]:
+    """Bytes a second of each engine and job, the best of some rounds in turn: so many bytes to and from each path."""
+    size = max(rounded(num_bytes), settings.block_size)
+    memory = aligned(size * len(paths))
+    memory.view(torch.int64).random_(generator=torch.Generator())  # some drives know zeros, and have no work with them
+    files: list[DiskFile] = []
+    try:
+        for path in paths:
+            files.append(DiskFile(path))
+            files[-1].take(size)
+        parts = [
+            Part(0, memory.data_ptr() + lane * size, size, file.descriptor, lane) for lane, file in enumerate(files)
+        ]
+        all_jobs: dict[str, Job] = {"read": {False: parts}, "write": {True: parts}, "mixed": _halves(parts)}
+        _time(engines[0], all_jobs["write"], files, settings)  # the first write to new space costs more than the others
+        best = {engine: dict.fromkeys(jobs, 0.0) for engine in engines}
+        for _ in range(rounds):
+            for engine, job in itertools.product(engines, jobs):
+                seconds = _time(engine, all_jobs[job], files, settings)
+                best[engine][job] = max(best[engine][job], memory.numel() / seconds)
+    finally:
+        for file in files:
+            file.close()
+    return best
+
+
+def _halves(parts: Sequence[Part]) -> Job:
+    """The first half of each part is read, the rest is written."""
+    reads = [part._replace(size=rounded(part.size // 2)) for part in parts]
+    writes = [
+        Part(whole.offset + half.size, whole.address + half.size, whole.size - half.size, whole.file, whole.lane)
+        for whole, half in zip(parts, reads, strict=True)
+    ]
+    return {False: reads, True: writes}
+
+
+def _time(engine: str, job: Job, files: Sequence[DiskFile], settings: DiskSettings) -> float:
+    queue = open_queue(engine, len(files), settings)
+    begin = time.perf_counter()
+    requests = {is_write: queue.submit(is_write, parts) for is_write, parts in job.items()}
+    outcomes = {is_write: settle(request, settings.patience) for is_write, request in requests.items()}
+    seconds = time.perf_counter() - begin
+    if all(outcome.is_done for outcome in outcomes.values()):  # else threads hang in the system, and closing would too
+        queue.close()
+    for is_write, outcome in outcomes.items():
+        check(outcome, is_write, job[is_write], [file.path for file in files], settings.patience)
+    return seconds
+
+
+def check(outcome: Outcome, is_write: bool, parts: Sequence[Part], paths: Sequence[Path], patience: float) -> None:
+    """Raises if a request did not end well."""
+    verb = "writing" if is_write else "reading"
+    if not outcome.is_done:
+        where = ", ".join(str(paths[lane]) for lane in sorted({part.lane for part in parts}))
+        size = human(sum(part.size for part in parts))
+        raise ShardwellError(
+            f"{where}: {verb} {size} has not ended, and nothing else did for {patience:g} s; look for the drive in "
+            "the kernel's log (dmesg), and use another path"
+        )
+    if outcome.error:
+        part = parts[outcome.part]
+        doing = f"{verb} {human(part.size)}, at byte {outcome.offset} of the file,"
+        raise disk_error(paths[part.lane], doing, outcome.error)

@@ -1,0 +1,234 @@
+"""Updating ahead of the norm: units whose row does not wait are stepped while backward still runs.
+
+*At once*: the update is final, and the gradients are freed. *Shadow*: what it overwrites is kept until the norm shows
+that nothing was clipped and everything was finite; otherwise the unit goes back to its untouched old state and is
+stepped again with the factor. Both give the bits that a step after the norm gives, because it is the same step. Until
+then nobody sees a shadow: who looks at the unit, or changes something of it, takes its update back first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwell.errors import ShardwellError
+from shardwell.memory import Scratch
+from shardwell.offload.host_updates import Arrival
+from shardwell.offload.speculation import Options, are_same, options_of
+from shardwell.optim.auto_commit import Habit
+from shardwell.optim.grad_norm import norm_of
+from shardwell.optim.param_slices import Shard
+from shardwell.sharding import Unit
+from shardwell.sharding.spec import Commit
+
+
+class Shadow:
+    """The masters of some shards, and their optimizer state, as they were."""
+
+    def __init__(self, shards: list[Shard], states: dict[Tensor, Any]) -> None:
+        self._groups = {shard.group for shard in shards}
+        with self._opened(changes=False):
+            self._masters = [(shard.tensor, shard.tensor.clone()) for shard in shards]
+        self._states = {shard.tensor: _copied(states[shard.tensor]) for shard in shards if shard.tensor in states}
+
+    @contextlib.contextmanager
+    def _opened(self, *, changes: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                stack.enter_context(group.opened_master(changes=changes))
+            yield
+
+    def restore(self, states: dict[Tensor, Any]) -> None:
+        with self._opened(changes=True):
+            for tensor, before in self._masters:
+                tensor.copy_(before)
+        for tensor, _ in self._masters:
+            states.pop(tensor, None)
+            if tensor in self._states:
+                states[tensor] = self._states[tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One unit's update in line before the norm was known."""
+
+    shadow: Shadow | None  # None: it is final
+    options: list[Options]  # that it was done with
+
+
+class Ahead:
+    """The units that were updated in line before the norm of this boundary was known."""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        scratch: Scratch,
+        shards_of: Callable[[Unit], list[Shard]],
+        update: Callable[[Unit], None],
+    ) -> None:
+        self._inner, self._scratch, self._shards_of, self._update = inner, scratch, shards_of, update
+        self._steps: dict[int, Step] = {}  # by unit
+        self.norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: of gradients that are gone, see `norm_of`
+
+    def update(self, unit: Unit) -> None:
+        """Step a unit whose gradients are complete, if its row does not wait for the norm."""
+        commit = commit_of(unit)
+        shards = [shard for shard in self._shards_of(unit) if shard.gradient is not None]
+        if commit is Commit.AFTER_NORM or not shards:
+            return
+        self.take_back(unit)  # a gradient came late: what was done was done with too little
+        if unit.index in self._steps:
+            raise ShardwellError(
+                f"unit '{unit.name}' got another gradient after its update at once; commit after the norm"
+            )
+        shadow = Shadow(shards, self._inner.state) if commit is Commit.SHADOW else None
+        self._steps[unit.index] = Step(shadow, options_of(self._inner))
+        if shadow is None:
+            self.norms[unit.index] = [norm_of(shard) for shard in shards]
+        self._update(unit)
+        for group in {shard.group for shard in shards} if shadow is None else ():
+            self._scratch.give(group.gradients.part_with())
+
+    def commit(self, may_step: bool, factor: Tensor | None) -> set[int]:
+        """The norm is known: keep what was done, or take it back. Returns the units that need no further step."""
+        is_clipped = bool(self._steps) and factor is not None and float(factor) < 1.0
+        options = options_of(self._inner)
+        steps, self._steps = self._steps, {}
+        for index, step in list(steps.items()):
+            if step.shadow is not None and (not may_step or is_clipped or not are_same(step.options, options)):
+                step.shadow.restore(self._inner.state)
+                del steps[index]
+        return set(steps)
+
+    def forget_gradients(self) -> None:
+        """This boundary is over; what did not become final is taken back."""
+        self.commit(False, None)
+        self.norms = {}
+
+    def take_back(self, unit: Unit) -> None:
+        """As if a unit had not gone ahead, unless its update is final."""
+        step = self._steps.get(unit.index)
+        if step is not None and step.shadow is not None:
+            del self._steps[unit.index]
+            step.shadow.restore(self._inner.state)
+
+
+def commit_of(unit: Unit) -> Commit:
+    """A unit's policy: that of its groups below the device, if there are any."""
+    commits = {group.row.commit for group in unit.trainable} - {Commit.AFTER_NORM}
+    return next(iter(commits), Commit.AFTER_NORM)
+
+
+@dataclass(frozen=True)
+class Early:
+    """An update that no step has published, for who needs the unit: he waits for it, and all ranks are sent it."""
+
+    unit: Unit
+    arrival: Arrival | None  # None: it was done in line, or on other ranks only
+
+    @property
+    def is_known(self) -> bool:
+        return self.arrival is None or self.arrival.is_known
+
+    def hear(self) -> None:
+        if self.arrival is not None:
+            self.arrival.hear()
+
+    def wait(self) -> None:
+        self.hear()
+        self.unit.publish()
+
+
+@dataclass(frozen=True)
+class Tentative:
+    """An update that is not the truth yet, for who needs the unit: he takes it back, and sees what was before.
+
+    A rank can do so alone: nobody was sent anything, and the step comes to the same.
+    """
+
+    unit: Unit
+    take_back: Callable[[Unit], None]
+
+    is_known = False
+
+    def hear(self) -> None:
+        self.take_back(self.unit)
+
+    def wait(self) -> None:
+        self.take_back(self.unit)
+
+
+class Done:
+    """Nothing to wait for, in place of an update that other ranks wait for: what follows comes as late as theirs."""
+
+    is_known = True
+
+    def hear(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class Unpublished:
+    """Units with updates that were begun and not published yet: the same on all ranks."""
+
+    def __init__(self, ways_back: list[Callable[[Unit], None]], habit: Habit) -> None:
+        """`ways_back`: how those who update ahead of the norm take back what is not final."""
+        self._ways_back, self._habit = ways_back, habit
+        self._units: dict[int, Unit] = {}
+
+    def begin(self, unit: Unit, arrival: Arrival | None, *, is_complete: bool) -> None:
+        """Gradients of a unit were reduced, and it may have gone ahead of the norm."""
+        commit = commit_of(unit)
+        if self._habit.watch(unit, arrival, is_complete=is_complete):
+            if commit is Commit.AT_ONCE:
+                self._note(unit)
+                unit.is_ahead = True
+        elif commit is Commit.SHADOW:
+            self._note(unit)
+            unit.await_update(Tentative(unit, self.take_back), hides=True)
+        elif commit is Commit.AT_ONCE:
+            self.add(unit, arrival)
+
+    def take_back(self, unit: Unit) -> None:
+        """Somebody looks at a unit before the step: what was done ahead is undone, unless it is final."""
+        for take_back in self._ways_back:
+            take_back(unit)
+
+    def add(self, unit: Unit, arrival: Arrival | None) -> None:
+        """An update was begun: whoever looks from now on waits for it, and sees no second copy of what was before."""
+        self._note(unit)
+        unit.is_ahead = True
+        unit.await_update(Early(unit, arrival))
+
+    def _note(self, unit: Unit) -> None:
+        for group in unit.trainable:
+            group.forget_second_copy()
+        self._units[unit.index] = unit
+
+    def remove(self, unit: Unit) -> None:
+        """The caller publishes it now."""
+        if self._units.pop(unit.index, None) is not None:
+            unit.is_ahead = False
+            unit.await_update(None)
+
+    def give_up(self, end: Callable[[Unit], Arrival | None], *, together: bool) -> None:
+        """No step will publish them any more: `end` says what there is to wait for.
+
+        They are published here, or if other ranks do not come here, by who needs them.
+        """
+        units, self._units = self._units, {}
+        for unit in units.values():
+            unit.is_ahead = False
+            arrival = end(unit)
+            unit.await_update(None if together else Early(unit, arrival))
+            if together:
+                unit.publish(arrival or Done())
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -1,0 +1,349 @@
+"""Gradients on their way down: to where they wait, through slots, or into sums over micro-steps.
+
+What is updated at once stays on the device until a porter has one of a few pinned slots for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwell import kernels
+from shardwell.memory import Mark, State, Tier
+from shardwell.memory.device import All, Passing
+from shardwell.offload.disk import Transfer
+from shardwell.offload.grad_swap import Away, Waiting
+from shardwell.offload.staging import Backlog, Pinned, Slots
+from shardwell.offload.worker import Ticket, Worker
+from shardwell.sharding import Context, Group, Unit
+from shardwell.sharding.spec import ReduceAt
+
+_NOW = -1  # more urgent than any unit
+_ALIGNMENT = 64  # bytes
+_NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
+_SHARE_ABOVE = 1 / 32  # of the device: gradients that may wait there for the host
+
+
+@dataclass
+class Parcel:
+    """A unit's gradients on their way down."""
+
+    gradients: dict[Group, Tensor]  # 1D: where they are now
+    down: Mark = field(default_factory=Mark)  # passed when they are in host memory
+    slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
+    is_above: bool = False  # they are still on the device
+    away: Away | None = None  # they are on disk, or on their way there
+
+
+class Descent:
+    """The gradients of an engine's units that are stepped on the host."""
+
+    def __init__(self, context: Context, units: list[Unit], worker: Worker, threads: int, num_slots: int) -> None:
+        self._context, self._worker, self._threads = context, worker, threads
+        self._parcels: dict[int, Parcel] = {}  # by unit: gradients that nobody took yet
+        self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
+        self.pinned = Pinned(context.device, context.account)
+        self.largest = max(
+            sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
+        )
+        self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
+        self._porter = Worker("shardwell porter", gate=self._ahead)
+        self._above = Backlog(max(2 * self.largest, int(_SHARE_ABOVE * context.device.most_bytes())))
+        self._slots = Slots(self.pinned, num_slots, self.largest)  # for the porter
+        self._inbox = Slots(self.pinned, num_slots, self.largest)  # for the training loop: what is to be added
+        self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait
+        self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
+        self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
+        self._last_sum: Passing = Mark()  # passed when all that is to be added, and what it is added to, is there
+        self._waiting = None if context.disk is None else Waiting(context.disk, context, worker, _NOW)
+        for unit in units:
+            self.enter(unit)
+
+    def enter(self, unit: Unit) -> None:
+        """Take in a unit."""
+        for group in unit.trainable:
+            group.gradients.hands_over = group.is_stepped_on_host and group.row.reduce_at is ReduceAt.MICRO_STEP
+
+    def leave(self, group: Group) -> None:
+        """Let go of a group, whose state will rest elsewhere."""
+        group.gradients.hands_over = False
+        if self._waiting is not None:
+            self._waiting.leave(group.unit)
+        self._free_kept(group.unit)
+        total = self._totals.pop(group, None)
+        if total is not None:
+            self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
+
+    def forget(self) -> None:
+        """The next micro-step begins new sums."""
+        self._adding.clear()
+        self._let_go(0)
+        if self._waiting is not None:
+            self._waiting.send_away()
+        for parcel in self._parcels.values():
+            self.give_up(parcel)
+        self._parcels.clear()
+
+    def bring_down(self, unit: Unit, *, waits: bool) -> None:
+        """Take a unit's averaged gradients; those of a unit that `waits` for the norm are moved to the host now."""
+        self._let_go(_NUM_LEAVING)
+        on_disk = self._waits_on_disk(unit) if waits else None
+        above = {
+            group: group.gradients.result
+            for group in unit.trainable
+            if group.is_stepped_on_host and group not in self._adding and group.gradients.result is not None
+            if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.is_lodged)
+        }
+        if not above:
+            return
+        if not waits:
+            self._above.add(sum(_sizes(above)))
+            self._parcels[unit.index] = Parcel(above, is_above=True)
+            for group in above:
+                group.gradients.part_with()
+            self._free_kept(unit.name)  # it waits no more; its last update has ended, or it had not been used
+            return
+        parcel = self._parcels[unit.index] = Parcel(dict(above))
+        if on_disk is not None:
+            on_disk.write(unit, above, partial(self._copy_down, parcel, above))
+            arrive: Callable[[], None] = partial(on_disk.bring_back, unit.name)
+        else:
+            memory = self._keep(unit, sum(_sizes(above)))
+            self._send_down(parcel, above, memory, self._context.device.copies.after_current())
+            arrive = parcel.down.synchronize
+        for group, copy in parcel.gradients.items():
+            group.gradients.lodge(copy, arrive)
+            self._leaving.append((parcel.down, above[group]))
+
+    def _waits_on_disk(self, unit: Unit) -> Waiting | None:
+        """Who keeps its gradients on disk, if they wait there."""
+        return self._waiting if self._waiting is not None and self._waiting.has(unit) else None
+
+    def _copy_down(self, parcel: Parcel, above: dict[Group, Tensor], into: dict[Group, Tensor]) -> Mark:
+        """Start copying gradients into tensors."""
+        with self._context.device.copies.after_current(), torch.no_grad():
+            for group, gradient in above.items():
+                parcel.gradients[group] = into[group]
+                _copied_down(gradient, into[group])
+        parcel.down = self._context.device.copies.mark()
+        return parcel.down
+
+    def _send_down(
+        self,
+        parcel: Parcel,
+        above: dict[Group, Tensor],
+        memory: Tensor,
+        lane: contextlib.AbstractContextManager[None],
+    ) -> None:
+        """Start copying gradients to pinned memory."""
+        sizes = _sizes(above)
+        with lane, torch.no_grad():
+            parts = memory[: sum(sizes)].split(sizes)
+            for (group, gradient), part in zip(above.items(), parts, strict=True):
+                parcel.gradients[group] = _copied_down(gradient, part)
+        parcel.down = self._context.device.copies.mark()
+
+    def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
+        if unit.name in self._kept and self._kept[unit.name].numel() < num_bytes:
+            self.pinned.drop(self._kept.pop(unit.name), unit.name)
+        if unit.name not in self._kept:
+            self._kept[unit.name] = self.pinned.make(num_bytes, unit.name)
+        return self._kept[unit.name]
+
+    def _free_kept(self, unit: str) -> None:
+        kept = self._kept.pop(unit, None)
+        if kept is not None:
+            self.pinned.drop(kept, unit)
+
+    def _let_go(self, but: int) -> None:
+        """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""
+        while len(self._leaving) > but:
+            passed, memory = self._leaving[0]
+            if isinstance(passed, Mark):
+                passed.wait()
+            elif not passed.has_passed:
+                return
+            self._context.scratch.give(memory)
+            self._leaving.popleft()
+
+    def take(self, unit: Unit, found: dict[Group, Tensor]) -> tuple[Parcel, list[Ticket]]:
+        """The gradients for an update, of groups whose results were found; and what some of them are the sum of."""
+        parcel = self._parcels.pop(unit.index, None) or Parcel({})
+        for group, result in found.items():
+            parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
+        on_disk = self._waits_on_disk(unit)
+        parcel.away = None if on_disk is None else on_disk.of(unit)
+        return parcel, [self._adding[group] for group in found if group in self._adding]
+
+    def down_after(self, parcel: Parcel, added: list[Ticket]) -> Passing:
+        """Passed when all of a parcel is in host memory."""
+        return self._last_sum if added else parcel.down
+
+    def carry(
+        self,
+        parcel: Parcel,
+        urgency: int,
+        after: Passing,
+        then: Callable[[], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        """Have gradients brought down that are still on the device, as soon as there is a slot for them.
+
+        Then `then` is called, or `fail`. Who works on them calls `begin` and `end`.
+        """
+
+        def load() -> None:
+            above, trouble = _above(parcel), None
+            try:
+                parcel.slot = self._slots.take(sum(_sizes(above)))
+                self._send_down(parcel, above, parcel.slot, self._context.device.copies.after(Mark()))
+                parcel.down.synchronize()
+            except BaseException as error:
+                trouble = error
+            parcel.is_above = False
+            self._free(above)
+            if trouble is None:
+                then()
+            else:
+                self._ahead.release()
+                self.end(parcel, parcel.down)
+                fail(trouble)
+
+        self._porter.submit(load, urgency=urgency, after=after)
+
+    def begin(self, parcel: Parcel) -> None:
+        """The worker begins with a parcel: the next one may come down."""
+        if parcel.slot is not None:
+            self._ahead.release()
+        parcel.down.synchronize()
+
+    def end(self, parcel: Parcel, after: Mark) -> None:
+        """The memory that gradients came in may be used again after the mark."""
+        if parcel.slot is not None:
+            self._slots.give(parcel.slot, after)
+
+    def give_up(self, parcel: Parcel) -> None:
+        """Free gradients that are still on the device: nobody will bring them down."""
+        if parcel.is_above:
+            parcel.is_above = False
+            self._free(_above(parcel))
+
+    def _free(self, gradients: dict[Group, Tensor]) -> None:
+        for memory in gradients.values():
+            self._context.scratch.give(memory)
+        self._above.remove(sum(_sizes(gradients)))
+
+    # ------------------------------------------------------------------------------------------------------ sums
+
+    def add_up(self, unit: Unit) -> None:
+        """Add what a micro-step gave to the sums on the host, if there is something that belongs there."""
+        self._let_go(_NUM_LEAVING)
+        handed = {group: group.gradients.hand_over() for group in unit.trainable}
+        new = {group: one for group, one in handed.items() if one is not None}
+        if not new:
+            return
+        above = {group: tensor for group, (tensor, _) in new.items()}
+        parcel = Parcel(dict(above))
+        if self._context.device.is_cuda:
+            parcel.slot = self._inbox.take(sum(_sizes(above)))
+            self._send_down(parcel, above, parcel.slot, self._context.device.copies.after_current())
+        on_disk, reads = self._waits_on_disk(unit), list[Transfer]()
+        if on_disk is None:
+            totals = {group: self._total_of(group) for group in new}
+        else:
+            is_fresh = not any(group in self._adding for group in unit.trainable)
+            totals, reads = on_disk.add(unit, new, after=parcel.down, fresh=is_fresh)
+        parts = [
+            (totals[group], parcel.gradients[group], f, group not in self._adding) for group, (_, f) in new.items()
+        ]
+        self._last_sum = All([parcel.down, *reads])
+        before = [self._adding[group] for group in new if group in self._adding]
+        needs = [*(ticket.wait for ticket in before), *(read.wait for read in reads)]
+        ticket = self._worker.submit(lambda: self._add(parcel, parts, needs), urgency=_NOW, after=self._last_sum)
+        if on_disk is not None:
+            on_disk.completed_by(ticket)
+        for group, tensor in above.items():
+            self._adding[group] = ticket
+            group.gradients.lodge(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
+            self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
+
+    def _total_of(self, group: Group) -> Tensor:
+        if group not in self._totals:
+            self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32, device="cpu")
+            size = self._totals[group].numel() * 4
+            self._context.account.add(State.GRADIENTS, group.unit, Tier.HOST, size)
+        return self._totals[group]
+
+    def _add(
+        self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]], needs: Sequence[Callable[[], None]]
+    ) -> None:
+        """`needs` are called first, and raise if there is no sound sum to add to."""
+        try:
+            for wait in needs:
+                wait()
+            for total, gradient, factor, fresh in parts:
+                kernels.add(total, gradient, factor, self._threads, fresh=fresh)
+        finally:
+            if parcel.slot is not None:
+                self._inbox.give(parcel.slot, Mark())
+
+    def adds_up(self, group: Group) -> bool:
+        """Whether its gradients of this boundary are added up here."""
+        return group in self._adding
+
+    def norm_later(self, group: Group, gradient: Tensor) -> Callable[[], float]:
+        """Have the norm of gradients computed once they are added up; returns what waits for it."""
+        found: list[float] = []
+        added = self._adding[group]
+        ticket = self._worker.submit(
+            lambda: found.append(kernels.sum_of_squares(gradient, self._threads) ** 0.5),
+            urgency=_NOW,
+            after=self._last_sum,
+        )
+
+        def norm() -> float:
+            added.wait()
+            ticket.wait()
+            return found[0]
+
+        return norm
+
+
+def _back(added: Ticket, on_disk: Waiting, unit: Unit) -> Callable[[], None]:
+    """What brings sums back once the last gradients are added."""
+
+    def arrive() -> None:
+        added.wait()
+        on_disk.bring_back(unit.name)
+
+    return arrive
+
+
+def _above(parcel: Parcel) -> dict[Group, Tensor]:
+    return {group: gradient for group, gradient in parcel.gradients.items() if gradient.is_cuda}
+
+
+def _sizes(gradients: dict[Group, Tensor]) -> list[int]:
+    return [aligned_size(gradient.numel() * gradient.element_size()) for gradient in gradients.values()]
+
+
+def _param_bytes(group: Group) -> int:
+    """Of this rank's part, in the compute dtype."""
+    return aligned_size((group.own[1] - group.own[0]) * group.precision.compute.itemsize)
+
+
+def aligned_size(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copied_down(gradients: Tensor, memory: Tensor) -> Tensor:
+    """Start copying gradients into pinned memory, on the caller's lane; returns the copy: 1D, in their dtype."""
+    copy = memory.view(gradients.dtype)[: gradients.numel()]
+    return copy.copy_(gradients, non_blocking=True)

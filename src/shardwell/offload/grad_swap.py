@@ -1,0 +1,172 @@
+"""Gradients that wait on disk, for their norm or for those of further micro-steps.
+
+    device   | backward 3 | backward 2 | backward 1 |               | forward 1 | ...
+    slots         | 3 comes down | 2 comes down | 1 comes down |
+    drive                        | write 3      | write 2      | ... | read 1 with its state, for the update | ...
+
+Each unit's are in a chest. They come down into one of a few slots, and are written from there; sums of micro-steps are
+read into one first. An update has them read into the seat of the unit. Who looks at them, or adds to them on the
+device, has them back in ordinary memory, where they stay until the next step has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shardwell.errors import ShardwellError
+from shardwell.memory import State, Tier
+from shardwell.memory.device import All, Mark, Passing
+from shardwell.offload.disk import DiskTier, Transfer
+from shardwell.offload.staging import Aligned, Slots
+from shardwell.offload.swapped_tensors import Chest
+from shardwell.offload.worker import Ticket, Worker
+from shardwell.sharding import Context, Group, Unit
+
+NUM_SLOTS = 3  # one that gradients come into, two that are written or read
+
+
+@dataclass
+class Away:
+    """A unit's gradients."""
+
+    chest: Chest
+    tensors: dict[Group, Tensor] = field(default_factory=dict)  # 1D
+    written: Ticket | None = None  # of the last time that they were sent away
+    num_bytes: int = 0  # on disk
+
+    def ready(self) -> Chest:
+        """Wait until they are being written, and nobody has them; raises what went wrong."""
+        if self.written is not None:
+            self.written.wait()
+        return self.chest
+
+
+@dataclass(frozen=True)
+class _Seated:
+    """Gradients that are in a slot now."""
+
+    away: Away
+    slot: Tensor
+    after: Passing  # when they are complete
+    added: Ticket | None = None  # of what completes them, if that may fail
+
+
+class Waiting:
+    """The gradients of an engine's units that wait on disk. All calls are the training loop's."""
+
+    def __init__(self, tier: DiskTier, context: Context, worker: Worker, urgency: int) -> None:
+        self._tier, self._context, self._worker, self._urgency = tier, context, worker, urgency
+        self._slots = Slots(Aligned(context.device, context.account, pinned=context.device.is_cuda), NUM_SLOTS, 0)
+        self._units: dict[str, Away] = {}
+        self._seated: _Seated | None = None
+
+    @staticmethod
+    def has(unit: Unit) -> bool:
+        """Whether a unit's gradients wait here, if they have to."""
+        return any(group.is_stepped_on_host and group.row.gradients.tier is Tier.DISK for group in unit.trainable)
+
+    def write(self, unit: Unit, above: dict[Group, Tensor], copy: Callable[[dict[Group, Tensor]], Mark]) -> None:
+        """Keep new gradients; `copy` starts to copy those into tensors, and says when that is done."""
+        away, _, slot = self._seat(unit, {group: gradient.dtype for group, gradient in above.items()}, blank=True)
+        self._seated = _Seated(away, slot, copy(away.tensors))
+        self.send_away()
+
+    def add(
+        self, unit: Unit, groups: Iterable[Group], *, after: Passing, fresh: bool
+    ) -> tuple[dict[Group, Tensor], list[Transfer]]:
+        """Sums of a unit's gradients: in memory once these reads have ended, until `send_away` is called.
+
+        They are complete when the worker is done with what it is given until then, and `after` has passed. `fresh`:
+        there are none yet.
+        """
+        before = {} if fresh else self._tensors_of(unit)
+        away, reads, slot = self._seat(unit, dict.fromkeys((*before, *groups), torch.float32), blank=fresh)
+        self._seated = _Seated(away, slot, All([after, *reads]))
+        return away.tensors, reads
+
+    def completed_by(self, added: Ticket) -> None:
+        """What is in memory is worth writing only if this piece of work of the worker's has succeeded."""
+        assert self._seated is not None
+        self._seated = replace(self._seated, added=added)
+
+    def send_away(self) -> None:
+        """Write what is in memory, behind what the worker was given to do with it."""
+        seated, self._seated = self._seated, None
+        if seated is None:
+            return
+        chest, slot, added = seated.away.chest, seated.slot, seated.added
+
+        def put_back() -> None:
+            writes: list[Transfer] = []
+            try:
+                writes = chest.put_back(changed=added is None or added.has_succeeded)
+                if added is not None:
+                    added.wait()
+            finally:
+                self._slots.give(slot, All([seated.after, *writes]))
+
+        seated.away.written = self._worker.submit(put_back, urgency=self._urgency, after=seated.after)
+
+    def of(self, unit: Unit) -> Away | None:
+        """What an update has to read; None if there is nothing."""
+        self.send_away()
+        away = self._units.get(unit.name)
+        return away if away is not None and away.num_bytes else None
+
+    def bring_back(self, name: str) -> None:
+        """Have a unit's gradients in ordinary memory."""
+        self.send_away()
+        away = self._units[name]
+        if away.num_bytes:
+            away.ready().empty()
+            self._note(name, away, 0)
+
+    def leave(self, name: str) -> None:
+        """Forget a unit."""
+        self.send_away()
+        away = self._units.pop(name, None)
+        if away is not None:
+            with contextlib.suppress(ShardwellError):
+                away.ready()
+            away.chest.free()
+            self._note(name, away, 0)
+
+    def _tensors_of(self, unit: Unit) -> dict[Group, Tensor]:
+        return self._units[unit.name].tensors if unit.name in self._units else {}
+
+    def _seat(
+        self, unit: Unit, wanted: dict[Group, torch.dtype], *, blank: bool
+    ) -> tuple[Away, list[Transfer], Tensor]:
+        """Begin to bring a unit's tensors into a slot; with `blank` they are not read."""
+        self.send_away()
+        away = self._units.get(unit.name)
+        if away is None:
+            away = self._units[unit.name] = Away(Chest(self._tier, self._context.account, unit.name))
+        if not blank:
+            away.ready()
+        away.tensors = {group: _tensor(away.tensors.get(group), group, dtype) for group, dtype in wanted.items()}
+        away.chest.keep(list(away.tensors.values()))
+        self._note(unit.name, away, sum(tensor.nbytes for tensor in away.tensors.values()))
+        slot = self._slots.take(away.chest.num_bytes)
+        try:
+            return away, away.chest.fetch(slot, blank=blank), slot
+        except BaseException:
+            self._slots.give(slot, Mark())
+            raise
+
+    def _note(self, name: str, away: Away, num_bytes: int) -> None:
+        away.num_bytes = num_bytes
+        self._context.account.set(State.GRADIENTS, name, Tier.DISK, num_bytes)
+
+
+def _tensor(before: Tensor | None, group: Group, dtype: torch.dtype) -> Tensor:
+    """The same as before if it fits, or one that has no memory yet."""
+    numel = group.own[1] - group.own[0]
+    if before is not None and before.dtype is dtype and before.numel() == numel:
+        return before
+    return torch.zeros(1, dtype=dtype, device="cpu").expand(numel)

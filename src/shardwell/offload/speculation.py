@@ -1,0 +1,142 @@
+"""Updates that are done before it is known that they may be: in other memory, with the old state left as it is.
+
+They stand if at the step everything is as it was assumed: gradients, masters, state, hyperparameters, and a factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwell.kernels import Compact
+from shardwell.memory import Account, State, Tier
+from shardwell.offload.cpu_kernels import Spare
+from shardwell.optim.param_slices import Shard
+from shardwell.sharding import Group, Unit
+
+_LONGEST = 64
+
+
+Options = dict[str, Any]  # hyperparameters of a parameter group
+
+
+def options_of(inner: Optimizer) -> list[Options]:
+    """The hyperparameters of now, by parameter group."""
+
+    def as_it_is(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value  # schedules change those in place
+
+    groups = inner.param_groups
+    return [{key: as_it_is(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def are_same(some: list[Options], others: list[Options]) -> bool:
+    """Whether two steps with these hyperparameters are the same."""
+    return len(some) == len(others) and all(
+        one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+class Shadow:
+    """A unit's second memory for masters and state. What is computed there becomes the truth by changing places."""
+
+    def __init__(self, unit: Unit, shards: list[Shard], states: dict[Tensor, Any], account: Account) -> None:
+        self._shards = shards
+        self._masters: dict[Group, Tensor] = {
+            shard.group: torch.zeros_like(shard.group.master) for shard in shards
+        }  # all of a group's: padding too
+        self.spares = {shard: Spare(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
+        memory = [*self._masters.values(), *(value for spare in self.spares.values() for value in spare.state.values())]
+        self._books = account, unit.name, sum(value.nbytes for value in memory)
+        account.add(State.STAGING, unit.name, Tier.HOST, self._books[2])
+
+    def strike_out(self) -> None:
+        """Take it out of the books; it is freed when nobody holds it."""
+        account, unit, num_bytes = self._books
+        account.remove(State.STAGING, unit, Tier.HOST, num_bytes)
+
+    def fits(self, shards: list[Shard]) -> bool:
+        """Whether it was made for these; shards can be cut."""
+        return len(shards) == len(self._shards) and all(a is b for a, b in zip(shards, self._shards, strict=True))
+
+    def _stretch(self, shard: Shard) -> Tensor:
+        return self._masters[shard.group][shard.start : shard.start + shard.tensor.numel()]
+
+    def commit(self, states: dict[Tensor, Any]) -> None:
+        """Change places with what the optimizer holds."""
+        for group, masters in self._masters.items():
+            group.exchange_masters(masters)
+        for shard, spare in self.spares.items():
+            spare.master.data = self._stretch(shard)
+            live = states[shard.tensor]
+            for key, value in spare.state.items():
+                _exchange(live[key], value)
+
+
+class Caution:
+    """Whether to speculate: not for some steps after it failed, and for twice as many each time that it fails again."""
+
+    def __init__(self) -> None:
+        self._pause, self._left = 1, 0
+        self._tried = self._failed = False
+        self._may: bool | None = None  # this step
+
+    def note_failure(self) -> None:
+        """An update did not stand. Any thread may tell."""
+        self._failed = True
+
+    @property
+    def may_speculate(self) -> bool:
+        if self._may is None:
+            self._may = self._tried = self._decide()
+        return self._may
+
+    def _decide(self) -> bool:
+        if self._left:
+            self._left -= 1
+        elif self._failed:
+            self._failed = False
+            self._left, self._pause = self._pause - 1, min(2 * self._pause, _LONGEST)
+        else:
+            self._pause = max(1, self._pause // 2) if self._tried else self._pause
+            return True
+        return False
+
+    def end_step(self) -> None:
+        self._may = None
+
+
+def covers(shards: list[Shard]) -> bool:
+    """Whether shards cover all masters of their groups: only then can those change places."""
+    pieces = dict.fromkeys((shard.group for shard in shards), 0)
+    for shard in shards:
+        pieces[shard.group] += len(shard.pieces)
+    return all(pieces[group] == sum(len(run.pieces) for run, _ in group.runs) for group in pieces)
+
+
+def _like(state: dict[str, Any]) -> dict[str, Any]:
+    """Memory like that of a state; its numbers are left out."""
+    return {
+        key: value.empty_like() if isinstance(value, Compact) else torch.empty_like(value)
+        for key, value in state.items()
+        if isinstance(value, Compact) or (isinstance(value, Tensor) and value.ndim)
+    }
+
+
+def _exchange(one: Any, other: Any) -> None:
+    """Change places in memory."""
+    if isinstance(one, Compact):
+        one.exchange(other)
+    else:
+        before, one.data = one.data, other.data
+        other.data = before

@@ -1,0 +1,93 @@
+"""Host memory for what travels: pinned, to and from the device; aligned, to and from drives."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from torch import Tensor
+
+from shardwell.memory.device import Device, Passing
+from shardwell.memory.statistics import Account, State, Tier
+from shardwell.offload.disk_queue import aligned
+
+
+class Pinned:
+    """Makes pinned memory, by the books."""
+
+    def __init__(self, device: Device, account: Account) -> None:
+        self._device, self._account = device, account
+
+    def make(self, num_bytes: int, unit: str = "") -> Tensor:
+        """1D, bytes."""
+        self._account.add(State.STAGING, unit, Tier.HOST, num_bytes)
+        return self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return self._device.pinned(num_bytes)
+
+    def drop(self, memory: Tensor, unit: str = "") -> None:
+        """Strike memory out; it is freed when nobody holds it."""
+        self._account.remove(State.STAGING, unit, Tier.HOST, memory.numel())
+
+
+class Aligned(Pinned):
+    """Makes memory for drives, by the books; what the device has no part in is not pinned."""
+
+    def __init__(self, device: Device, account: Account, *, pinned: bool = False) -> None:
+        super().__init__(device, account)
+        self._is_pinned = pinned
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return aligned(num_bytes, self._device if self._is_pinned else None)
+
+
+class Slots:
+    """A bounded pool of pieces, made when first needed. Who finds none free waits until one comes back.
+
+    One thread takes, any thread gives.
+    """
+
+    def __init__(self, pinned: Pinned, num: int, num_bytes: int) -> None:
+        self._pinned, self._unmade, self._num_bytes = pinned, num, num_bytes
+        self._free: queue.SimpleQueue[tuple[Tensor, Passing]] = queue.SimpleQueue()
+
+    def at_least(self, num_bytes: int) -> None:
+        """Pieces that are made from now on are that large."""
+        self._num_bytes = max(self._num_bytes, num_bytes)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """1D, that many bytes or more."""
+        self.at_least(num_bytes)
+        if self._unmade and self._free.empty():
+            self._unmade -= 1
+            return self._pinned.make(self._num_bytes)
+        memory, mark = self._free.get()
+        mark.synchronize()
+        if memory.numel() < num_bytes or not mark.has_passed:  # a drive that hangs may still write to it
+            self._pinned.drop(memory)
+            memory = self._pinned.make(self._num_bytes)
+        return memory
+
+    def give(self, memory: Tensor, after: Passing) -> None:
+        """Take a piece back, which is free once the mark has passed."""
+        self._free.put((memory, after))
+
+
+class Backlog:
+    """Bounds what waits somewhere: who would add to a backlog that is full waits until enough has left."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_bytes = most, 0
+        self._changed = threading.Condition()
+
+    def add(self, num_bytes: int) -> None:
+        """Something larger than the bound is let in alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._most)
+            self._num_bytes += num_bytes
+
+    def remove(self, num_bytes: int) -> None:
+        with self._changed:
+            self._num_bytes -= num_bytes
+            self._changed.notify_all()

@@ -1,0 +1,253 @@
+"""From what the user hands over (an object, a class, a factory, a config block) to an optimizer over shards.
+
+A `Recipe` is what all of these have in common: which parameter belongs to which parameter group, and how to make the
+optimizer once the shards exist.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwell.config import OptimizerConfig
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import Device
+from shardwell.optim.elementwise import check_factory, check_kind, check_object
+from shardwell.optim.full_tensors import needs_whole
+from shardwell.optim.lamb import Lamb
+from shardwell.optim.lion import Lion
+from shardwell.optim.muon import Muon, muon_groups
+
+NO_LABEL = -1  # trainable, but in no parameter group: reduced and never stepped
+_OWN: dict[str, type[Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}  # win over torch's of the same name
+_WITH_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+
+Factory = Callable[..., Optimizer]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Labels for parameters, and an optimizer for the shards of each label."""
+
+    labels: dict[int, int]  # id(parameter) -> index of its parameter group
+    make: Callable[[list[list[Tensor]]], Optimizer]  # from the shards of each parameter group
+    num_states: int = 2  # tensors of a shard's size that it keeps for each; Adam's, where that is not known
+    is_collective: Callable[[], bool] = lambda: False  # ranks meet in its steps
+    given: Optimizer | None = None  # the user's own, which schedulers may have a hold of
+
+    def label(self, parameter: nn.Parameter) -> int:
+        return self.labels.get(id(parameter), NO_LABEL)
+
+    def note_step(self, *made: Optimizer) -> None:
+        """Tell schedulers that it was stepped, whoever does the work: torch warns of those that come before that."""
+        for optimizer in (*made, self.given):
+            if optimizer is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def recipe_for(
+    optimizer: Optimizer | Factory | None,
+    model: nn.Module,
+    model_parameters: Iterable[Any] | None,
+    block: OptimizerConfig | None,
+    device: Device,
+) -> Recipe | None:
+    """How to make the optimizer, or None for a model that is only evaluated."""
+    if isinstance(optimizer, torch.optim.Muon):
+        return _from_torch_muon(optimizer)
+    if isinstance(optimizer, Optimizer):
+        check_object(optimizer, device)
+        return _from_object(optimizer)
+    if optimizer is not None and not callable(optimizer):
+        raise ShardwellError(
+            f"the optimizer is a {type(optimizer).__name__}, which is neither a torch.optim.Optimizer nor a class or a "
+            "function that makes one. A wrapper around an optimizer cannot be cut into shards: pass the optimizer that "
+            "it wraps, and do what the wrapper adds after engine.step()."
+        )
+    groups = _parameter_groups(model, model_parameters)
+    if optimizer is not None:
+        kind = Muon if optimizer is torch.optim.Muon else optimizer
+        recipe = replace(_from_factory(kind, groups, device), num_states=_num_states(kind, groups))
+        check_factory(recipe.make, groups, device)
+        return recipe
+    if block is not None:
+        factory, options = by_name(block, device)
+        if factory is Muon:
+            groups = _groups_for_muon(model, groups, options)
+        recipe = _from_factory(_made(factory, options, block.type), groups, device)
+        return replace(recipe, num_states=_num_states(factory, [options]))
+    return None
+
+
+def _groups_for_muon(model: nn.Module, groups: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Matrices inside the model for Muon, the rest for its AdamW; groups that say `use_muon` stay as they are."""
+    rates = {key: options.pop(key) for key in ("muon_lr", "adam_lr") if key in options}
+    if any("use_muon" in group for group in groups):
+        return groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    split = []
+    for group in groups:
+        rest = {key: value for key, value in group.items() if key != "params"}
+        named = [(names.get(id(p), "a parameter"), p) for p in group["params"]]
+        split += [{**rest, **part} for part in muon_groups(named, model, **rates)]
+    return split
+
+
+def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
+    """The optimizer that a config block means, with its fused kernel where there is one.
+
+    As in the files that people bring, "Adam" means decoupled weight decay unless `adam_w_mode` is false,
+    and no weight decay is no weight decay (torch's own AdamW defaults to 0.01).
+    """
+    options = _in_torchs_words(block)
+    name = _spelled(block.type)
+    if name in ("Adam", "AdamW"):
+        options.setdefault("weight_decay", 0.0)
+        if options.pop("adam_w_mode", True):
+            name = "AdamW"
+    factory = _OWN.get(name) or getattr(torch.optim, name)
+    check_kind(factory)
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    known = set(inspect.signature(factory).parameters) - {"params"}
+    known |= {"muon_lr", "adam_lr"} if factory is Muon else set()
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(
+            f"optimizer.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
+        )
+    if name in _WITH_FUSED and not device.is_virtual and not {"fused", "foreach"} & set(options):
+        options["fused"] = not (name == "Adagrad" and device.is_cuda)
+    return factory, options
+
+
+def _in_torchs_words(block: OptimizerConfig) -> dict[str, Any]:
+    """The arguments without those of DeepSpeed's own kernels that ask for what there is anyway."""
+    options = dict(block.params)
+    for name in ("torch_adam", "set_grad_none", "ns_method"):  # which kernel, when to free, how to orthogonalise
+        options.pop(name, None)
+    if "adamw_mode" in options:
+        options.setdefault("adam_w_mode", options.pop("adamw_mode"))
+    usual: dict[str, Any] = {"max_grad_norm": 0, "fp32_optimizer_states": True, "per_head_muon": False}
+    usual |= {"bias_correction": True} if block.type.lower() in ("adam", "adamw") else {}
+    usual |= {"adam_w_mode": True} if block.type.lower() not in ("adam", "adamw") else {}
+    usual |= {"amsgrad": False} if block.type.lower() in ("lamb", "lion") else {}
+    remedy = {"max_grad_norm": "write gradient_clipping at the top of the file"}
+    for name, value in usual.items():
+        if options.get(name, value) not in (value, None):
+            raise ConfigError(
+                f"optimizer.params.{name}: {options[name]}: {block.type} has only {value} here; "
+                f"{remedy.get(name, f'use {value} or remove it')}"
+            )
+        options.pop(name, None)
+    return options
+
+
+def _made(factory: Factory, options: dict[str, Any], kind: str) -> Factory:
+    """With these arguments; what the optimizer does not like about them is an error of the configuration."""
+
+    def make(params: Any) -> Optimizer:
+        try:
+            return factory(params, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer.params: {kind} does not take these: {error}") from error
+
+    return make
+
+
+def _spelled(name: str) -> str:
+    """The optimizer that `name` means, whatever its case."""
+    kinds = {
+        key.lower(): key
+        for key, kind in {**vars(torch.optim), **_OWN}.items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    if name.lower() not in kinds:
+        raise ConfigError(f"optimizer.type '{name}' is not known; known are {', '.join(sorted(kinds.values()))}")
+    return kinds[name.lower()]
+
+
+def _from_object(optimizer: Optimizer) -> Recipe:
+    if any(_steps_taken(state) for state in optimizer.state.values()):
+        raise ShardwellError(
+            f"the {type(optimizer).__name__} that was passed has taken steps already; its state cannot be split. "
+            "Pass a new one."
+        )
+    labels = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def make(shards: list[list[Tensor]]) -> Optimizer:
+        shards = shards + [[]] * (len(optimizer.param_groups) - len(shards))  # the last ones may be empty
+        for group, tensors in zip(optimizer.param_groups, shards, strict=True):
+            group["params"] = tensors
+        if optimizer.state:  # made at birth (Adagrad does): make it again, for the shards
+            optimizer.state = type(optimizer)(
+                [dict(group) for group in optimizer.param_groups], **optimizer.defaults
+            ).state
+        return optimizer
+
+    num_states = _num_states(type(optimizer), optimizer.param_groups)
+    return Recipe(labels, make, num_states, lambda: needs_whole(optimizer), optimizer)
+
+
+def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
+    """Torch's own takes whole matrices only: ours steps its parameter groups, which schedulers may have a hold of."""
+    recipe = _from_object(given)
+
+    def make(shards: list[list[Tensor]]) -> Optimizer:
+        recipe.make(shards)
+        made = Muon([dict(group) for group in given.param_groups])
+        for theirs, ours in zip(given.param_groups, made.param_groups, strict=True):
+            theirs.update(ours)
+        made.param_groups = given.param_groups
+        return made
+
+    return Recipe(recipe.labels, make, is_collective=lambda: True, given=given)
+
+
+def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device) -> Recipe:
+    check_kind(factory)
+    labels = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+
+    def make(shards: list[list[Tensor]]) -> Optimizer:
+        shards = shards + [[]] * (len(groups) - len(shards))
+        made = factory([{**group, "params": tensors} for group, tensors in zip(groups, shards, strict=True)])
+        if not isinstance(made, Optimizer):
+            raise ShardwellError(f"the optimizer factory returned {type(made).__name__}, not a torch.optim.Optimizer")
+        return made
+
+    def is_collective() -> bool:
+        return needs_whole(make([[torch.zeros(1, device=device.torch_device)] for _ in groups]))
+
+    return Recipe(labels, make, is_collective=is_collective)
+
+
+def _parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """`model_parameters` as torch takes it: parameters, (name, parameter) pairs, or group dictionaries."""
+    items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": _unnamed(group["params"])} for group in items]
+    return [{"params": [p for p in _unnamed(items) if p.requires_grad]}]
+
+
+def _unnamed(items: Any) -> list[nn.Parameter]:
+    if isinstance(items, nn.Parameter):
+        return [items]
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _steps_taken(state: dict[str, Any]) -> bool:
+    return bool(state.get("step", 1))
+
+
+def _num_states(kind: Any, groups: Iterable[dict[str, Any]]) -> int:
+    """Tensors that an optimizer keeps for each parameter; as many as Adam where that is not known."""
+    if kind is torch.optim.SGD:
+        return int(any(group.get("momentum") for group in groups))
+    if kind in (torch.optim.Adagrad, Lion):
+        return 1
+    return 2 + any(group.get("amsgrad") for group in groups)

@@ -1,0 +1,424 @@
+"""One parameter's sharded state: master, gradient and optimizer state, whole or as this rank's part.
+
+Reading something whole is collective: all ranks must ask for the same things in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.errors import ShardwellError
+from shardwell.kernels import Compact
+from shardwell.kernels.rounding import narrow
+from shardwell.optim.odd_state import Kept, is_usual, state_from_json, state_to_json
+from shardwell.optim.param_slices import Shard, is_elementwise, odd_keys
+from shardwell.parallel import Kind
+from shardwell.sharding import Group, Residency, Unit, released
+from shardwell.sharding.gradients import gone
+from shardwell.sharding.layout import Piece, Slot
+
+_NOTHING, _NUMBER, _PART, _ODD = 0.0, 1.0, 2.0, 3.0  # what a rank has of an entry of the state
+
+
+class Access:
+    """A parameter of an engine's model, seen through its shards."""
+
+    def __init__(self, parameter: nn.Parameter, *, of_gradient: bool = False) -> None:
+        """`of_gradient`: that is all the caller is after, so values that were changed by hand may wait."""
+        keeper = released.keeper_of(parameter) if released.is_kept(parameter) else None
+        if not isinstance(keeper, Unit):
+            raise ShardwellError("this parameter does not belong to a model that was given to initialize")
+        self._unit = keeper
+        if not of_gradient:
+            keeper.take_over_edits()
+        self._group, self._slot = _locate(keeper, parameter)
+        self._index = self._group.layout.slots.index(self._slot)
+        self._piece = self._own_piece()
+
+    def take_over_gradients(self) -> None:
+        """Do what the user did to `p.grad`, unless a backward runs."""
+        if self._unit.take_over_gradients is not None and torch._C._current_graph_task_id() == -1:
+            self._unit.take_over_gradients()
+
+    def _own_piece(self) -> Piece | None:
+        """This rank's part of the parameter; `in_shard` counts from the start of this rank's masters."""
+        return next((p for run, _ in self._group.runs for p in run.pieces if p.slot.name == self._slot.name), None)
+
+    # --------------------------------------------------------------------------------------------------- masters
+
+    def master(self) -> Tensor:
+        """ND, what the optimizer steps (or would step)."""
+        self._unit.wait()
+        with self._group.opened_master():
+            return self._assemble(self._group.precision.master, self._part(self._group.master))
+
+    def assembled(self, mine: Tensor) -> Tensor:
+        """ND, from what all ranks have like their masters, `mine` of it on this one."""
+        return self._assemble(mine.dtype, self._part(mine))
+
+    def local_master(self) -> Tensor | None:
+        """1D, this rank's part; None if it holds none."""
+        self._unit.hear_update()
+        with self._group.opened_master():
+            part = self._part(self._group.master)
+            return None if part is None else part.clone()
+
+    def set_master(self, value: Tensor) -> None:
+        """Change the truth, and the whole parameter where it is whole. Every rank passes the same values."""
+        self._unit.wait()
+        wide = self._flat_of(value, self._group.precision.master)
+        with self._group.opened_master(changes=True):
+            part = self._part(self._group.master)
+            if part is not None and self._piece is not None:
+                part.copy_(self._slice(wide))
+                self._group.remember(self._piece.in_shard, part)
+        self._group.forget_second_copy()
+        if self._group.flat.present:
+            narrow(wide, self._group.flat.tensor[self._slot.offset : self._slot.end])
+        self._group.see_codes()
+
+    def set_local_master(self, value: Tensor) -> None:
+        """Change this rank's part of the truth; only where nobody else has a copy of it."""
+        if not self._group.row.released or self._group.stays_whole:
+            raise ShardwellError(
+                f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
+                "part: use safe_set_full_fp32_param."
+            )
+        self._unit.hear_update()
+        if self._unit.residency is Residency.GATHERING:
+            self._unit.wait()  # or it would bring what was before
+        if self._group.has_second_copy:
+            raise ShardwellError(
+                f"of '{self._slot.name}' there is a second copy in each node (zero_hpz_partition_size), and the others "
+                "would not see a change of this rank's part: use safe_set_full_fp32_param, or change it after a step, "
+                "before the next forward."
+            )
+        with self._group.opened_master(changes=True):
+            part = self._part(self._group.master)
+            if part is not None:
+                part.copy_(value.reshape(-1))
+
+    # ------------------------------------------------------------------------------------------------- gradients
+
+    def gradient(self, *, asks: bool = True) -> Tensor | None:
+        """ND, averaged over ranks and micro-steps, without the loss scale; None between a step and a backward.
+
+        A copy: what waits to be averaged still does, and no update begins. `asks`: ranks may differ in what they have,
+        so they ask each other.
+        """
+        if not self._is_trained:
+            return None
+        if not asks:
+            self._tell()
+        has_any, has_sums = self._anywhere() if asks else (self._group.gradients.has_any, False)
+        if not has_any:
+            return None
+        gradients = self._group.gradients
+        part = self._part(gradients.look(has_sums=has_sums))
+        return self._assemble(gradients.wide, None if part is None else part / self.loss_scale)
+
+    def gradient_part(self, *, asks: bool) -> Tensor | None:
+        """1D, this rank's part of the averaged gradient, to read, with the loss scale; None if it holds none.
+
+        `asks` as for `gradient`. All ranks must call it.
+        """
+        if not asks:
+            result = self._averaged()
+            return None if result is None else self._part(result)
+        has_any, has_sums = self._anywhere()
+        return self._part(self._group.gradients.look(has_sums=has_sums)) if has_any else None
+
+    @contextlib.contextmanager
+    def opened_gradient(self, *, asks: bool) -> Iterator[Tensor | None]:
+        """1D, this rank's part of the averaged gradient without the loss scale, to be changed; None if it holds none.
+
+        `asks` as for `gradient`. All ranks must call it.
+        """
+        if asks and self._anywhere()[1] and self._unit.average is not None:
+            self._unit.average(self._unit)
+        result = self._averaged()
+        if result is not None and self._unit.optimizer is not None:
+            self._unit.optimizer.gradients_change(self._unit)
+        part = None if result is None else self._part(result)
+        scale = self.loss_scale
+        if part is None or scale == 1.0:
+            yield part
+            return
+        wide = part.to(self._group.gradients.wide) / scale  # in 16 bits it would be rounded without the scale
+        try:
+            yield wide
+        finally:
+            part.copy_(wide * scale)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """1D, this rank's part of a tensor that broadcasts to the parameter's shape; empty if it holds none."""
+        flat = self._flat_of(value.expand(self._slot.shape), value.dtype)
+        return flat[:0] if self._piece is None else self._slice(flat)
+
+    def argument(self, value: Any) -> Any:
+        """What stands beside this rank's part of a gradient in an operation, of what stands beside the whole."""
+        is_one = not isinstance(value, Tensor) or value.ndim == 0
+        return value if is_one else self.part_of(value)
+
+    def _slice(self, flat: Tensor) -> Tensor:
+        assert self._piece is not None
+        return flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
+
+    def local_gradient(self) -> Tensor | None:
+        """1D, this rank's part of the same, as far as this rank can know it alone."""
+        self._check_alone()
+        if not self._is_trained or not self._group.gradients.has_any:
+            return None
+        self._tell()
+        part = self._part(self._group.gradients.look(has_sums=False))
+        return None if part is None else part / self.loss_scale
+
+    def set_gradient(self, value: Tensor) -> None:
+        with self.opened_gradient(asks=self._is_trained) as part:
+            if not self._is_trained or self._group.gradients.result is None:
+                raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
+            mine = self.part_of(self._checked(value).to(self._group.gradients.wide))
+            self._group.gradients.seen[self._index] = True
+            if part is not None:
+                part.copy_(mine)
+
+    def set_local_gradient(self, value: Tensor) -> None:
+        self._check_alone()
+        result = self._averaged()
+        part = None if result is None else self._part(result)
+        if part is not None:
+            if self._unit.optimizer is not None:
+                self._unit.optimizer.gradients_change(self._unit)
+            part.copy_(value.reshape(-1).to(part.device, torch.float32) * self.loss_scale)
+
+    @property
+    def _is_trained(self) -> bool:
+        return self._group.trainable
+
+    def _tell(self) -> None:
+        """Somebody looks at the unit's gradients, or changes them."""
+        if self._unit.optimizer is not None:
+            self._unit.optimizer.habit.see_gradients(self._unit)
+
+    @property
+    def _waits(self) -> bool:
+        """Some wait to be averaged: of other groups of the unit, too, if this rank has none of this one."""
+        return any(group.gradients.is_partial for group in self._unit.trainable)
+
+    def _anywhere(self) -> tuple[bool, bool]:
+        """Whether any rank has some, and whether some wait to be averaged. All ranks ask."""
+        self._tell()
+        gradients, device = self._group.gradients, self._group.context.device
+        gradients.settle()
+        flags = [gradients.has_any and gradients.seen[self._index], self._waits, gradients.is_gone]
+        if not device.is_virtual:
+            total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
+            self._group.context.world.sum_scalar(total, f"READ {self._slot.name} gradient")
+            flags = [number > 0 for number in total.tolist()]
+        if flags[2]:
+            gone()
+        return flags[0], flags[1]
+
+    def _averaged(self) -> Tensor | None:
+        """1D, where this rank's part of what was averaged lies."""
+        if not self._is_trained:
+            return None
+        self._tell()
+        gradients = self._group.gradients
+        gradients.settle()
+        if gradients.hands_over and self._unit.optimizer is not None:
+            self._unit.optimizer.gradients_reduced(self._unit, at_boundary=False)
+        gradients.arrive()
+        return gradients.result
+
+    def _check_alone(self) -> None:
+        """Averaging is for all ranks."""
+        if self._is_trained and (self._waits or self._group.gradients.needs_others):
+            when = " (that is done at the boundary)" if self._waits else ""
+            raise ShardwellError(
+                f"the gradient of '{self._slot.name}' is not averaged over the ranks yet{when}, and one rank cannot do "
+                "that alone: call safe_get_full_grad or safe_set_full_grad on all ranks."
+            )
+
+    @property
+    def loss_scale(self) -> float:
+        """That the gradient carries."""
+        optimizer = self._unit.optimizer
+        return float(optimizer.scale.value if optimizer is not None else self._group.gradients.loss_scale)
+
+    # ----------------------------------------------------------------------------------------------------- state
+
+    def local_state(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state by name: 1D, to read, and scalars as they are."""
+        self._unit.hear_update()
+        shard = self._shard()
+        if shard is None or self._piece is None:
+            return {}
+        first = self._piece.in_shard - shard.start
+        with self._unit.optimizer.states_of(self._unit):
+            return {
+                key: value[first : first + self._piece.numel] if is_elementwise(value, shard) else value
+                for key, value in self._unit.optimizer.state.get(shard.tensor, {}).items()
+            }
+
+    def state(self, key: str) -> Any:
+        """ND, a number, or what else the optimizer keeps under this name; None if no rank has it."""
+        found = self._state(key)
+        return found.value if isinstance(found, Kept) else found
+
+    def _state(self, key: str) -> Any:
+        """The same; what is neither of the parameter's shape nor a number is `Kept`."""
+        local = self.local_state()
+        world = self._group.context.world
+        where = self._group.context.device.torch_device
+        has = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
+        has[world.mesh.rank] = kind = self._kind_of(local, key)
+        world.sum_scalar(has, f"READ {self._slot.name} {key}")
+        if not bool(has.any()):
+            return None
+        value: Any = local.get(key)
+        if bool((has == _ODD).any()):  # before parts: one of a single element cannot tell
+            text = json.dumps(state_to_json(value, None, f"{self._slot.name}: {key}")) if kind == _ODD else ""
+            told = self._share_text(text, int((has == _ODD).int().argmax()), key)
+            return Kept(state_from_json(json.loads(told), where, f"{self._slot.name}: {key}"))
+        if bool((has == _PART).any()):
+            return self._assemble(self._group.precision.master, value if kind == _PART else None)
+        scalar = self._group.context.device.scalar(0.0, torch.float64)
+        if kind:
+            scalar.fill_(float(value))
+        world.broadcast(scalar, int(has.argmax()), Kind.GATHER, f"READ {self._slot.name} {key}")
+        return float(scalar)
+
+    def _kind_of(self, local: dict[str, Any], key: str) -> float:
+        if key not in local or self._piece is None:
+            return _NOTHING
+        optimizer, shard = self._unit.optimizer, self._shard()
+        assert shard is not None
+        is_each = is_elementwise(optimizer.state[shard.tensor][key], shard)
+        if is_each and (shard.tensor.numel() > 1 or key not in odd_keys(optimizer.shards, optimizer.state)):
+            return _PART
+        return _NUMBER if is_usual(local[key], optimizer.scalar(shard.tensor, None, 0.0)) else _ODD
+
+    def _share_text(self, text: str, source: int, what: str) -> str:
+        """One rank's text, on all of them."""
+        world = self._group.context.world
+        where = self._group.context.device.torch_device
+        mine = text.encode()
+        size = torch.tensor([len(mine)], dtype=torch.int64, device=where)
+        world.broadcast(size, source, Kind.GATHER, f"READ {self._slot.name} {what}")
+        letters = torch.zeros(int(size), dtype=torch.uint8, device=where)
+        if world.mesh.rank == source and mine:
+            letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        world.broadcast(letters, source, Kind.GATHER, f"READ {self._slot.name} {what}")
+        return bytes(letters.tolist()).decode()
+
+    def states(self) -> dict[str, Any]:
+        """The whole state, to be given back by `set_state`. Its names must be the same on all ranks with a part."""
+        world = self._group.context.world
+        where = self._group.context.device.torch_device
+        names = "\n".join(sorted(self.local_state()))
+        size = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
+        size[world.mesh.rank] = len(names.encode())
+        world.sum_scalar(size, f"READ {self._slot.name} names")
+        if not bool(size.any()):
+            return {}
+        told = self._share_text(names, int(size.argmax()), "names")
+        with self._unit.optimizer.states_of(self._unit):
+            return {key: self._state(key) for key in told.split("\n")}
+
+    def set_state(self, key: str, value: Any) -> None:
+        """Change one entry of the state; a tensor is the whole parameter's. Every rank passes the same values."""
+        shard = self._shard()
+        if shard is None or self._piece is None:
+            return
+        before = self._unit.optimizer.state.get(shard.tensor, {}).get(key)
+        is_count = isinstance(before, Tensor) and before.ndim == 0
+        if isinstance(value, Tensor) and (value.ndim or (self._slot.shape == () and not is_count)):
+            flat = self._flat_of(value, self._group.precision.master)
+            value = self._slice(flat)
+        self.set_local_state(key, value)
+
+    def set_local_state(self, key: str, value: Any) -> None:
+        shard = self._shard()
+        if shard is None or self._piece is None:
+            return
+        self._unit.hear_update()
+        with self._unit.optimizer.states_of(self._unit, changes=True):
+            shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
+            state = self._unit.optimizer.state[shard.tensor]
+            if isinstance(value, Kept):
+                state[key] = copy.deepcopy(value.value)
+            elif not isinstance(value, Tensor) or value.ndim == 0:
+                state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
+            elif isinstance(state.get(key), Tensor | Compact):
+                state[key].copy_(value)
+            else:
+                wide = {**state, key: value.to(shard.tensor, copy=True)}
+                self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.packed(shard, wide)
+
+    def _shard(self) -> Shard | None:
+        if self._unit.optimizer is None or not self._group.trainable:
+            return None
+        shards: list[Shard] = self._unit.optimizer.shards.of(self._unit)
+        return next((s for s in shards if any(p.slot.name == self._slot.name for p in s.pieces)), None)
+
+    # --------------------------------------------------------------------------------------------------- details
+
+    def _part(self, mine: Tensor) -> Tensor | None:
+        """1D, the parameter's part of something that lies like this rank's masters."""
+        return None if self._piece is None else mine[self._piece.in_shard : self._piece.in_shard + self._piece.numel]
+
+    def _assemble(self, dtype: torch.dtype, part: Tensor | None) -> Tensor:
+        """ND, from the parts of all ranks."""
+        group, slot, world = self._group, self._slot, self._group.context.world
+        flat = group.context.device.empty(slot.numel, dtype)
+        if group.row.optimizer.over is None:
+            assert part is not None or slot.numel == 0
+            if part is not None:
+                flat.copy_(part)
+            return flat.as_strided(slot.shape, slot.stride)
+        for rank in range(world.mesh.size):
+            for piece in group.layout.pieces(world.place_of(rank)):
+                if piece.slot is slot:
+                    view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
+                    if rank == world.mesh.rank and part is not None:
+                        view.copy_(part)
+                    world.broadcast(view, rank, Kind.GATHER, f"READ {slot.name}")
+        return flat.as_strided(slot.shape, slot.stride)
+
+    def _checked(self, value: Tensor) -> Tensor:
+        if tuple(value.shape) != self._slot.shape:
+            raise ShardwellError(
+                f"'{self._slot.name}' has shape {self._slot.shape}; a value of shape {tuple(value.shape)} does not fit"
+            )
+        return value
+
+    def _flat_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """1D in the parameter's own memory order."""
+        self._checked(value)
+        flat = torch.empty(self._slot.numel, dtype=dtype, device=self._group.context.device.torch_device)
+        flat.as_strided(self._slot.shape, self._slot.stride).copy_(value)
+        return flat
+
+
+def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[Group, Slot]:
+    for group in unit.groups:
+        for slot, candidate in zip(group.layout.slots, group.parameters, strict=True):
+            if candidate is parameter:
+                return group, slot
+    raise ShardwellError("this parameter is no longer part of the model that was given to initialize")
+
+
+def reading(ask: Callable[[Access], Any], parameter: nn.Parameter) -> Any:
+    """Ask something about a parameter, without recording a graph."""
+    with torch.no_grad():
+        access = Access(parameter)
+        access.take_over_gradients()
+        return ask(access)

@@ -1,0 +1,155 @@
+"""The user's own optimizer object: what its `step` and `zero_grad` do once an engine has taken it over.
+
+An engine steps shards with it. A user who calls `optimizer.step()`, as a plain loop does, means the engine's step. An
+optimizer that nobody gave to the engine, but that was made over parameters of its model, is taken over at its first
+step if the engine has none, and refused if it has one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardwell.errors import ShardwellError
+from shardwell.sharding import Unit, released
+
+
+class Trainer(Protocol):
+    """Who steps the shards of an optimizer."""
+
+    optimizer: Any  # the one that knows when state is up to date
+
+    def step_now(self) -> None:
+        """Apply the gradients, whatever the count of micro-steps says."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+
+
+def redirect(optimizer: Optimizer, trainer: Trainer) -> None:
+    """Let `step`, `zero_grad` and states of the user's optimizer be the engine's."""
+    engine = weakref.ref(trainer)
+
+    def living() -> Trainer:
+        found = engine()
+        if found is None:
+            raise ShardwellError(
+                f"the engine that took this {type(optimizer).__name__} over is gone: make a new optimizer"
+            )
+        return found
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return step_with(living(), closure)
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        living().zero_grad(set_to_none)
+
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        found: dict[str, Any] = living().optimizer.state_dict()
+        return found
+
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        living().optimizer.load_state_dict(state_dict)
+
+    # Schedulers look for this, to know that steps are counted. The engine counts them.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # Methods, because schedulers wrap `optimizer.step.__func__`.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
+    optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
+
+
+def step_with(trainer: Trainer | None, closure: Callable[[], Any] | None) -> Any:
+    """A step as torch's optimizers take it: the closure is called once, and what it returns is returned."""
+    if trainer is None:
+        raise ShardwellError("the engine of this optimizer is gone")
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    trainer.step_now()
+    return loss
+
+
+# ------------------------------------------------------------------------------------------------ of nobody's
+
+_watching: RemovableHandle | None = None
+
+
+def watch_optimizers() -> None:
+    """From now on, an optimizer that steps parameters of an engine's model is noticed."""
+    global _watching
+    if _watching is None:
+        _watching = register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+        if "_shardwell_keeper" in tensor.__dict__:
+            _meet(optimizer, released.keeper_of(tensor), args, kwargs)
+            return
+
+
+def _meet(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(keeper, Unit) or keeper.adopt is None:
+        raise ShardwellError(
+            f"this {name} steps parameters of a model that was built in shardwell.zero.Init and not given to "
+            "shardwell.initialize yet: do that first, with optimizer=..."
+        )
+    if keeper.optimizer is not None:
+        raise ShardwellError(
+            f"this {name} was made over parameters of a model that a shardwell engine trains with an optimizer of its "
+            f"own ({type(keeper.optimizer.inner).__name__}). Values and gradients are split over the ranks: it would "
+            "train nothing. Call engine.step(), or give this optimizer to shardwell.initialize(optimizer=...) and name "
+            "none in the configuration."
+        )
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        raise ShardwellError(
+            f"a step with a closure must not be the first one of this {name}: give the optimizer to "
+            "shardwell.initialize(optimizer=...)"
+        )
+    keeper.adopt(optimizer)  # from here on its parameters are shards without gradients: the step goes on with nothing
+
+
+# --------------------------------------------------------------------------------------------- gradients of shards
+
+
+class NoGradient(Tensor):
+    """Hangs at an optimizer's shards while there are gradients, and tells whoever looks for them where they are."""
+
+    @staticmethod
+    def __new__(cls, shard: Tensor) -> NoGradient:
+        made: NoGradient = Tensor._make_wrapper_subclass(
+            cls, shard.shape, dtype=shard.dtype, device=shard.device, storage_size=0
+        )
+        return made
+
+    def __init__(self, shard: Tensor) -> None: ...
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"NoGradient(of a shard of {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = func._schema.name
+        if name.startswith("aten::_amp_"):
+            raise ShardwellError(
+                "GradScaler cannot unscale gradients that are split over the ranks, and the engine needs none: set "
+                '"fp16": {"enabled": true} in the configuration, which scales the loss by itself (bf16 needs no scale).'
+            )
+        raise ShardwellError(
+            f"'{name.removeprefix('aten::')}' was asked for the gradient of a tensor in an optimizer's param_groups. "
+            "They are this rank's shards, and their gradients say nothing about the whole. Use model.parameters(): "
+            "their `p.grad` can be read, clipped and changed. For clipping there is also gradient_clipping in the "
+            "configuration."
+        )

@@ -1,0 +1,341 @@
+"""Ranks agree on what they are about to do, so that a divergence is an error with names and not a hang.
+
+Before a collective is issued, its token is announced. All ranks keep the same book: *after these last tokens comes
+that one*. While the next token is the one in the book it is issued unchecked, at the price of a dictionary look-up.
+
+- A place that is not in the book yet is settled through the store by the first rank to arrive: a rank that comes
+  with another token raises before it issues anything.
+- A rank about to deviate from the book waits until every rank has deviated in the same way. Others that follow the
+  book will never come: the deviator raises once it sees that they went on. Others that have not come so far may be
+  slow, which is no error: it says whom it waits for, and what they do (`pulse.py`), and goes on.
+
+A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it. One that
+ends leaves a word on how far it came, for those that go on and then miss it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwell.errors import DivergenceError, PeerError, ShardwellError
+from shardwell.parallel.heartbeat import Pulse, Sign
+from shardwell.parallel.mesh import Mesh, timeout
+from shardwell.parallel.rank_store import Board
+from shardwell.parallel.signed_store import signed_where_secret
+from shardwell.parallel.stragglers import Wait
+
+_WINDOW = 4096  # tokens that make up a place: longer than any step, so that a step has no ambiguous place
+_MOST_PLACES = 1 << 16
+_PRIME = (1 << 61) - 1
+_BASE = 1_000_003
+_OLDEST = pow(_BASE, _WINDOW, _PRIME)
+_FAILURE = "failure"
+_ADVICE = (
+    "Make all ranks run the same modules in the same order, or name the module that chooses between paths as one unit "
+    "(zero_optimization.leaf_module)."
+)
+_NO_RETURN = (
+    "All ranks stop where one fails, because the others wait for what it would bring: an error that is caught does not "
+    "bring this engine back. Start again from the last checkpoint, and leave out what may fail (a bad batch, say) "
+    "before the forward."
+)
+_END = "end"
+_TIME_LIMIT = 60.0  # seconds, until the configuration is read
+
+
+class Agreement:
+    """The book of one engine. With one rank, or simulated ones, there is nobody to agree with and it does nothing."""
+
+    def __init__(
+        self, mesh: Mesh, time_limit: float = _TIME_LIMIT, cut_links: Callable[[], None] = lambda: None
+    ) -> None:
+        """`cut_links` breaks this rank's links, so that peers which wait for it wake up."""
+        self._mesh = mesh
+        self._active = mesh.size > 1 and mesh.backend != "fake"
+        self.time_limit = time_limit
+        self.cut_links = cut_links
+        self._book: dict[int, str] = {}
+        self._revisions: dict[int, int] = {}
+        self._recent: deque[int] = deque()
+        self._edition = 0  # of the book: a new one when it was full
+        self._place = 0  # a rolling hash over the last tokens
+        self._num_meetings = 0
+        self.advice = _ADVICE  # what to do about a divergence
+        self.num_moves = 0  # tokens so far, the same on all ranks at the same place
+        self.last_token = ""
+        self.is_waiting = False  # for other ranks
+        self.is_over = False  # this rank takes part in nothing more
+        self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
+        self._failure: tuple[type[ShardwellError], str] | None = None  # an error would keep all that it went through
+        self.advise: Callable[[str, str], str] | None = None  # the same, of what two ranks were about to run
+        self._store: Any = None
+        if self._active:
+            store = dist.distributed_c10d._get_default_store()
+            # Books are opened in the same order on all ranks: the store itself counts them for each rank.
+            number = store.add(f"shardwell/books/{mesh.rank}", 1)
+            prefix = f"shardwell/{number}"
+            self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, mesh.rank)
+            self._board = Board(self._store, self._without_store)
+            self._pulse = Pulse(self, number, mesh.rank, mesh.size, self._store, store)
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.rank
+
+    @property
+    def size(self) -> int:
+        return self._mesh.size
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks of this engine leave words for each other; None with one rank."""
+        return self._store
+
+    def announce(self, token: str) -> None:
+        """Say what comes next. Returns if all ranks (will) do the same; raises before a mismatched collective."""
+        if not self._active:
+            return
+        if self._failure is not None:
+            kind, words = self._failure
+            raise kind(words)
+        expected = self._book.get(self._place)
+        if expected is None:
+            self._settle(token)
+        elif expected != token:
+            self._deviate(token, expected)
+        self._move(token)
+
+    def _settle(self, token: str) -> None:
+        """First come, first served: whoever reaches a new place first writes down what happens there."""
+        self._check(self._board.first(f"new/{self._edition}/{self._place}", self._signed(token)), token)
+        self._write(token)
+
+    def _deviate(self, token: str, expected: str) -> None:
+        revision = self._revisions.get(self._place, 0)
+        key = f"turn/{self._edition}/{self._place}/{revision}"
+        self._check(self._board.first(key, self._signed(token)), token)
+        self._wait_for_all(key, token, expected)
+        self._revisions[self._place] = revision + 1
+        self._write(token)
+
+    def meet(self, token: str, *, limited: bool = True) -> None:
+        """Say what comes next, and wait until all ranks are about to do it: some may never come.
+
+        Without a limit it waits until they do, or until one of them fails.
+        """
+        self.announce(token)
+        if self._active:
+            self._num_meetings += 1
+            self._wait_for_all(f"meeting/{self._num_meetings}", token, limited=limited)
+
+    def _wait_for_all(self, key: str, token: str, expected: str = "", *, limited: bool = True) -> None:
+        """Return when all ranks are here; raise if one of them will not come, with its name.
+
+        `expected` is what the book says, if it says something else.
+        """
+        self._board.set(f"{key}/{self._mesh.rank}", "")
+        arrived = self._board.add(f"{key}/count", 1)
+        wait = Wait(self, key, token, expected, timeout() if limited else float("inf"))
+        pause = 1e-4
+        before, self.is_waiting = self.is_waiting, True
+        try:
+            while arrived < self._mesh.size:
+                self.look_for_failures()
+                self.look_for_ends(self.num_moves + bool(expected))  # a deviation is not counted yet
+                wait.look()
+                time.sleep(pause)
+                pause = min(pause * 2, 0.05)
+                arrived = self._board.add(f"{key}/count", 0)
+        finally:
+            self.is_waiting = before
+
+    def missing(self, key: str) -> list[int]:
+        """Ranks that did not come to where this one waits."""
+        return [rank for rank in range(self._mesh.size) if not self._board.has(f"{key}/{rank}")]
+
+    def sign_of(self, rank: int) -> Sign | None:
+        """What another rank last said of itself."""
+        return self._pulse.of(rank)
+
+    def is_crossed_by(self, sign: Sign) -> bool:
+        return self._pulse.crosses(sign)
+
+    def behind(self) -> dict[int, Sign]:
+        """Ranks that have not announced what this one waits for, and what they do; none if a lower one can tell."""
+        if not self._active:
+            return {}
+        signs = {rank: self.sign_of(rank) for rank in range(self._mesh.size) if rank != self._mesh.rank}
+        known = {rank: sign for rank, sign in signs.items() if sign is not None}
+        if any(rank < self._mesh.rank and sign.moves >= self.num_moves for rank, sign in known.items()):
+            return {}
+        return {rank: sign for rank, sign in known.items() if sign.moves < self.num_moves}
+
+    def _check(self, written: str, token: str) -> None:
+        rank, _, theirs = written.partition(" ")
+        if theirs != token:
+            raise self.fail(
+                DivergenceError(
+                    f"ranks diverge: rank {self._mesh.rank} is about to run '{token}' where rank {rank} runs "
+                    f"'{theirs}'. {self.way_out(token, theirs)}"
+                )
+            )
+
+    def way_out(self, ours: str, theirs: str) -> str:
+        return self.advice if self.advise is None else self.advise(ours, theirs)
+
+    def _signed(self, token: str) -> str:
+        return f"{self._mesh.rank} {token}"
+
+    def _write(self, token: str) -> None:
+        if len(self._book) >= _MOST_PLACES:  # all ranks get here together: their books are equal
+            self._book.clear()
+            self._revisions.clear()
+            self._edition += 1
+        self._book[self._place] = token
+
+    def _move(self, token: str) -> None:
+        self.num_moves += 1
+        self.last_token = token
+        code = zlib.crc32(token.encode()) + 1
+        self._recent.append(code)
+        place = (self._place * _BASE + code) % _PRIME
+        if len(self._recent) > _WINDOW:
+            place = (place - self._recent.popleft() * _OLDEST) % _PRIME
+        self._place = place
+
+    def turn_page(self) -> None:
+        """Start a new step: what happened before no longer tells places apart."""
+        self._recent.clear()
+        self._place = 0
+
+    # ------------------------------------------------------------------------------------------------ failures
+
+    def fail(self, error: ShardwellError) -> ShardwellError:
+        """Tell the peers why this rank stops, wake those that wait for it, and refuse to go on here."""
+        if self._active and self._failure is None:
+            self._failure = type(error), f"{error} (on this rank, {self._mesh.rank}). {_NO_RETURN}"
+            self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
+        return error
+
+    @contextlib.contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """An error on this rank would leave the others waiting: tell them before it goes up."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, (PeerError, DivergenceError)):
+                self.fail(ShardwellError(f"{type(error).__name__} in {what}: {error}"))
+            raise
+
+    def leave_word(self, words: str) -> None:
+        """Tell peers that will wait for this rank why it does not come; the links stand, for what else uses them."""
+        if self._active:
+            with contextlib.suppress(Exception):  # the store may have gone down with its host
+                self._board.first(_FAILURE, f"peer {self._mesh.rank} {words}")
+
+    def _tell(self, kind: str, words: str) -> None:
+        with contextlib.suppress(Exception):  # the store may have gone down with its host
+            self._board.first(_FAILURE, f"{kind} {self._mesh.rank} {words}")
+        self.is_over = True
+        self.cut_links()
+
+    def report_lost(self, store: Any, rank: int) -> None:
+        """Leave word for a rank whose process has ended without one. For any thread."""
+        if not store.check([f"{_END}/{rank}"]):
+            store.compare_set(_FAILURE, "", f"lost {rank} {_gone(rank)}")
+
+    def _without_store(self, error: Exception) -> ShardwellError:
+        """The store went down with the process that holds it."""
+        if lost := self._pulse.lost():
+            words = f"{_gone(lost[0])}, and the store that ranks leave words in has gone, too"
+        else:
+            words = (
+                f"rank {self._mesh.rank}: a peer stopped answering. The store that ranks leave words in is gone: the "
+                f"process that holds it (rank 0's, or the launcher's) has ended ({error})"
+            )
+        self._failure = PeerError, words
+        self.is_over = True
+        self.cut_links()
+        return PeerError(words)
+
+    def explain(self, error: Exception) -> ShardwellError:
+        """What a broken collective really means: the first failing rank's own words if it left any.
+
+        If it left none, others may have no link to it, and wait for this rank: they are told.
+        """
+        deadline, words = time.monotonic() + 2.0, f"rank {self._mesh.rank}: a peer stopped answering: {error}"
+        while time.monotonic() < deadline:
+            try:
+                self.look_for_failures()
+                if (ended := self._ended_ranks(self.num_moves)) is not None:
+                    return self._missing(ended)
+                if lost := self._pulse.lost():
+                    return self._missing(_gone(lost[0]))
+            except ShardwellError as known:
+                return known
+            time.sleep(0.05)
+        self._tell("lost", words)
+        self._failure = PeerError, words
+        return PeerError(words)
+
+    def end(self, words: str) -> None:
+        """Leave a word that this rank takes part in nothing more, if it has not failed: how it ended, and when."""
+        if self._active and self._failure is None:
+            with contextlib.suppress(Exception):  # the store may have gone down with its host
+                self._board.set(f"{_END}/{self._mesh.rank}", f"{self.num_moves} {words}")
+            self.is_over = True
+
+    def look_for_ends(self, needed: int | None = None) -> None:
+        """Raise if a rank has ended and will never take part in what this one does, which all ranks have to do."""
+        if self._active and (words := self._ended_ranks(needed or self.num_moves)) is not None:
+            raise self._missing(words)
+
+    def _missing(self, words: str) -> PeerError:
+        self._tell("lost", words)
+        self._failure = PeerError, words
+        return PeerError(words)
+
+    def _ended_ranks(self, needed: int) -> str | None:
+        """What ranks that ended before so many tokens have said, with the way out; None if none has."""
+        others = (rank for rank in range(self._mesh.size) if rank != self._mesh.rank)
+        ended = [rank for rank in others if self._board.has(f"{_END}/{rank}")]
+        words = [(rank, *self._board.get(f"{_END}/{rank}").partition(" ")[::2]) for rank in ended]
+        if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):
+            return None
+        return (
+            f"{said}; rank {self._mesh.rank} goes on and waits for what it would bring. Give all ranks the same number "
+            "of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop inside `with "
+            "engine.join():`, where ranks may have different numbers of them."
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed, as far as known. For any thread; others are not told, and no links are cut."""
+        if not self._active:
+            return False
+        try:
+            return self._failure is not None or bool(self._store.check([_FAILURE]))
+        except RuntimeError:  # the store went down with its host
+            return True
+
+    def look_for_failures(self) -> None:
+        """Raise what the first rank that failed has said, if one has."""
+        if not self._active or not self._board.has(_FAILURE):
+            return
+        kind, rank, words = self._board.get(_FAILURE).split(" ", 2)
+        known = {"divergence": DivergenceError(words), "lost": PeerError(words)}
+        found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}. {_NO_RETURN}")
+        self._failure = type(found), str(found)
+        self.cut_links()
+        raise found
+
+
+def _gone(rank: int) -> str:
+    return f"rank {rank} is gone: its process has ended without a word, as one that was killed does"

@@ -1,0 +1,119 @@
+"""Ranks compare what they are about to train, before they train it: a rank that differs is named, with what it has.
+
+One gather of a digest a rank; only if those differ, what is behind them goes through the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwell.errors import DivergenceError, PeerError
+
+if TYPE_CHECKING:
+    from shardwell.parallel.collectives import Collectives
+
+_SIZE = 16  # bytes of a digest
+_PATIENCE = 10.0  # seconds for what others have to say, who all know that they have to
+_MOST_RANKS = 8  # in a list
+_MOST_LETTERS = 200  # of a value
+
+Section = Mapping[str, str]  # what is compared, in the order in which it counts -> how it is here
+
+
+def check_alike(world: Collectives, where: str, sections: Mapping[str, Section]) -> None:
+    """Raise on all ranks if one of them has something else, with the first difference; all ranks must come here."""
+    agreement = world.agreement
+    if agreement is None or agreement.store is None:
+        return
+    own = {name: _digest(section) for name, section in sections.items()}
+    rows = world.tell_all(_digest(own), f"COMPARE {where}")
+    if len(set(rows)) == 1:
+        return
+    usual = Counter(rows).most_common(1)[0][0]  # of those that are equally many, the first rank's
+    odd = next(row for row in rows if row != usual)
+    talk = _Talk(world, f"sameness/{rows[0].hex()}/{odd.hex()}", (rows.index(usual), rows.index(odd)))
+    digests = talk.swap("sections", {name: digest.hex() for name, digest in own.items()})
+    section = _first_difference(*digests)
+    words = "other code: they compare other things"
+    if section in sections:
+        words = _difference(section, *talk.swap("words", dict(sections[section])), rows, usual, odd)
+    talk.end()
+    raise agreement.fail(DivergenceError(f"ranks differ in {where}: {words}. All ranks must train the same thing."))
+
+
+class _Talk:
+    """What two ranks tell all others through the store, and how the others hear it before anybody leaves."""
+
+    def __init__(self, world: Collectives, prefix: str, speakers: tuple[int, int]) -> None:
+        assert world.agreement is not None
+        self._rank, self._size, self._store = world.mesh.rank, world.mesh.size, world.agreement.store
+        self._prefix, self._speakers = prefix, speakers
+
+    def swap(self, what: str, mine: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """What the two have, on all ranks."""
+        if self._rank in self._speakers:
+            self._store.set(f"{self._prefix}/{what}/{self._rank}", json.dumps(mine))
+        first, second = (self._hear(f"{self._prefix}/{what}/{rank}", rank) for rank in self._speakers)
+        return first, second
+
+    def _hear(self, key: str, rank: int) -> Any:
+        deadline = time.monotonic() + _PATIENCE
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise PeerError(f"rank {rank} trains something else, and did not say what within {_PATIENCE:g} s")
+            time.sleep(0.01)
+        return json.loads(self._store.get(key))
+
+    def end(self) -> None:
+        """Leave together: the store may go with the first who leaves."""
+        with contextlib.suppress(RuntimeError):
+            heard = self._store.add(f"{self._prefix}/heard", 1)
+            deadline = time.monotonic() + _PATIENCE
+            while heard < self._size and time.monotonic() < deadline:
+                time.sleep(0.01)
+                heard = self._store.add(f"{self._prefix}/heard", 0)
+
+
+def _digest(section: Mapping[str, str | bytes]) -> bytes:
+    """Also of the order: what ranks do follows it."""
+    text = json.dumps([[key, value if isinstance(value, str) else value.hex()] for key, value in section.items()])
+    return hashlib.blake2b(text.encode(), digest_size=_SIZE).digest()
+
+
+def _first_difference(usual: Mapping[str, str], odd: Mapping[str, str]) -> str:
+    """The first key that differs; empty if only their order does."""
+    keys = [*usual, *(key for key in odd if key not in usual)]
+    return next((key for key in keys if usual.get(key) != odd.get(key)), "")
+
+
+def _difference(
+    section: str, usual: Mapping[str, str], odd: Mapping[str, str], rows: list[bytes], most: bytes, other: bytes
+) -> str:
+    """Who has what."""
+    those = _ranks([rank for rank, row in enumerate(rows) if row == other])
+    rest = _ranks([rank for rank, row in enumerate(rows) if row == most])
+    key = _first_difference(usual, odd)
+    if not key:
+        place, (one, two) = next((n, pair) for n, pair in enumerate(zip(odd, usual, strict=True)) if pair[0] != pair[1])
+        return f"{section} number {place} is {one} on {those} and {two} on {rest}"
+    found = f"{section} {key} is {_shown(odd.get(key))} on {those} and {_shown(usual.get(key))} on {rest}"
+    more = sum(usual.get(name) != odd.get(name) for name in {**usual, **odd}) - 1
+    return f"{found}, and {more} more differ{'s' if more == 1 else ''}" if more else found
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "not there"
+    return value if len(value) <= _MOST_LETTERS else f"{value[:_MOST_LETTERS]}..."
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"

@@ -1,0 +1,227 @@
+"""Signs of life: what a rank is doing, told to the others through the store by a thread.
+
+So those that wait for a rank can tell whether it is slow, which is no error, went on to something else, or is gone. One
+thread serves all engines of a process. Once a second it writes a line for each, and looks whether the processes of a
+few other ranks of its machine are there: a process that was killed leaves no word, and its neighbours leave one for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwell.parallel.thread_location import whereabouts
+
+if TYPE_CHECKING:
+    from shardwell.parallel.agreement import Agreement
+
+INTERVAL = 1.0  # seconds between two signs
+_RANKS_PER_INTERVAL = 256  # where there are more, signs are less frequent: one process holds the store
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank last said of itself."""
+
+    moves: int  # collectives that it has announced
+    doing: str
+    seconds: float  # for which it has been doing that
+    elsewhere: tuple[int, int] | None = None  # the engine in which it waits for others, and its moves there
+
+    def __str__(self) -> str:
+        return f"{self.doing} for {self.seconds:.0f} s"
+
+
+class Pulse:
+    """The signs of one engine's ranks: this rank's own, for others, and theirs."""
+
+    def __init__(self, agreement: Agreement, number: int, rank: int, size: int, store: Any, home: Any) -> None:
+        """`home`: the store of the process group in which engines have these numbers; another one counts anew."""
+        self.number, self._rank, self._size, self.home = number, rank, size, home
+        self._agreement = weakref.ref(agreement)
+        self._thread_id = threading.get_ident()
+        self._store = store
+        with contextlib.suppress(AttributeError, RuntimeError):  # not every store can
+            self._store = store.clone()  # with a connection of its own: others may wait while they hold theirs
+        self._seen = (-1, False)
+        self._since = time.monotonic()
+        self._processes: dict[int, Process] = {}  # of other ranks on this machine
+        self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # of these it is not known yet
+        self._next = 0.0
+        _heart.take(self)
+
+    # ---------------------------------------------------------------------------------------------- this rank's
+
+    def beat(self) -> bool:
+        """Say what this rank does, if it is time; false if there is nobody any more to say it for, or to."""
+        agreement = self._agreement()
+        if agreement is None or agreement.is_over:
+            return False
+        now = time.monotonic()
+        if now < self._next:
+            return True
+        self._next = now + INTERVAL * max(1.0, self._size / _RANKS_PER_INTERVAL)
+        seen = agreement.num_moves, agreement.is_waiting
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        seconds = now - self._since
+        words = {"moves": agreement.num_moves, "doing": self._doing(agreement, seconds), "seconds": seconds}
+        other = _heart.waits_elsewhere(self)
+        words["elsewhere"] = None if other is None else [other.number, other.num_moves]
+        try:
+            self._store.set(f"pulse/{self._rank}", json.dumps({**words, "process": Process.own().words}))
+            self._learn_processes()
+            for rank in self.lost():
+                agreement.report_lost(self._store, rank)
+        except RuntimeError:  # the store has gone; who needs it will say so
+            return False
+        return True
+
+    @property
+    def num_moves(self) -> int:
+        agreement = self._agreement()
+        return 0 if agreement is None else agreement.num_moves
+
+    @property
+    def is_waiting(self) -> bool:
+        agreement = self._agreement()
+        return agreement is not None and agreement.is_waiting
+
+    def _doing(self, agreement: Agreement, seconds: float) -> str:
+        if agreement.is_waiting:
+            return f"waiting in '{agreement.last_token}'"
+        return whereabouts(self._thread_id) if seconds >= INTERVAL else "busy"
+
+    def _learn_processes(self) -> None:
+        for rank in list(self._asked):
+            if self._store.check([key := f"pulse/{rank}"]):
+                process = Process(*json.loads(self._store.get(key))["process"])
+                if process.is_near:
+                    self._processes[rank] = process
+                self._asked.discard(rank)
+
+    # --------------------------------------------------------------------------------------------------- others'
+
+    def lost(self) -> list[int]:
+        """Ranks of this machine whose processes are known to have ended. Needs no store."""
+        return [rank for rank, process in list(self._processes.items()) if process.has_ended]
+
+    def of(self, rank: int) -> Sign | None:
+        """What another rank last said; None if it never did."""
+        if not self._store.check([f"pulse/{rank}"]):
+            return None
+        said = json.loads(self._store.get(f"pulse/{rank}"))
+        elsewhere = tuple(said["elsewhere"]) if said["elsewhere"] else None
+        return Sign(said["moves"], said["doing"], said["seconds"], elsewhere)
+
+    def crosses(self, sign: Sign) -> bool:
+        """Whether a rank waits in another engine for what this rank, which waits here, has not begun there."""
+        if sign.elsewhere is None:
+            return False
+        number, moves = sign.elsewhere
+        return (own := _heart.moves_of(number, self.home)) is not None and own < moves
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, so that it is not taken for a later one with its number."""
+
+    space: str  # the machine, since it was started, and the container
+    pid: int
+    started: int  # in ticks of that machine
+
+    @staticmethod
+    def own() -> Process:
+        global _own
+        if _own is None or _own.pid != os.getpid():
+            _own = Process(_space(), os.getpid(), _state_of(os.getpid())[1])
+        return _own
+
+    @property
+    def words(self) -> list[Any]:
+        return [self.space, self.pid, self.started]
+
+    @property
+    def is_near(self) -> bool:
+        """Whether this process can know of it."""
+        return bool(self.space) and self.space == Process.own().space
+
+    @property
+    def has_ended(self) -> bool:
+        letter, started = _state_of(self.pid)
+        return letter in ("", "Z", "X") or started != self.started
+
+
+_own: Process | None = None
+
+
+def _space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""  # no Linux: nothing is known of other processes
+
+
+def _state_of(pid: int) -> tuple[str, int]:
+    """The letter of a process' state, and when it was started; an empty one if it is not there."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return "", 0
+
+
+class _Heart:
+    """The thread."""
+
+    def __init__(self) -> None:
+        self._pulses: list[Pulse] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+
+    def take(self, pulse: Pulse) -> None:
+        with self._lock:
+            self._pulses = [other for other in self._pulses if self._pid == os.getpid()] + [pulse]
+            if self._thread is None or self._pid != os.getpid() or not self._thread.is_alive():
+                self._pid = os.getpid()
+                self._stop.clear()
+                self._thread = threading.Thread(target=self._run, name="shardwell's pulse", daemon=True)
+                self._thread.start()
+                atexit.register(self._end)  # a thread that is in torch when Python ends would end it by a signal
+
+    def waits_elsewhere(self, here: Pulse) -> Pulse | None:
+        """Another engine in which this process waits for others."""
+        others = (pulse for pulse in self._pulses if pulse is not here and pulse.home is here.home)
+        return next((pulse for pulse in others if pulse.is_waiting), None)
+
+    def moves_of(self, number: int, home: Any) -> int | None:
+        found = (pulse for pulse in self._pulses if pulse.number == number and pulse.home is home)
+        return next((pulse.num_moves for pulse in found), None)
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._stop.wait(pause):
+            pause = INTERVAL / 2
+            for pulse in list(self._pulses):
+                if not pulse.beat():
+                    with self._lock:
+                        self._pulses = [other for other in self._pulses if other is not pulse]
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join(2 * INTERVAL)
+
+
+_heart = _Heart()

@@ -1,0 +1,166 @@
+"""Gathers and reduces of encoded numbers: fewer bytes on every hop.
+
+A gather encodes this rank's shard, unless it rests so, moves bytes, and decodes all shards, its own too: every rank
+computes with the same numbers. A reduce encodes what goes to each peer, decodes what came and sums it in fp32, hop
+after hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwell.kernels.quantize import Codec
+from shardwell.memory import Lane, Mark, Scratch, State
+from shardwell.parallel.traffic import Kind
+from shardwell.parallel.work import Pending
+
+if TYPE_CHECKING:
+    from shardwell.parallel.collectives import Collectives
+
+_STAGING = "(staging)"
+Keep = Callable[[Tensor], None]  # is shown the codes of all shards, before their memory goes
+
+
+def gather(
+    world: Collectives,
+    flat: Tensor,
+    codec: Codec,
+    kind: Kind,
+    scratch: Scratch,
+    rest: Tensor | None = None,
+    copied: Callable[[], object] | None = None,
+    keep: Keep | None = None,
+) -> Pending:
+    """Fill all shards of `flat` with what was encoded of them: this rank's own is there already, or rests in codes.
+
+    `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
+    """
+    place = world.place
+
+    def bring(memory: Tensor) -> Pending:
+        codes = memory.view(world.mesh.size, -1)
+        with world.device.gathers.after_current():
+            if rest is None:
+                codec.encode(flat.view(len(codes), -1)[place], codes[place])
+            else:
+                codes[place].copy_(rest, non_blocking=True)
+        if copied is not None:
+            copied()
+        return world.path_gather(memory, kind)
+
+    return decode(world, flat, codec, bring, scratch, keep)
+
+
+def decode(
+    world: Collectives,
+    flat: Tensor,
+    codec: Codec,
+    bring: Callable[[Tensor], Pending],
+    scratch: Scratch,
+    keep: Keep | None = None,
+) -> Pending:
+    """Fill all shards of `flat` from the codes of all that `bring` begins to bring into memory; `keep` sees those."""
+    shards, lane = flat.view(world.mesh.size, -1), world.device.gathers
+    size = codec.num_bytes(shards.shape[1])
+    memory = scratch.take(len(shards) * size, torch.uint8, State.STAGING, _STAGING)
+    moved = bring(memory)
+
+    def decoded() -> Mark:
+        with _behind(world, lane):
+            codec.decode(memory.view(-1, size), shards)
+        return lane.mark()
+
+    def finish() -> None:
+        if keep is not None:
+            keep(memory)
+        scratch.give(memory)
+
+    if world.host_waits:
+        return moved.then(lambda: decoded().wait()).then(finish)
+    return moved.then(decoded().wait).then(finish)
+
+
+def reduce(
+    path: Sequence[tuple[Collectives, Codec]],
+    flat: Tensor,
+    into: Tensor,
+    scale: float,
+    accumulate: bool,
+    scratch: Scratch,
+    lost: Tensor | None = None,
+) -> Pending:
+    """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
+
+    `lost` (1D) is what the codes of the last hop did not say last time: they say it now.
+    """
+    (comm, codec), *rest = path
+    rows = flat.view(comm.mesh.size, -1)
+    size, lane = codec.num_bytes(rows.shape[1]), comm.device.reduces
+    sent, received = (scratch.take(len(rows) * size, torch.uint8, State.STAGING, _STAGING) for _ in range(2))
+    with lane.after_current():
+        if rest or lost is None:
+            codec.encode(rows, sent.view(-1, size))
+        else:
+            _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), scratch)
+    moved = comm.move_exchange(sent, received)
+    part = scratch.take(rows.shape[1], torch.float32, State.STAGING, _STAGING) if rest else _wide(into, scratch)
+
+    def add_up() -> Pending:
+        with _behind(comm, lane):
+            adds = accumulate and part is into
+            codec.decode_sum(received.view(-1, size), part, 1.0 if rest else scale, add=adds)
+            if not rest and part is not into:
+                into.add_(part) if accumulate else into.copy_(part)
+        return reduce(rest, part, into, scale, accumulate, scratch, lost) if rest else Pending(lane.mark().wait)
+
+    def give() -> None:
+        for memory in (sent, received, *(() if part is into else (part,))):
+            scratch.give(memory)
+
+    if comm.host_waits:
+        return (moved.followed_by(add_up) if rest else moved.then(lambda: add_up().wait())).then(give)
+    return add_up().then(moved.wait).then(give)
+
+
+def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int]:
+    """What comes to this rank on each hop of a reduce."""
+    found = []
+    for comm, codec in path:
+        numel //= comm.mesh.size
+        found.append((comm.mesh.size - 1) * codec.num_bytes(numel))
+    return found
+
+
+def num_lost(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int:
+    """Elements that the last hop of a reduce encodes."""
+    for comm, _ in path[:-1]:
+        numel //= comm.mesh.size
+    return numel
+
+
+def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: Scratch) -> None:
+    """Encode rows and what was lost before; what is lost now is kept. Numbers that are not finite leave no trace."""
+    total, said = (scratch.take(rows.numel(), torch.float32, State.STAGING, _STAGING) for _ in range(2))
+    total.view_as(rows).copy_(rows).add_(lost)
+    codec.encode(total.view_as(rows), codes)
+    codec.decode(codes, said.view_as(rows))
+    lost.copy_(total.sub_(said).nan_to_num_(0.0, 0.0, 0.0).view_as(rows))
+    scratch.give(total)
+    scratch.give(said)
+
+
+def _behind(comm: Collectives, lane: Lane) -> AbstractContextManager[None]:
+    """Work on a lane, behind a move. Waiting for it on the host has told the caller's lane of its end, not this one."""
+    return lane.after_current() if comm.host_waits else lane.after(Mark())
+
+
+def _wide(into: Tensor, scratch: Scratch) -> Tensor:
+    """Where sums are made: in place if that is fp32."""
+    if into.dtype is torch.float32:
+        return into
+    return scratch.take(into.numel(), torch.float32, State.STAGING, _STAGING)

@@ -1,0 +1,110 @@
+"""Who waits for a rank that does not come: is it slow, which is no error, or will it never come?
+
+A rank that is slow is named in the log with what it does, once the time limit of divergences is over and ever more
+seldom after that. It is waited for until the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shardwell.errors import DivergenceError, PeerError
+from shardwell.parallel.heartbeat import Sign
+
+if TYPE_CHECKING:
+    from shardwell.parallel.agreement import Agreement
+
+_FIRST_LOOK, _LONGEST_PAUSE = 1.0, 5.0  # seconds, between two looks at what others do
+_MOST_NAMES = 3
+
+
+class Wait:
+    """One wait of a rank until all have come to the same place."""
+
+    def __init__(self, agreement: Agreement, key: str, token: str, expected: str, limit: float) -> None:
+        self._agreement, self._key, self._token, self._expected = agreement, key, token, expected
+        self._limit = limit
+        self._begin = time.monotonic()
+        self._next = _FIRST_LOOK
+        self._report = Reports(agreement.time_limit)
+
+    def look(self) -> None:
+        """Raise if a rank is gone, or went on to something else; called again and again."""
+        waited = time.monotonic() - self._begin
+        if waited < self._next:
+            return
+        self._next = waited + min(waited, _LONGEST_PAUSE)
+        agreement = self._agreement
+        agreement.probe()
+        missing = agreement.missing(self._key)
+        signs = {rank: agreement.sign_of(rank) for rank in missing}
+        for rank, sign in signs.items():
+            if sign is not None and (sign.moves > agreement.num_moves or agreement.is_crossed_by(sign)):
+                raise agreement.fail(self._divergence(rank, f" but went on without it, and is {sign}"))
+            if sign is None and waited > agreement.time_limit:
+                raise agreement.fail(self._divergence(rank, f" within {agreement.time_limit:g} s"))
+        known = {rank: sign for rank, sign in signs.items() if sign is not None}
+        if waited > self._limit:
+            raise agreement.fail(
+                PeerError(
+                    f"{listed(known)} did not come to '{self._token}' within {self._limit:g} s, the timeout of the "
+                    "process group. Give it more (init_process_group(timeout=...)), or the rank less to do alone"
+                )
+            )
+        if known and agreement.rank == min(set(range(agreement.size)) - set(missing)):
+            self._report(waited, known, self._token)
+
+    def _divergence(self, rank: int, how: str) -> DivergenceError:
+        agreement = self._agreement
+        else_ = f"; the step so far leads to '{self._expected}'" if self._expected else ""
+        return DivergenceError(
+            f"ranks diverge: rank {agreement.rank} is about to run '{self._token}', but rank {rank} did not join it"
+            f"{how}{else_}. {agreement.way_out(self._token, self._expected)}"
+        )
+
+
+class Slowness:
+    """A wait for what others have to send. Called twice a second while it has not come."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._begin = time.monotonic()
+        self._next = agreement.time_limit
+        self._report = Reports(agreement.time_limit)
+
+    def look(self) -> None:
+        waited = time.monotonic() - self._begin
+        if waited < self._next:
+            return
+        self._next = waited + _LONGEST_PAUSE
+        behind = self._agreement.behind()
+        for rank, sign in behind.items():
+            if self._agreement.is_crossed_by(sign):
+                raise self._agreement.fail(
+                    DivergenceError(
+                        f"ranks diverge: rank {self._agreement.rank} waits in '{self._agreement.last_token}', but rank "
+                        f"{rank} waits for it in another engine. Use engines in the same order on all ranks."
+                    )
+                )
+        if behind:
+            self._report(waited, behind, self._agreement.last_token)
+
+
+class Reports:
+    """What is said in the log, ever more seldom."""
+
+    def __init__(self, first: float) -> None:
+        self._next = first
+
+    def __call__(self, waited: float, signs: Mapping[int, Sign], token: str) -> None:
+        if waited >= self._next:
+            self._next = 2 * waited
+            logging.getLogger("shardwell").warning("'%s' is waiting for %s", token, listed(signs))
+
+
+def listed(signs: Mapping[int, Sign]) -> str:
+    said = "; ".join(f"rank {rank}, which is {sign}" for rank, sign in list(signs.items())[:_MOST_NAMES])
+    return said if len(signs) <= _MOST_NAMES else f"{said}; and {len(signs) - _MOST_NAMES} more ranks"

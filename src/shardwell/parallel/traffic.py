@@ -1,0 +1,89 @@
+"""Every byte that this rank receives, by what it was for and by how far it came.
+
+Payload is what the algorithm must move to this rank: a gather of N equal shards brings N-1 of them. Control traffic
+(norms, agreements) and set-up (the first broadcast of the weights) are lines of their own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardwell.memory.statistics import as_html, human, render
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Kind(enum.Enum):
+    """What a byte is for."""
+
+    GATHER = "gather"  # parameters made whole
+    REDUCE = "reduce"  # gradients averaged into shards
+    PUBLISH = "publish"  # updated parameters, or averaged gradients, sent to everyone
+    STEP = "step"  # matrices that an optimizer needs whole
+    CONTROL = "control"
+    SETUP = "setup"
+
+
+PAYLOAD = (Kind.GATHER, Kind.REDUCE, Kind.PUBLISH, Kind.STEP)
+INSIDE, BETWEEN = "inside", "between"  # a node; nodes
+
+
+@dataclass(frozen=True)
+class TrafficReport:
+    """Bytes received by this rank, by (kind, hop), and the number of collectives by kind."""
+
+    received: dict[tuple[Kind, str], int]
+    calls: dict[Kind, int]
+
+    def total(self, *kinds: Kind) -> int:
+        """Bytes of these kinds; of all payload kinds if none is named."""
+        return sum(size for (kind, _), size in self.received.items() if kind in (kinds or PAYLOAD))
+
+    def table(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title="received by this rank in one step")
+        for column in ("collective", "calls", "inside the node", "between nodes"):
+            table.add_column(column, justify="left" if column == "collective" else "right")
+        for kind in Kind:
+            if self.calls.get(kind):
+                inside, between = (self.received.get((kind, hop), 0) for hop in (INSIDE, BETWEEN))
+                table.add_row(kind.value, str(self.calls[kind]), human(inside), human(between))
+        return table
+
+    def __str__(self) -> str:
+        return render(self.table())
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """In IPython and Jupyter."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
+
+
+@dataclass
+class Ledger:
+    """Counts one step at a time; `close_step` files the open page away."""
+
+    _open: defaultdict[tuple[Kind, str], int] = field(default_factory=lambda: defaultdict(int))
+    _calls: defaultdict[Kind, int] = field(default_factory=lambda: defaultdict(int))
+    last: TrafficReport = field(default_factory=lambda: TrafficReport({}, {}))
+
+    def count(self, kind: Kind, inside: int, between: int) -> None:
+        self._open[kind, INSIDE] += inside
+        self._open[kind, BETWEEN] += between
+        self._calls[kind] += 1
+
+    def so_far(self) -> TrafficReport:
+        """The page that is still open."""
+        return TrafficReport(dict(self._open), dict(self._calls))
+
+    def close_step(self) -> None:
+        self.last = self.so_far()
+        self._open.clear()
+        self._calls.clear()

@@ -1,0 +1,163 @@
+"""Fitting the units to a model that was changed: parameters resized, replaced, added, or thawed.
+
+Units that still fit stay. The others are taken apart, with the masters and the optimizer state of their parameters,
+and built anew from the model as it is now. All ranks must change the model alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwell.engine.consistency import at_a_refit
+from shardwell.errors import ModelChangedError
+from shardwell.optim import Recipe, ShardedOptimizer
+from shardwell.optim.factory import NO_LABEL
+from shardwell.optim.param_access import Access
+from shardwell.parallel.consistency import check_alike
+from shardwell.sharding import Cut, Group, Unit, released
+from shardwell.sharding.edits import look_closely
+
+
+@dataclass
+class Builder:
+    """What `initialize` knows about building units and optimizers."""
+
+    cut: Callable[[], list[Cut]]
+    groups: Callable[[Cut, list[Cut], Set[int]], list[Group]]
+    optimizer: Callable[[Any, Recipe], ShardedOptimizer]  # for an engine
+    recipe_of: Callable[[Optimizer], Recipe | None]
+    recipe: Recipe | None
+
+    def adopt(self, given: Optimizer, engine: Any, units: Sequence[Unit]) -> ShardedOptimizer:
+        """The optimizer of an engine that was built without one, from one that the user made since."""
+        self.recipe = self.recipe_of(given)
+        assert self.recipe is not None
+        for group in (group for unit in units for group in unit.trainable):
+            group.relabel([self.recipe.label(parameter) for parameter in group.parameters])
+        return self.optimizer(engine, self.recipe)
+
+
+def refit(
+    units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | None, keep_frozen_state: bool
+) -> list[Unit]:
+    """The units of the model as it is now. What was trained and is frozen for now may keep what training needs."""
+    look_closely(units)
+    cuts = builder.cut()
+    before = {unit.name: unit for unit in units}
+    fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
+    if units and (len(fitting) < len(cuts) or before.keys() != fitting):
+        check_alike(units[0].groups[0].context.world, "refit", at_a_refit(cuts))
+    remembered: dict[int, dict[str, Any]] = {}
+    labels: dict[str, int] = {}
+    present = {id(p) for one in cuts for _, p in one.parameters}
+    trained: set[int] = set()
+    if keep_frozen_state:
+        trained = {id(p) for unit in units for group in unit.trainable for p in group.parameters}
+    with torch.no_grad():
+        for unit in units:
+            if unit.name not in fitting:
+                labels.update(_labels_of_the_gone(unit, present, builder.recipe))
+                remembered.update(take_apart(unit, optimizer))
+    unused = iter(sorted({unit.index for unit in units} ^ set(range(len(units) + len(cuts)))))
+    now = []
+    for one in cuts:
+        if one.name in fitting:
+            now.append(before[one.name])
+            continue
+        _label_newcomers(one, labels, builder.recipe)
+        index = before[one.name].index if one.name in before else next(unused)
+        unit = Unit(index, one, builder.groups(one, cuts, trained))
+        now.append(unit)
+        unit.keeps_frozen = one.name in before and before[one.name].keeps_frozen
+        if optimizer is not None:
+            optimizer.enter(unit)
+            unit.optimizer = before[next(iter(before))].optimizer
+            if unit.trainable:
+                with optimizer.states_of(unit, changes=True):
+                    _give_back(unit, remembered)
+    return now
+
+
+def _fits(unit: Unit, one: Cut, keep_frozen_state: bool) -> bool:
+    mine = {id(p): group for group in unit.groups for p in group.parameters}
+    return (
+        not unit.misfit
+        and unit.module is one.module
+        and mine.keys() == {id(p) for _, p in one.parameters}
+        and all(mine[id(p)].trainable or not p.requires_grad for _, p in one.parameters)
+        and (keep_frozen_state or all(p.requires_grad for group in unit.trainable for p in group.parameters))
+    )
+
+
+def _labels_of_the_gone(unit: Unit, present: set[int], recipe: Recipe | None) -> dict[str, int]:
+    """In which parameter group parameters were that left the model: who takes over the name takes over the group.
+
+    They keep it too, as long as they live: they may come back.
+    """
+    labels: dict[str, int] = {}
+    if recipe is None:
+        return labels
+    for group in unit.groups:
+        for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+            if id(parameter) not in present:
+                labels[slot.name] = recipe.label(parameter)
+                weakref.finalize(parameter, recipe.labels.pop, id(parameter), None)
+    return labels
+
+
+def _label_newcomers(one: Cut, labels: dict[str, int], recipe: Recipe | None) -> None:
+    if recipe is None:
+        return
+    for name, parameter in one.parameters:
+        if id(parameter) not in recipe.labels and labels.get(name, NO_LABEL) != NO_LABEL:
+            recipe.labels[id(parameter)] = labels[name]
+
+
+def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
+    """Make a unit's parameters ordinary ones with their masters as values; returns their optimizer state."""
+    if any(any(group.gradients.seen) for group in unit.trainable):
+        raise ModelChangedError(
+            f"the parameters of '{unit.name or '(root)'}' were changed while gradients wait for a step. "
+            "Change the model after engine.step() or engine.zero_grad()."
+        )
+    states: dict[int, dict[str, Any]] = {}
+    values: list[tuple[nn.Parameter, torch.Tensor]] = []
+    unit.wait()
+    unit.look = None  # what becomes of its parameters now is nobody's edit
+    with contextlib.ExitStack() as stack:
+        if optimizer is not None and unit.trainable:
+            stack.enter_context(optimizer.states_of(unit))
+        for group in unit.groups:
+            with group.fetched():
+                for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+                    if tuple(parameter.shape) == slot.shape:
+                        access = Access(parameter)
+                        dtype = group.precision.master if group.trainable else group.precision.compute
+                        values.append((parameter, access.master().to(dtype)))
+                        states[id(parameter)] = access.states() if optimizer is not None and group.trainable else {}
+    if optimizer is not None:
+        optimizer.leave(unit)
+    for group in unit.groups:
+        for parameter in group.parameters:
+            released.let_go(parameter)
+    for parameter, value in values:
+        parameter.data = value
+    for group in unit.groups:
+        group.free()
+    return states
+
+
+def _give_back(unit: Unit, remembered: dict[int, dict[str, Any]]) -> None:
+    with torch.no_grad():
+        for group in unit.trainable:
+            for parameter in group.parameters:
+                for key, value in remembered.get(id(parameter), {}).items():
+                    Access(parameter).set_state(key, value)

@@ -1,0 +1,442 @@
+"""When things move: gathers before use, prefetch, releases after use, reduces as gradients complete.
+
+Two facts shape this file. Hooks lie: recomputation may stop before a forward ends, a queued backward callback fires
+once per reentrant checkpoint, and a module called twice fires twice; so every move is idempotent, nothing is released
+while its own backward may still need it, and `finish` at the step is what counts. And all ranks must issue the same
+collectives in the same order; so every decision on those depends only on what all ranks see alike. What a rank reads
+and copies ahead for itself may depend on more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.errors import BackwardError, ReleasedParameterError
+from shardwell.offload.param_swap import Pages
+from shardwell.optim.auto_commit import Beginning
+from shardwell.runtime.execution_order import Order
+from shardwell.runtime.pytree import tensors_in
+from shardwell.runtime.reducer import Reducer
+from shardwell.runtime.saved_tensors import SavedViews
+from shardwell.runtime.trace import Action, Event, Trace, profiled
+from shardwell.runtime.transforms import named_refusals, outside_trace, outside_transforms
+from shardwell.sharding import Group, Residency, Unit
+from shardwell.sharding.edits import look_closely
+from shardwell.sharding.unit import Arrival
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be whole at once; sizes are in elements."""
+
+    prefetches: bool
+    live: int
+    reuse_distance: int
+
+
+@dataclass
+class Call:
+    """A unit's forward that runs."""
+
+    unit: Unit
+    is_counted: bool  # among those that hold the unit
+    is_hooked: bool = False  # what autograd saves goes through hooks that it switched on
+
+
+def current_task() -> int:
+    """The running autograd graph task; -1 outside backward."""
+    return torch._C._current_graph_task_id()
+
+
+class Flow:
+    """Moves the units of one engine."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        limits: Limits,
+        num_ranks: int,
+        accumulation_steps: int,
+        pages: Pages | None = None,
+    ) -> None:
+        self.limits = limits
+        self.pages = pages  # for parameters on disk
+        self.num_ranks = num_ranks
+        self.trace: Trace | None = None
+        self.reducer = Reducer(num_ranks, accumulation_steps, self.note)
+        self.reducer.drop_gradients = self.finish_for_nobody
+        self.backward_begins: Callable[[Beginning], None] | None = None  # whom to tell, before anything is updated
+        self._num_forwards = 0  # of the engine, with gradients, since the last backward began
+        self._is_partial = False  # since then, parts of the model were called outside of those
+        self._is_chained = False  # since then, inputs of the model had a graph of their own
+        self._in_model = False  # the engine's forward runs
+        self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
+        self._tasks: set[int] = set()
+        self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
+        self._graph_was_used = False  # a backward went through it
+        self.saved = SavedViews(self.need)
+        self.calls: list[Call] = []  # the innermost last
+        self._seen: list[Unit] = []  # released, but somebody looked at them
+        self.take(units)
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Move these units from now on."""
+        self.units = units
+        self._by_name = {unit.name: unit for unit in units}
+        released = [unit for unit in units if unit.releasable]
+        self._forward = Order(released)
+        root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
+        self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
+        self._lifts = any(unit.is_liftable for unit in units)
+        self.saved.take(released)
+        for unit in units:
+            unit.fetch, unit.average, unit.adopt = self.lend, self.reducer.average, self.adopt
+            unit.take_over_gradients, unit.look = self.reducer.take_edits, partial(look_closely, units)
+        self.reducer.take_units(self._by_name)
+
+    def note(self, action: Action, unit: Unit) -> None:
+        if self.trace is not None:
+            self.trace.events.append(Event(action, unit.index))
+
+    # -------------------------------------------------------------------------------------------------- forward
+
+    @contextlib.contextmanager
+    def running(self, inputs: Any = ()) -> Iterator[None]:
+        """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
+        self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+        if current_task() == -1:  # otherwise the whole model is recomputed, and its units are in their backward
+            if self.backward_begins is not None and torch.is_grad_enabled():
+                self._num_forwards += 1
+                self._is_chained = self._is_chained or any(tensor.requires_grad for tensor in tensors_in(inputs))
+            self._graph_was_used = self.reducer.has_met_scale = False
+            self._look_at_loans()
+            self._drop_leftovers()
+            self.reducer.take_edits()
+        before, self._in_model = self._in_model, True
+        try:
+            with named_refusals():
+                yield
+        finally:
+            self._in_model = before
+            if self.pages is not None:
+                self.pages.pace.pause()
+
+    def _drop_leftovers(self) -> None:
+        self._forward.start()
+        self._let_go()
+        self.saved.clear()
+        self.calls.clear()
+        for unit in self.units:
+            if unit.in_forward or unit.inside or unit.in_backward:
+                unit.in_forward, unit.inside, unit.in_backward = 0, 0, False
+                self.release(unit)
+
+    def _let_go(self) -> None:
+        """A pass begins or ends: what was expected and did not come is not expected any more."""
+        if self.pages is not None:
+            self.pages.pace.pause()
+        for unit in self.units if self.pages is not None or self._lifts else ():
+            unit.let_go()
+
+    def enter_forward(self, unit: Unit) -> None:
+        if current_task() != -1:  # recomputation: this is part of the unit's backward
+            if unit.is_brief:
+                self._meet(unit)
+                unit.in_backward = True
+                self._gather(unit)
+                unit.wait()
+            else:
+                self.enter_backward(unit)
+            return
+        unit.in_forward += 1
+        self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+        self._is_partial = self._is_partial or (not self._in_model and torch.is_grad_enabled())
+        if torch._C._get_tracing_state() is not None:
+            with outside_trace(unit):
+                self._make_whole(unit, self._forward)
+        else:
+            self._make_whole(unit, self._forward)
+        self.note(Action.FORWARD, unit)
+
+    def leave_forward(self, unit: Unit) -> None:
+        if current_task() != -1:
+            if unit.is_brief:
+                unit.in_backward = False
+                self.release(unit)
+            return
+        unit.in_forward = max(unit.in_forward - 1, 0)
+        if not self._used_again_soon(unit):
+            self.release(unit)
+
+    def abandon_forward(self, unit: Unit) -> None:
+        """A unit's forward ended in an error, which somebody may catch."""
+        unit.in_forward = max(unit.in_forward - 1, 0)
+        self.release(unit)
+
+    def _used_again_soon(self, unit: Unit) -> bool:
+        if self.limits.reuse_distance <= 0 or not torch.is_grad_enabled():
+            return False
+        after = self._forward.elements_after(unit)
+        return after is not None and 2 * after < self.limits.reuse_distance
+
+    def _make_whole(self, unit: Unit, order: Order) -> None:
+        if self._seen:
+            self._look_at_seen()
+        if self.pages is not None and unit.releasable and order.last is not unit:
+            self.pages.pace.enter()
+        expected = order.visit(unit) if unit.releasable else None
+        self._gather(unit)
+        unit.wait()
+        if expected is not None:
+            if self._worth_prefetching(expected, order):
+                self._gather(expected)
+            self._look_further(unit, order)
+
+    def _look_further(self, unit: Unit, order: Order) -> None:
+        """Beyond the gather of the next unit, the one after it goes to the device, and those behind come from disk."""
+        depth = self.pages.pace.depth if self.pages is not None else 0
+        ahead = order.following(unit, 1 + self._lifts + depth)
+        for other in self.units if self._lifts else ():
+            if other.is_lifted and other not in ahead[:2]:
+                other.let_go()  # a wrong guess
+        if self._lifts and len(ahead) > 1 and self._has_room(ahead[1], order, self.num_ranks) and ahead[1].lift():
+            self.note(Action.LIFT, ahead[1])
+        for later in ahead:
+            if later.expect():
+                self.note(Action.READ, later)
+
+    def _worth_prefetching(self, unit: Unit, order: Order) -> bool:
+        may_wait = not unit.is_up_to_date if self.num_ranks == 1 else unit.awaits_update
+        if unit.residency is not Residency.RELEASED or may_wait:
+            return False  # waiting for an update here would hold up what can run already
+        return self._has_room(unit, order)
+
+    def _has_room(self, unit: Unit, order: Order, parts: int = 1) -> bool:
+        """Whether a unit, or one of so many parts of it, may be on the device early."""
+        if order is self._backward and isinstance(unit.module, nn.Embedding):
+            return False  # nothing in its backward waits for its values: early is only more memory
+        return self.limits.prefetches and self._live() + unit.numel // parts <= self.limits.live
+
+    def _live(self) -> int:
+        return sum(unit.numel for unit in self.units if unit.residency is not Residency.RELEASED)
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.residency is Residency.RELEASED:
+            self.note(Action.GATHER, unit)
+            with outside_transforms(), profiled("GATHER", unit.name):
+                unit.gather()
+            self.saved.find(unit)
+
+    def release(self, unit: Unit) -> None:
+        if unit.release():
+            self.note(Action.RELEASE, unit)
+            if unit.is_seen:
+                self._seen.append(unit)
+
+    def _look_at_seen(self) -> None:
+        """Free released units whose last view is gone. A view of what a module returned goes when that was copied."""
+        seen, self._seen = self._seen, []
+        for unit in seen:
+            unit.free_unseen()
+            if unit.is_seen:
+                self._seen.append(unit)
+
+    def keep_frozen(self, most: int) -> None:
+        """Let frozen parameters stay whole from now on, unit after unit, up to so many elements."""
+        for unit in self.units:
+            frozen = sum(group.layout.padded for group in unit.releasable if not group.trainable)
+            if 0 < frozen <= most:
+                unit.keeps_frozen = True
+                most -= frozen
+
+    # -------------------------------------------------------------------------------------------------- lending
+
+    def lend(self, unit: Unit) -> bool:
+        """Somebody needs a released unit outside its own module: make it whole until the step.
+
+        Its views may be saved for backward by operations that no hook sees. Only while all ranks do the same thing
+        anyway: in a forward or backward, or while a loss is made of what a forward gave.
+        """
+        in_pass = current_task() != -1 or self._in_model or any(u.in_forward or u.inside for u in self.units)
+        if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
+            return False
+        unit.lend()
+        self._gather(unit)
+        unit.wait()
+        return True
+
+    def enter_inside(self, unit: Unit) -> None:
+        """A part of a unit's module is called; if not by the module itself, the unit is lent."""
+        unit.inside += 1
+        if not unit.in_forward and unit.residency is not Residency.WHOLE:
+            self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
+            unit.lend()
+            self._gather(unit)
+            unit.wait()
+
+    def leave_inside(self, unit: Unit) -> None:
+        """A part is done, or failed; loans end with the outermost."""
+        unit.inside = max(unit.inside - 1, 0)
+        if unit.lent and not unit.inside and not unit.in_forward:
+            self.end_forward()
+
+    def end_forward(self) -> None:
+        """A forward is over; if no graph was recorded, so are its loans."""
+        if not self._graph_is_open:
+            self.end_loans()
+
+    def drop_unused(self) -> None:
+        """The engine's forward is over; if no graph was recorded, what was gathered or expected in vain goes."""
+        if not self._graph_is_open:
+            self._let_go()
+        for unit in self.units if not self._graph_is_open else ():
+            if unit.residency is Residency.GATHERING:
+                self.release(unit)
+
+    def _look_at_loans(self) -> None:
+        """Before the next thing happens: what the user did to units that are lent is lost."""
+        for unit in self.units:
+            if unit.lent:
+                unit.look_at_loan()
+
+    def end_loans(self) -> None:
+        """No graph needs what was lent any more."""
+        self._graph_is_open = self._graph_was_used = False
+        lent = [unit for unit in self.units if unit.lent]
+        if lent:
+            look_closely(lent)  # once their memory is gone, nobody can tell whose a parameter was
+        for unit in lent:
+            unit.lent = False
+            self.release(unit)
+
+    # ------------------------------------------------------------------------------------------------- backward
+
+    def enter_backward(self, unit: Unit, *, keeps_graph: bool = False) -> None:
+        """Called before the first op of a unit's backward; may be called again.
+
+        `keeps_graph`: a second backward will go through this one, and what it needs of the unit no hook will tell.
+        """
+        self._meet(unit)
+        unit.lent = unit.lent or keeps_graph
+        if not unit.in_backward:
+            unit.in_backward = True
+            self.note(Action.BACKWARD, unit)
+            self.reducer.finish_larger(unit.numel)
+        unit.reveal()  # a graph that is gone through again saved what was before
+        if unit.releasable:
+            self._make_whole(unit, self._backward)
+
+    def announce_backward(self) -> None:
+        """Called before the first op of the model's backward; may be called again."""
+        if not self._tasks:
+            self.reducer.begin_backward()
+
+    def need(self, unit: Unit) -> None:
+        """Autograd reads what it saved of a unit, whether anybody announced that or not."""
+        where = f"unit '{unit.name or '(root)'}'"
+        if self._by_name.get(unit.name) is not unit:
+            raise BackwardError(
+                f"{where} was built anew after the forward of this backward, because the model was changed in between: "
+                "run the forward again"
+            )
+        if current_task() != -1:
+            self.enter_backward(unit, keeps_graph=torch.is_grad_enabled())
+        elif not self.lend(unit):
+            raise ReleasedParameterError(
+                f"a graph saved parameters of {where}, but they are released: read what a graph has saved inside "
+                "`with shardwell.zero.GatheredParameters(parameters):`"
+            )
+
+    def _meet(self, unit: Unit) -> None:
+        """Remember in which graph task a unit was seen, and look after it when the task ends."""
+        task = unit.task = current_task()
+        if task not in self._tasks:
+            if not self._tasks:
+                self.reducer.finish_earlier()  # here, because the ranks are all at the same place
+                self._graph_was_used = True
+                self._look_at_loans()
+                self._backward.start()
+                self.reducer.begin_backward(has_begun=True)
+                self._tell_of_backward()
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
+
+    def _tell_of_backward(self) -> None:
+        if self.backward_begins is not None:
+            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            self.backward_begins(Beginning(self._num_forwards, self._is_chained, self._is_partial, keeps_graph))
+        self._num_forwards, self._is_chained, self._is_partial = 0, False, False
+
+    def take_gradient(self, unit: Unit, group: Group, index: int, parameter: Tensor) -> None:
+        """A parameter's gradient is complete (for this graph task)."""
+        grad = self.reducer.incoming(group, index, parameter)
+        if grad is not None:
+            self._meet(unit)
+            self.reducer.absorb(unit, group, index, parameter, grad)
+
+    def end_backward(self, unit: Unit) -> None:
+        """A unit's backward is over, as far as one can tell: reduce what arrived, release.
+
+        With one group all are reduced: which of them got a gradient may differ between ranks. In a unit that the user
+        named for that, so may whether any did. What waits from earlier micro-steps goes with the next gradient: a
+        unit that is called several times in a forward ends as often, and most of its gradients come with the last.
+        """
+        if unit.has_news or (unit.is_named and unit.in_backward):
+            self.reducer.reduce(unit)
+        unit.has_news = unit.in_backward = False
+        self.release(unit)
+
+    def _end_task(self, task: int) -> None:
+        """A graph task ended: units that were seen in it are done, also those whose inputs need no gradient."""
+        for unit in reversed(self.units):
+            if unit.task == task:
+                unit.task = -1
+                if unit.in_backward or unit.has_news:
+                    self.end_backward(unit)
+        self._tasks.discard(task)
+        self.reducer.end_task()
+        if not self._tasks:
+            self.reducer.hang()
+
+    # ----------------------------------------------------------------------------------------------------- step
+
+    def finish(self) -> None:
+        """The boundary: everything that backward started is finished; what was kept back until now is reduced."""
+        with self.reducer.ending():
+            for unit in self.units:
+                has_sums = any(group.gradients.is_partial for group in unit.trainable)
+                unit.has_news = unit.has_news or has_sums or (self.reducer.paths_differ and bool(unit.trainable))
+            self.end_passes()
+
+    def end_passes(self) -> None:
+        """No backward runs, and nothing is on its way. What waits for the boundary still does."""
+        for unit in reversed(self.units):
+            unit.task = -1
+            self.end_backward(unit)
+        self._tasks.clear()
+        self._let_go()
+        self.reducer.finish_all()
+
+    def finish_for_nobody(self) -> None:
+        """As `finish`, but nobody is told of gradients: they are not wanted any more. A graph may still be."""
+        with self.reducer.telling_nobody():
+            if self.reducer.paths_differ:  # what a rank has it need not show the others first
+                self.end_passes()
+                self.reducer.end_boundary()
+            else:
+                self.finish()
+        if self._graph_was_used:
+            self.end_loans()
+
+    def after_update(self, unit: Unit, arrival: Arrival | None = None) -> None:
+        self.note(Action.STEP, unit)
+        unit.note_update()
+        if unit.publish(arrival):
+            self.note(Action.PUBLISH, unit)

@@ -1,0 +1,53 @@
+"""Units inside transforms of torch.func: what the engine does for itself is no part of the function."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from shardwell.errors import ShardwellError
+from shardwell.sharding import Unit
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """What runs inside is not transformed: a gather writes to memory that the function does not know."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+@contextlib.contextmanager
+def outside_trace(unit: Unit) -> Iterator[None]:
+    """What runs inside is no part of what torch.jit.trace records. It keeps parameters, so they must stay."""
+    if unit.releasable:
+        raise ShardwellError(
+            f"torch.jit.trace met unit '{unit.name or '(root)'}', whose parameters are whole only while it runs: the "
+            "trace would keep memory that is freed. Trace a plain copy of the model with the values of "
+            "engine.state_dict(), or use engine.compile()."
+        )
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def named_refusals() -> Iterator[None]:
+    """Torch allows no saved-tensor hooks inside of grad and vjp: say what that means here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise ShardwellError(
+            "a module uses torch.func (grad, vjp, jacrev) in its own forward, and torch allows that no saved-tensor "
+            "hooks, which released parameters need. Use torch.autograd.grad(..., create_graph=True) there, or keep the "
+            "model's parameters whole: stages 0 to 2, or a zero_optimization.stage3_param_persistence_threshold above "
+            f"their sizes. Torch says: {error}"
+        ) from error

@@ -1,0 +1,59 @@
+"""`GatheredParameters`: whole parameters for reading or changing, outside the modules that own them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from shardwell.sharding import released
+from shardwell.sharding.init_parameters import Newborn
+
+
+class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
+    """Make parameters whole on every rank inside the context. All ranks must enter it.
+
+    With `modifier_rank`, that rank's changes are everyone's afterwards. Without it the context is for reading: where
+    the unit is released a change is lost, with a warning, and where it is not it counts if all ranks make it. Frozen
+    parameters that rest in codes are seen decoded, and what is changed of them is encoded again. Views of the
+    parameters must not be used after the context: their memory is gone.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter] | None,
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        several = [params] if isinstance(params, nn.Parameter) else list(params or [])
+        kept = [p for p in several if enabled and isinstance(p, nn.Parameter) and released.is_kept(p)]
+        for parameter in kept:
+            keeper = released.keeper_of(parameter)
+            if isinstance(keeper, Newborn):
+                keeper.belong_to(parameter)
+        self._keepers = list({id(released.keeper_of(p)): released.keeper_of(p) for p in kept}.values())
+        self._modifier_rank = modifier_rank
+
+    def __enter__(self) -> GatheredParameters:
+        with contextlib.ExitStack() as undo:
+            for keeper in self._keepers:
+                keeper.open()
+                undo.callback(keeper.close, None)
+            undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        first: BaseException | None = None
+        for keeper in self._keepers:  # all of them, also if one fails
+            try:
+                keeper.close(self._modifier_rank)
+            except BaseException as problem:
+                first = first or problem  # the others fail because of it
+        if first is not None:
+            raise first

@@ -1,0 +1,500 @@
+"""A group: the parameters of one unit that share dtype, trainability and persistence, and their three buffers.
+
+- flat: compute dtype, all parameters back to back; the parameters are views of it
+- shard: this rank's slice in storage of its own (rows that release their parameters), in numbers or in codes
+- remainder: the lower halves of this rank's fp32 masters (rows that keep bf16 parameters whole, or rest them below the
+  device together with their masters)
+- master: the truth, as the optimizer steps it: a copy apart (below the parameters, or for whole fp16 parameters, which
+  are no half of anything), the shard, a slice of `flat`, or for as long as somebody looks upper and lower halves
+  joined, or codes decoded
+
+What rests on disk is in chests: the shard in one of its own, that is a page; masters or remainder in another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.kernels.rounding import join, narrow, split
+from shardwell.memory import Buffer, Mark, State, Tier
+from shardwell.offload.param_swap import Page
+from shardwell.offload.swapped_tensors import Chest
+from shardwell.parallel import Kind, Pending
+from shardwell.sharding import edits, released
+from shardwell.sharding.context import Context
+from shardwell.sharding.gradients import Gradients
+from shardwell.sharding.layout import Run, Spec, lay_out
+from shardwell.sharding.parameter_views import Places
+from shardwell.sharding.secondary import SecondCopy
+from shardwell.sharding.shard import Shard
+from shardwell.sharding.spec import Commit, Precision, Row
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter on its way into a group."""
+
+    name: str
+    parameter: nn.Parameter
+    label: int  # its parameter group in the optimizer
+    trainable: bool = True  # or was, and keeps what training needs
+
+    @property
+    def spec(self) -> Spec:
+        return Spec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
+
+
+class Group:
+    """The buffers of some parameters of one unit, placed as their row says."""
+
+    parameters: list[nn.Parameter]  # in slot order
+    places: Places  # in `flat`
+    gradients: Gradients
+    runs: list[tuple[Run, Tensor]]  # this rank's stretches of the masters, 1D, one per optimizer parameter group
+
+    def __init__(
+        self, name: str, unit: str, members: list[Member], row: Row, precision: Precision, context: Context
+    ) -> None:
+        self.name, self.unit = name, unit
+        self.row, self.context = row, context
+        self.precision = replace(precision, master=torch.float32) if self.is_encoded else precision
+        self.trainable = members[0].trainable
+        self.stays_whole = False  # whole for good, although its row would release it
+        self.is_exact = True  # whole as it rests, and not as a codec left it
+        world = context.world.mesh
+        self.layout = lay_out([member.spec for member in members], world.size)
+        by_name = {member.name: member.parameter for member in members}
+        self.parameters = [by_name[slot.name] for slot in self.layout.slots]
+        is_split = row.optimizer.over is not None
+        self.own = self.layout.shard_range(context.world.place) if is_split else (0, self.layout.padded)
+        self.flat = self._buffer(State.PARAMETERS, self.layout.padded, precision.compute)
+        self.shard: Shard | None = None
+        self.remainder: Buffer | None = None
+        self._apart: Buffer | None = None  # masters that rest apart from the parameters
+        self.chest: Chest | None = None  # that those, or the remainder, are in if they rest on disk
+        self._joined: Buffer | None = None  # masters that are whole numbers only while somebody looks
+        self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
+        self.digest: Tensor | None = None  # of what rests, where masters cannot be compared with it at every step
+        self._num_openings = 0  # of the masters
+        self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
+        self._make_room_for_the_truth()
+        self._take_over(context)
+        self._store(context)
+        self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
+
+    def _buffer(self, state: State, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Buffer:
+        return Buffer(self.context.device, self.context.account, (state, self.unit, tier), numel, dtype)
+
+    def _make_room_for_the_truth(self) -> None:
+        own = self.own[1] - self.own[0]
+        tier = self.row.optimizer.tier
+        is_split = self.trainable and self.row.rests_in_halves and self.precision.has_halves
+        no_halves = self.precision.is_mixed and not self.precision.has_halves
+        is_below = tier is not Tier.DEVICE or self.row.parameters.tier is not Tier.DEVICE
+        if self.trainable and not is_split and (is_below or (no_halves and not self.row.released)):
+            self._apart = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
+        if self.row.released:
+            dtype = self.precision.compute if is_split or self._apart is not None else self.precision.master
+            self.shard = Shard(self.name, self.unit, self.row, self.layout.shard_numel, dtype, self.context)
+        if is_split:
+            self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16, tier)
+        if is_split or self.is_encoded:
+            where = Tier.DEVICE if self.row.parameters.tier is Tier.DEVICE else Tier.HOST
+            self._joined = self._buffer(State.STAGING, own, self.precision.master, where)
+            self._joined.drop()
+        self.runs = [(run, self.cut_master(run.start, run.numel)) for run in self._runs()]
+
+    def _take_over(self, context: Context) -> None:
+        """Move the parameters' values into the buffers, rank 0's for everyone, and make the parameters views."""
+        whole = self.flat.tensor
+        if self.precision.is_mixed:
+            whole = context.device.empty(self.layout.padded, self.precision.master)
+        whole[self.layout.numel :].zero_()
+        self.places = Places(self.flat, self.layout, self.parameters)
+        for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
+            kept = released.is_kept(parameter)
+            values = released.keeper_of(parameter).surrender(parameter) if kept else parameter.data
+            whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
+            del values
+            self.places.hang(index)
+        self._num_views = self.flat.num_views  # the parameters, the buffer itself, and nobody else
+        context.world.broadcast(whole, token=f"SETUP {self.name}")
+        self.write(whole)
+        edits.note_digest(self)
+        if self.row.released:
+            self.flat.drop()
+            released.send_away(self.parameters)
+
+    def _store(self, context: Context) -> None:
+        """What rests on disk goes there now."""
+        if context.disk is None:
+            return
+        if self.shard is not None:
+            self.shard.send_to_disk()
+        below = self._apart or self.remainder
+        if below is not None and self.row.optimizer.tier is Tier.DISK:
+            me = weakref.ref(self)
+
+            def on_move() -> None:
+                group = me()
+                if group is not None and group._apart is not None:
+                    group._cut_anew()
+
+            self.chest = Chest(context.disk, context.account, self.unit, on_move)
+            self.chest.keep([below.tensor])
+
+    @property
+    def is_encoded(self) -> bool:
+        """It rests in codes."""
+        return self.row.rest_codec is not None
+
+    @property
+    def page(self) -> Page | None:
+        """That the shard is in, if it rests on disk."""
+        return self.shard.page if self.shard is not None else None
+
+    @property
+    def second(self) -> SecondCopy | None:
+        return self.shard.second if self.shard is not None else None
+
+    @property
+    def chests(self) -> list[Chest]:
+        """Of all that rests on disk."""
+        return [
+            *([self.page.chest] if self.page is not None else []),
+            *([self.chest] if self.chest is not None else []),
+        ]
+
+    def take_in(self, index: int, values: Tensor) -> None:
+        """A parameter was given other memory: its values are those (of its shape), and it is a view again.
+
+        Where a value did not change, a master keeps its lower half.
+        """
+        slot, (start, end) = self.layout.slots[index], self.own
+        before = self.flat.tensor[slot.offset : slot.end].clone()
+        self.places.hang(index).copy_(values)
+        first, last = max(slot.offset, start), min(slot.end, end)
+        if self.remainder is not None and not self.row.released and first < last:  # some of it is this rank's
+            changed = before[first - slot.offset : last - slot.offset] != self.flat.tensor[first:last]
+            self.remainder.tensor[first - start : last - start].masked_fill_(changed, 0)
+
+    def spare_views(self) -> None:
+        """If somebody still looks at the whole parameters, leave them that memory: freeing it would crash them."""
+        if self.flat.num_views > self._num_views:
+            self.flat.leave()
+            self.places.hang_all()
+
+    def write(self, whole: Tensor) -> None:
+        """Make `whole` (1D, padded, in the master dtype) the truth. `flat` must be present, and is filled."""
+        start, end = self.own
+        if whole is not self.flat.tensor:
+            narrow(whole, self.flat.tensor)
+            if self.remainder is not None:
+                low = torch.empty_like(self.remainder.tensor, device=whole.device)
+                split(whole[start:end], self.flat.tensor[start:end], low)
+                self.remainder.tensor.copy_(low)
+        if self._apart is not None:
+            self._apart.tensor.copy_(whole[start:end])
+        if self.shard is not None:
+            first, last = self.layout.shard_range(self.context.world.place)
+            as_it_is = self.is_encoded or self.shard.tensor.dtype == whole.dtype
+            self.shard.store((whole if as_it_is else self.flat.tensor)[first:last])
+
+    def write_back(self, source: int) -> None:
+        """The parameters were changed on rank `source` while whole: make that the truth everywhere.
+
+        Where a 16-bit value did not change, the master keeps its lower half. What rests in codes is encoded again.
+        """
+        flat, (start, end) = self.flat.tensor, self.own
+        self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
+        self.forget_second_copy()
+        truth = flat[start:end].to(self.master.device, self.precision.master)
+        with self.fetched(changes=True):
+            before = self._before if self._apart is None else self._apart.tensor
+            if before is not None and self.precision.is_mixed:
+                rounded = self._rounded(before)
+                truth = torch.where(truth == rounded.to(truth.dtype), before, truth)
+            if self._apart is not None:
+                self._apart.tensor.copy_(truth)
+            if self.remainder is not None:
+                split(truth, self.resting, self.remainder.tensor)
+            elif self.shard is not None:
+                self.shard.store(truth)
+        if self._before is not None:
+            self._before = truth
+        self.see_codes()
+
+    def replace_master(self, fill: Callable[[Tensor], None]) -> None:
+        """Let `fill` write this rank's part of the truth. Where parameters are whole, all ranks are sent theirs."""
+        with self.opened_master(changes=True):
+            fill(self.master)
+        self.forget_second_copy()
+        if self.is_encoded:
+            self.see_codes()
+            return
+        if self.flat.present and self.shard is not None:
+            with self.fetched():
+                narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
+        if self.flat.present and self.row.optimizer.over is not None:
+            self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
+
+    def see_codes(self) -> None:
+        """Whole parameters that rest in codes become what those say now. All ranks must call it."""
+        if self.is_encoded and self.flat.present:
+            self.gather().wait()
+            if self._before is not None:
+                self.open_for_writing()
+
+    def open_for_writing(self) -> None:
+        """Remember the masters, if the user may now overwrite their upper halves."""
+        if self.precision.is_mixed and self._apart is None:
+            with self.opened_master():
+                self._before = self.master.clone()
+
+    def _rounded(self, masters: Tensor) -> Tensor:
+        """As a gather rounds them: codecs do so as torch does."""
+        compute = torch.empty_like(masters, dtype=self.precision.compute)
+        return compute.copy_(masters) if self.is_encoded else narrow(masters, compute)
+
+    def remember(self, start: int, values: Tensor) -> None:
+        """A stretch of the masters was changed for good while the user may overwrite their upper halves."""
+        if self._before is not None:
+            self._before[start : start + values.numel()] = values
+
+    def close_for_writing(self) -> None:
+        self._before = None
+
+    def free(self) -> None:
+        """Let go of everything; the parameters belong to somebody else."""
+        self.gradients.free()
+        if self.shard is not None:
+            self.shard.free()
+        if self.chest is not None:
+            self.chest.free()
+        for buffer in (self.flat, self.remainder, self._apart, self._joined):
+            if buffer is not None:
+                buffer.drop()
+
+    # ------------------------------------------------------------------------------------------------- residency
+
+    def gather(self, *, exact: bool = False) -> Pending:
+        """Start making a released group whole; `exact`: without a codec, because somebody may keep what he sees."""
+        assert self.shard is not None
+        codec = None if exact else self.row.gather_codec
+        self.is_exact = codec is None
+        return self.shard.gather(self.flat, codec, keeps=not self.stays_whole)
+
+    def expect(self) -> bool:
+        """It will be gathered soon: begin to read what rests on disk."""
+        return self.shard is not None and self.shard.expect()
+
+    def lift(self) -> bool:
+        """It will be gathered next but one: begin to copy what rests below the device."""
+        return self.shard is not None and self.shard.lift()
+
+    def let_go(self) -> None:
+        """It will not be gathered soon after all, or what rests will change."""
+        if self.shard is not None:
+            self.shard.let_go()
+
+    def release(self) -> None:
+        """Free the whole parameters, unless somebody looks at views of them; may be asked again."""
+        self.flat.drop_unseen(self._num_views)
+
+    @property
+    def is_seen(self) -> bool:
+        """It was released, and somebody still looks at it."""
+        return self.flat.is_seen and self.flat.num_views > self._num_views
+
+    def keep_whole(self) -> None:
+        """Never release again: nothing changes these parameters, and a shard of numbers is a slice of the whole."""
+        self.stays_whole = True
+        self.forget_second_copy()
+        self.let_go()
+        if self.shard is not None and not self.is_encoded:
+            self.shard.free()
+            self.shard = None
+
+    @property
+    def has_second_copy(self) -> bool:
+        """The next gather will not leave the node. The same on all ranks."""
+        return self.second is not None and self.second.is_there
+
+    def forget_second_copy(self) -> None:
+        """All ranks must do so at once: the next gather is over all of them."""
+        if self.second is not None:
+            self.second.forget()
+
+    def publish(self) -> Pending:
+        """Send this rank's updated slice to everyone."""
+        return self.context.world.gather(self.flat.tensor, f"PUBLISH {self.name}", Kind.PUBLISH)
+
+    # --------------------------------------------------------------------------------------- between the tiers
+
+    def send_up(self, values: Tensor, start: int, after: Mark) -> Mark:
+        """Start copying updated parameters to where they rest, once the device is done with the old ones."""
+        device = self.context.device
+        if not self.resting.is_cuda:
+            return Mark()
+        with device.uploads.after(after), torch.no_grad():
+            self.resting[start : start + values.numel()].copy_(values, non_blocking=True)
+        return device.uploads.mark()
+
+    @property
+    def resting(self) -> Tensor:
+        """1D, this rank's part of the parameters as they rest: in the compute dtype, or codes."""
+        return self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
+
+    # ---------------------------------------------------------------------------------------------- the optimizer
+
+    def _runs(self) -> list[Run]:
+        layout = self.layout if self.row.optimizer.over is not None else replace(self.layout, num_shards=1)
+        return layout.runs(self.context.world.place if self.row.optimizer.over is not None else 0)
+
+    def relabel(self, labels: list[int]) -> None:
+        """Let the parameters belong to these parameter groups; no optimizer must know the runs yet."""
+        slots = [replace(slot, label=label) for slot, label in zip(self.layout.slots, labels, strict=True)]
+        self.layout = replace(self.layout, slots=tuple(slots))
+        self.runs = [(run, self.cut_master(run.start, run.numel)) for run in self._runs()]
+
+    @property
+    def master(self) -> Tensor:
+        """1D, this rank's part of the truth as the optimizer steps it."""
+        for buffer in (self._apart, self._joined, self.shard):
+            if buffer is not None:
+                return buffer.tensor
+        return self.flat.tensor[self.own[0] : self.own[1]]
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor] | None:
+        """Both 1D: this rank's masters as upper and lower halves, if they rest so below the device."""
+        if self.remainder is None or not self.row.rests_in_halves:
+            return None
+        return self.resting, self.remainder.tensor
+
+    @property
+    def is_stepped_on_host(self) -> bool:
+        """Its optimizer state rests there, or on disk."""
+        return self.trainable and self.row.optimizer.tier is not Tier.DEVICE
+
+    def commit_by(self, commit: Commit) -> None:
+        """Updates become the truth at another time from now on."""
+        self.row = replace(self.row, commit=commit)
+        self.gradients.commit = commit
+
+    def raise_masters(self) -> None:
+        """Masters that rest on the host or on disk go to the device for good."""
+        if self.halves is not None:
+            self._set_apart()
+        elif self.chest is not None:
+            self.chest.empty()
+            self.chest = None
+        before = self._apart
+        assert before is not None
+        self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE))
+        self.commit_by(Commit.AFTER_NORM)
+        self._apart = self._buffer(State.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
+        self._apart.tensor.copy_(before.tensor)
+        before.drop()
+        self.digest = None
+        self._cut_anew()
+
+    def _set_apart(self) -> None:
+        """Masters that rest in halves rest whole from now on, on the host."""
+        assert self.remainder is not None
+        with self.opened_master():
+            apart = self._buffer(State.OPTIMIZER, self.remainder.tensor.numel(), self.precision.master, Tier.HOST)
+            apart.tensor.copy_(self.master)
+        if self.chest is not None:
+            self.chest.free()
+            self.chest = None
+        self.remainder.drop()
+        self.remainder = self._joined = None
+        self._apart = apart
+
+    def exchange_masters(self, spare: Tensor) -> None:
+        """Masters that rest apart change places with `spare`, memory like theirs."""
+        assert self._apart is not None
+        masters = self._apart.tensor
+        before, masters.data = masters.data, spare.data
+        spare.data = before
+        self._cut_anew()
+
+    def _cut_anew(self) -> None:
+        """The masters have other memory: stretches that were cut are of that, too."""
+        self._cuts = [(cut, start) for cut, start in self._cuts if cut() is not None]
+        for cut, start in self._cuts:
+            tensor = cut()
+            if tensor is not None:
+                tensor.data = self.master[start : start + tensor.numel()]
+
+    def cut_master(self, start: int, numel: int) -> Tensor:
+        """A view of a stretch of the masters; one of dropped storage refuses new views, so it is grown for the cut."""
+        away = self._joined is not None and not self._joined.present
+        if self._joined is not None and away:
+            self._joined.grow()
+        view = self.master[start : start + numel]
+        if self._joined is not None and away:
+            self._joined.drop()
+        self._cuts.append((weakref.ref(view), start))
+        return view
+
+    def master_bytes(self) -> dict[Tier, int]:
+        """What this group holds for the optimizer beside the parameters, by tier."""
+        held = self._apart or self.remainder
+        return {} if held is None else {self.row.optimizer.tier: held.nbytes}
+
+    @contextlib.contextmanager
+    def fetched(self, *, changes: bool = False) -> Iterator[None]:
+        """Have what rests on disk in memory. May be nested."""
+        self.let_go()
+        with contextlib.ExitStack() as stack:
+            for chest in self.chests:
+                stack.enter_context(chest.opened(changes=changes))
+            yield
+
+    @contextlib.contextmanager
+    def opened_master(self, *, changes: bool = False) -> Iterator[None]:
+        """Have `master` readable; what changes there counts, also if an error follows."""
+        with self.fetched(changes=changes), contextlib.ExitStack() as stack:
+            if self._joined is not None:
+                stack.callback(self._joined.drop)
+                self._join(self._joined)
+            if self._num_openings == 0:  # inside of another one, masters may be ahead of what rests
+                edits.take_over_in_place(self)
+            stack.callback(setattr, self, "_num_openings", self._num_openings)
+            self._num_openings += 1
+            if changes:
+                stack.callback(self._take_over_masters)
+            yield
+
+    @property
+    def may_be_edited_apart(self) -> bool:
+        """Whoever changes a parameter does not change its master with it."""
+        return self._apart is not None and not self.row.released
+
+    def _join(self, joined: Buffer) -> None:
+        """Fill masters that are whole numbers only while somebody looks."""
+        joined.grow()
+        if self.shard is not None and self.is_encoded:
+            self.shard.decode(joined.tensor)
+        elif self.remainder is not None:
+            join(self.resting, self.remainder.tensor, joined.tensor)
+
+    def _take_over_masters(self) -> None:
+        """What rests becomes what the masters say."""
+        if self._apart is not None:
+            rounded = self._apart.tensor
+            if self.precision.is_mixed:
+                rounded = narrow(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
+            self.resting.copy_(rounded)
+        elif self._joined is not None and self.shard is not None and self.is_encoded:
+            self.shard.store(self._joined.tensor)
+        elif self._joined is not None and self.remainder is not None:
+            split(self._joined.tensor, self.resting, self.remainder.tensor)

@@ -1,0 +1,380 @@
+"""Parameters between their birth in `zero.Init` and `initialize`: each rank keeps its shard of each.
+
+A parameter is whole while its module is being built, in the dtype that the module gave it. Then it is folded: rank 0
+deals its values out, and each rank keeps its shard, in the dtype that the configuration computes in. Who comes back to
+it finds it whole again, and what he did to it counts as rank 0 has it. All that ranks do together here follows from
+what the program does to modules and parameters, and from nothing that garbage collection decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.config import Config
+from shardwell.errors import ShardwellError
+from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
+from shardwell.offload.disk import DiskSettings, DiskTier
+from shardwell.offload.swapped_tensors import Chest
+from shardwell.parallel import Agreement, Axis, Collectives, Ledger
+from shardwell.parallel.mesh import world_mesh
+from shardwell.sharding import released
+from shardwell.sharding.context import Context
+from shardwell.sharding.layout import Layout, Spec, lay_out
+
+_ADVICE = (
+    "From zero.Init to initialize every rank must build the same modules and use the same parameters. To change a "
+    "parameter on one rank, write `with shardwell.zero.GatheredParameters(parameter, modifier_rank=0):` on all ranks, "
+    "and the change inside it."
+)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How shards rest until `initialize` takes them."""
+
+    tier: Tier
+    dtype: torch.dtype | None  # None: as they were made
+    pinned: bool
+    folders: list[Path]  # on drives, if they rest there
+
+
+class Nursery:
+    """Parameters between their birth and `initialize`. Only those of one module are whole at a time."""
+
+    def __init__(self, where: torch.device, settings: Config, rest: Rest) -> None:
+        device, account, ledger = Device(where, keep_pages=False), Account(), Ledger()
+        scratch = Scratch(device, account)
+        world = world_mesh(where)
+        comm = Collectives(world, device, ledger, scratch)
+        comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
+        self.agreement.advice, self.agreement.probe = _ADVICE, comm.probe
+        disk = None
+        if rest.tier is Tier.DISK:
+            disk = DiskTier(rest.folders, DiskSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+        self.context = Context(device, account, scratch, {Axis.WORLD: comm}, disk)
+        self.rest = rest
+        self.is_open = False  # modules are being built
+        self._whole: list[Newborn] = []
+        self._all: weakref.WeakSet[Newborn] = weakref.WeakSet()
+        self._numbers = itertools.count()
+
+    def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        owner = weakref.ref(module)
+        self.focus(owner)
+        name = f"{type(module).__name__}.{name} ({next(self._numbers)})"  # the same on all ranks, and no other's
+        newborn = Newborn(self, owner, name, parameter)
+        self._whole.append(newborn)
+        self._all.add(newborn)
+
+    def open(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        """No more modules are built: everything is folded, and has the dtype that it rests in."""
+        self.is_open = False
+        self.focus(None)
+        for newborn in list(self._all):
+            newborn.settle()
+
+    def focus(self, module: weakref.ref[nn.Module] | None) -> None:
+        """Split every whole parameter of other modules, except those that somebody holds or has a view of.
+
+        Modules are told apart by weak references, of which a module has one. An `id` may come again once a module is
+        gone, and when it goes is another moment on each rank.
+        """
+        self._follow_swaps()
+        self._whole = [newborn for newborn in self._whole if newborn.module is module or not newborn.fold()]
+
+    def _follow_swaps(self) -> None:
+        """`torch.utils.swap_tensors` gives a parameter another's keeper, or takes its own away."""
+        moved = [n for n in self._whole if released.keeper_or_none(n.parameter) is not n]
+        for newborn in moved:
+            keeper = released.keeper_or_none(newborn.parameter)
+            if isinstance(keeper, Newborn):
+                keeper.belong_to(newborn.parameter)
+        for newborn in moved:
+            if released.keeper_or_none(newborn.parameter) is None:
+                released.keep(newborn.parameter, newborn)
+
+    def unfold(self, newborn: Newborn, *, meet: bool) -> None:
+        """With `meet`, some ranks may never come: the others do not wait for them for longer than the time limit."""
+        self.focus(newborn.module)
+        newborn.unfold(meet=meet)
+        if newborn not in self._whole:
+            self._whole.append(newborn)
+
+    def sharing(self, newborn: Newborn, values: Tensor) -> list[Newborn]:
+        """Others whose parameters have the memory of these values."""
+        storage = values.untyped_storage()._cdata
+        return [other for other in self._all if other is not newborn and other.looks_at(storage)]
+
+    def forget(self, newborn: Newborn) -> None:
+        self._whole = [other for other in self._whole if other is not newborn]
+        self._all.discard(newborn)
+
+
+class Newborn:
+    """One parameter in the nursery, and its keeper."""
+
+    _layout: Layout
+    _flat: Buffer
+
+    def __init__(self, nursery: Nursery, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter) -> None:
+        self.module = module
+        self._nursery, self._name, self.parameter = nursery, name, parameter
+        self._shard: Buffer | None = None
+        self._chest: Chest | None = None  # that the shard is in, if it rests on disk
+        self._held = 0
+        self._is_whole = True
+        self._is_folded = False  # for all ranks, though it may still be whole here
+        self._bonds: list[list[str]] = []  # each with another that had the same memory: who of both is in a unit
+        self._dealt: Tensor | None = None  # this rank's part of what was folded, while somebody may still write to it
+        released.keep(parameter, self)
+        self._take(parameter.data)
+
+    def _take(self, values: Tensor) -> None:
+        """Move the parameter into a flat buffer that fits it as it is now."""
+        context = self._nursery.context
+        self._layout = lay_out([Spec.dense(self._name, values.shape, values.stride())], context.world.mesh.size)
+        self._range = self._layout.shard_range(context.world.place)
+        self._flat = self._buffer(self._layout.padded, values.dtype)
+        slot = self._layout.slots[0]
+        self._flat.tensor[slot.numel :].zero_()
+        self._hang()
+        self.parameter.data.copy_(values)
+
+    def _hang(self) -> None:
+        slot = self._layout.slots[0]
+        self.parameter.data = self._flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+        self._views, self._uses = self._flat.num_views, self._num_uses()
+
+    def _num_uses(self) -> int:
+        """How many hold the parameter in C++: a graph that has saved it for backward, a scripted module."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(self.parameter._use_count())  # type: ignore[attr-defined]
+
+    def _buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = False) -> Buffer:
+        context = self._nursery.context
+        entry = State.PARAMETERS, self._name, tier
+        return Buffer(context.device, context.account, entry, numel, dtype, pinned=pinned)
+
+    @property
+    def agreement(self) -> Agreement:
+        return self._nursery.agreement
+
+    @property
+    def at_rest(self) -> tuple[Tier, int]:
+        """Where the values are now, and their bytes."""
+        if self._is_whole or self._shard is None:
+            return Tier.DEVICE, self._flat.nbytes
+        return self._nursery.rest.tier, self._shard.nbytes
+
+    @property
+    def _rest_dtype(self) -> torch.dtype:
+        made = self._flat.tensor.dtype
+        return self._nursery.rest.dtype or made if made.is_floating_point else made
+
+    @property
+    def _is_watched(self) -> bool:
+        """Somebody still looks at the whole, or will: freeing it would crash him."""
+        return self._flat.num_views > self._views or self._num_uses() > self._uses
+
+    # ---------------------------------------------------------------------------------------------------- folding
+
+    def fold(self) -> bool:
+        """Keep this rank's shard of rank 0's values and free the rest; false if somebody still looks at the whole.
+
+        A view may live longer on one rank than on another, until garbage is collected there. So it decides when memory
+        is freed, and nothing that ranks do together.
+        """
+        if self._held:
+            return False
+        if not self._is_folded:
+            self._take_replaced()
+            if self.parameter.is_meta:
+                released.let_go(self.parameter)
+                return True
+            self._deal()
+            self._is_folded = True
+            released.send_away([self.parameter])
+        if self._is_watched:
+            if self._dealt is None:
+                self._dealt = self._flat.tensor[slice(*self._range)].clone()
+            return False
+        self._collect_late_words()
+        self._flat.drop()
+        self._is_whole = False
+        if not self._nursery.is_open:
+            self.settle()
+        return True
+
+    def _take_replaced(self) -> None:
+        """The parameter may have other memory by now: `.data` was set, or it was converted or swapped."""
+        slot, flat = self._layout.slots[0], self._flat.tensor
+        values = self.parameter.data
+        is_ours = values.untyped_storage()._cdata == flat.untyped_storage()._cdata and values.dtype == flat.dtype
+        if is_ours and tuple(values.shape) == slot.shape and (values.stride() == slot.stride or not values.numel()):
+            return
+        self._bonds = []
+        for other in self._nursery.sharing(self, values):
+            bond: list[str] = []
+            self._bonds.append(bond)
+            other._bonds.append(bond)
+        self._flat.abandon()
+        self._free_shard()
+        if not values.is_meta:
+            self._take(values)
+
+    def looks_at(self, storage: int) -> bool:
+        """Whether the parameter has this memory now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(self.parameter.untyped_storage()._cdata == storage)
+
+    def _check_bonds(self) -> None:
+        """Values that two parameters shared are two copies now: fine, unless both are in the model."""
+        for bond in self._bonds:
+            if bond:
+                raise ShardwellError(
+                    f"parameters {bond[0]} and {self._name} had one memory, by `.data =`: in plain PyTorch a change "
+                    "of one is a change of the other, but split parameters cannot share. Make them one parameter "
+                    "(module.weight = other.weight), or copy the values (module.weight.data.copy_(other.weight.data))."
+                )
+            bond.append(self._name)
+
+    def _deal(self) -> None:
+        """Rank 0's values are everyone's: each rank keeps its shard of them."""
+        context, flat = self._nursery.context, self._flat.tensor
+        start, end = self._range
+        dtype = self._rest_dtype
+        if self._shard is None:
+            rest = self._nursery.rest
+            pinned = rest.pinned and rest.tier is Tier.HOST
+            self._shard = self._buffer(end - start, dtype, rest.tier, pinned=pinned)
+        words = f"FOLD {self._name} {tuple(self.parameter.shape)}"
+        with self._fetched(changes=True):
+            context.world.scatter(flat.to(dtype), self._shard.tensor, words)
+        if self._chest is None and context.disk is not None:
+            self._chest = Chest(context.disk, context.account, self._name)
+            self._chest.keep([self._shard.tensor])
+
+    def _collect_late_words(self) -> None:
+        """What somebody wrote to the whole through an old view, after it was folded, goes into the shard."""
+        if self._dealt is None:
+            return
+        assert self._shard is not None
+        now, before = self._flat.tensor[slice(*self._range)], self._dealt
+        changed = (now != before) & ~(now.isnan() & before.isnan())
+        with self._fetched(changes=True):
+            shard = self._shard.tensor
+            shard.copy_(torch.where(changed.to(shard.device), now.to(shard.device, shard.dtype), shard))
+        self._dealt = None
+
+    def _fetched(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
+        """Have the shard in memory."""
+        return contextlib.nullcontext() if self._chest is None else self._chest.opened(changes=changes)
+
+    def _free_shard(self) -> None:
+        if self._chest is not None:
+            self._chest.free()
+            self._chest = None
+        if self._shard is not None:
+            self._shard.drop()
+            self._shard = None
+
+    def unfold(self, *, meet: bool) -> None:
+        if not self._is_folded:
+            return
+        assert self._shard is not None
+        world, words = self._nursery.context.world, f"GATHER {self._name} {tuple(self.parameter.shape)}"
+        if meet:
+            self.agreement.meet(words)
+        if self._is_whole:
+            self._collect_late_words()
+        self._flat.grow()
+        dtype = self._shard.tensor.dtype
+        whole = self._flat.tensor
+        if dtype != whole.dtype:
+            whole = self._nursery.context.device.empty(self._layout.padded, dtype)
+        with self._fetched(changes=False):
+            whole[slice(*self._range)].copy_(self._shard.tensor)
+        world.gather(whole, None if meet else words).wait()
+        if whole is not self._flat.tensor:
+            self._flat.tensor.copy_(whole)
+        self._is_folded, self._is_whole = False, True
+        released.bring_back([self.parameter])
+
+    def settle(self) -> None:
+        """Have the dtype that it rests in, unless somebody still looks at it in the one that it was made in."""
+        dtype = self._rest_dtype
+        if not self._is_whole and dtype != self._flat.tensor.dtype:
+            self._flat = self._buffer(self._layout.padded, dtype)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._hang()
+            self._flat.drop()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardwellError(
+            f"a model that is built in zero.Init cannot be pickled: this rank has a shard of {self._name} and links "
+            "to others. Save `model.state_dict()`, which all ranks must call, or use the engine's save_checkpoint."
+        )
+
+    # ------------------------------------------------------------------------------------------ as a keeper
+
+    def belong_to(self, parameter: nn.Parameter) -> None:
+        """The values are this parameter's now: `torch.utils.swap_tensors` moves them from one to another."""
+        self.parameter = parameter
+
+    def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
+        self.belong_to(parameter)
+        if torch._C._get_tracing_state() is not None:
+            raise ShardwellError(
+                f"torch.jit.trace cannot record parameter {self._name}, which zero.Init has split over the ranks: the "
+                "traced graph would read memory that is freed. Trace a copy of the model that is built without "
+                "zero.Init, or trace after training from a model with whole weights."
+            )
+        self.open()
+
+    def served(self, parameter: nn.Parameter) -> None:
+        self.close(None)
+
+    def surrender(self, parameter: nn.Parameter) -> Tensor:
+        self.belong_to(parameter)
+        self._check_bonds()
+        self._nursery.unfold(self, meet=False)
+        self._nursery.forget(self)
+        released.let_go(parameter)
+        self._free_shard()
+        return parameter.data
+
+    def open(self) -> None:
+        self._nursery.unfold(self, meet=True)
+        self._held += 1
+
+    def close(self, modifier_rank: int | None) -> None:
+        self._held -= 1
+        if modifier_rank is not None:
+            self._take_replaced()
+            words = f"WRITE {self._name} {tuple(self.parameter.shape)}"
+            self._nursery.context.world.broadcast(self._flat.tensor, modifier_rank, token=words)
+
+
+def meet_for_initialize(model: nn.Module) -> None:
+    """All ranks have left the nursery behind, or one of them has failed there: it is told before anybody else waits."""
+    keepers = [released.keeper_or_none(parameter) for parameter in model.parameters()]
+    agreements = {id(k.agreement): k.agreement for k in keepers if isinstance(k, Newborn)}
+    blank = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if agreements and blank:
+        raise ShardwellError(
+            f"parameter '{blank[0]}' is on the meta device and has no values, but others of the model have some. Fill "
+            "it (module.to_empty(device=...), then an initialiser or load_state_dict), or build all of it on meta."
+        )
+    for agreement in agreements.values():
+        agreement.meet("initialize", limited=False)

@@ -1,0 +1,107 @@
+"""What can be handed over: models and parameters that could not be cut into shards are refused, with their names."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shardwell.errors import ShardwellError
+from shardwell.sharding import released
+from shardwell.sharding.unit import Unit
+
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that an engine could not train as it is."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"its part '{name}' is" if name else "it is"
+            raise ShardwellError(
+                f"the model cannot be hooked: {where} a TorchScript module. Pass the Python module that was scripted "
+                "or traced; engine.compile() compiles it."
+            )
+        if kinds := [kind for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS and _is_torch(kind)]:
+            where = f"its part '{name}' is" if name else "it is"
+            raise ShardwellError(
+                f"the model averages its gradients or splits its parameters itself: {where} wrapped in "
+                f"{kinds[0].__name__}. Pass what is inside (wrapped.module), before it is wrapped."
+            )
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        check_parameter(name, parameter)
+        if released.is_kept(parameter) and isinstance(released.keeper_of(parameter), Unit):
+            raise ShardwellError(
+                f"parameter '{name}' belongs to another engine already. Call destroy() of that engine before the model "
+                "is handed to initialize again."
+            )
+    _check_memory(named)
+
+
+def check_parameter(name: str, parameter: Tensor) -> None:
+    """Refuse a parameter whose values are not plain numbers in memory of its own."""
+    kind = type(parameter)
+    if is_lazy(parameter):
+        raise ShardwellError(
+            f"parameter '{name}' has no shape yet: it belongs to a lazy module. Run the model once on a sample batch "
+            "before it is handed over."
+        )
+    with torch._C.DisableTorchFunctionSubclass():  # it may be away
+        is_inference = parameter.is_inference()
+    if is_inference:
+        raise ShardwellError(
+            f"parameter '{name}' was made inside torch.inference_mode(), so autograd cannot train it. Make or load the "
+            "model outside of it."
+        )
+    if any(base.__name__ == "DTensor" for base in kind.__mro__):
+        raise ShardwellError(
+            f"parameter '{name}' is a DTensor, which is split over ranks already (tensor parallelism or fully_shard). "
+            "Hand over the model before it is split: the engine does that itself."
+        )
+    if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ShardwellError(
+            f"parameter '{name}' is a {kind.__module__}.{kind.__qualname__}, which keeps its values in other tensors: "
+            "these cannot be cut into shards. Hand over the model before it is quantised or converted; to keep frozen "
+            "weights in 8 bits, set zero_optimization.zero_quantized_nontrainable_weights."
+        )
+
+
+def _is_torch(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "torch"
+
+
+def _check_memory(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Two parameters with elements in common would both update them; shards of each would not."""
+    by_storage: defaultdict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in named:
+        is_elsewhere = released.is_kept(parameter) or parameter.is_meta or parameter.layout is not torch.strided
+        if not is_elsewhere and parameter.numel():
+            by_storage[parameter.untyped_storage()._cdata].append((name, parameter))
+    for several in by_storage.values():
+        for (name, one), (other, two) in itertools.combinations(several, 2):
+            if _overlap(one, two):
+                raise ShardwellError(
+                    f"parameters '{name}' and '{other}' share memory. Assign one parameter to both places to tie them "
+                    "(a.weight = b.weight), or give each its own values (.clone())."
+                )
+
+
+def _overlap(one: Tensor, two: Tensor) -> bool:
+    first, second = sorted((_reach(one), _reach(two)))
+    if one.dtype != two.dtype:
+        return first[1] * one.itemsize > second[0] * two.itemsize
+    if second[0] >= first[1]:
+        return False
+    taken = torch.zeros(max(first[1], second[1]), dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(two.shape, two.stride(), two.storage_offset()).any())
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    """Its first element in its storage, and the one behind the last."""
+    start = int(tensor.storage_offset())
+    return start, start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,0 +1,195 @@
+"""A shard: this rank's slice of a group's parameters as it rests, and how the whole is made of all ranks' shards.
+
+It rests in numbers or in codes, on the device, on the host (pinned) or on disk (a page). What rests in codes travels in
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwell.kernels.quantize import Codec
+from shardwell.kernels.quantize_stably import encode
+from shardwell.kernels.rounding import narrow
+from shardwell.memory import Buffer, Lane, Mark, State, Tier
+from shardwell.offload.param_swap import Page
+from shardwell.offload.swapped_tensors import Chest
+from shardwell.parallel import Pending, quantized
+from shardwell.sharding.context import Context
+from shardwell.sharding.secondary import SecondCopy
+from shardwell.sharding.spec import Row
+
+
+class Shard:
+    """Parameters at rest, of rows that release them."""
+
+    def __init__(self, name: str, unit: str, row: Row, numel: int, dtype: torch.dtype, context: Context) -> None:
+        self._name, self._unit, self._row, self._context = name, unit, row, context
+        codec, tier = row.rest_codec, row.parameters.tier
+        size = (numel, dtype) if codec is None else (codec.num_bytes(numel), torch.uint8)
+        entry = (State.PARAMETERS, unit, tier)
+        self._buffer = Buffer(context.device, context.account, entry, *size, pinned=tier is Tier.HOST)
+        self.page: Page | None = None  # that it is in, if it rests on disk
+        self.is_liftable = tier is not Tier.DEVICE and context.device.has_own_memory and context.world.mesh.size > 1
+        self._lifted: tuple[Tensor, Mark] | None = None  # a copy on the device, and when it is there
+        self.second: SecondCopy | None = None
+        if row.second_copy is not None and row.second_copy.over is not None:
+            self.second = SecondCopy(name, unit, context.comm[row.second_copy.over], context.scratch)
+
+    @property
+    def tensor(self) -> Tensor:
+        """1D: numbers, or codes."""
+        return self._buffer.tensor
+
+    def store(self, values: Tensor) -> None:
+        """Rest as these numbers (1D), or as their codes; then those are in fp32."""
+        codec, rests = self._row.rest_codec, self.tensor
+        if codec is None:
+            rests.copy_(values)
+            return
+        codes = rests if rests.device == values.device else torch.empty_like(rests, device=values.device)
+        encode(codec, values, codes)
+        if codes is not rests:
+            rests.copy_(codes)
+
+    def decode(self, values: Tensor) -> None:
+        """The numbers (1D, where the shard is) that codes stand for."""
+        assert self._row.rest_codec is not None
+        self._row.rest_codec.decode(self.tensor, values)
+
+    def send_to_disk(self) -> None:
+        if self._row.parameters.tier is Tier.DISK and self._context.disk and self._context.pages:
+            self.page = Page(self._context.pages, Chest(self._context.disk, self._context.account, self._unit))
+            self.page.chest.keep([self.tensor])
+
+    def free(self) -> None:
+        """Let go of everything."""
+        if self.second is not None:
+            self.second.forget()
+        self.let_go()
+        if self.page is not None:
+            self.page.chest.free()
+        self._buffer.drop()
+
+    # --------------------------------------------------------------------------------------------------- gathers
+
+    def gather(self, flat: Buffer, codec: Codec | None, *, keeps: bool = True) -> Pending:
+        """Start to fill `flat` with all shards; a codec is for numbers, on the way. `keeps`: a second copy, if any."""
+        second = self.second if keeps else None
+        if self._row.rest_codec is not None:
+            return self._gather_codes(flat, self._row.rest_codec, second)
+        token = f"GATHER {self._name}"
+        if self._row.gather_codec is not None and codec is None:
+            token += " exactly"  # other bytes travel than those of codes
+            second = None  # the copy is one of codes, and somebody wants the numbers
+        if second is not None and second.is_there:
+            flat.grow()
+            return second.gather(flat.tensor)
+        world, lane = self._context.world, self._context.device.gathers
+        with self._source() as source:
+            flat.grow()
+            with lane.after_current():
+                mine = flat.tensor.chunk(world.mesh.size)[world.place]
+                if source.device == mine.device:
+                    narrow(source, mine)
+                else:
+                    mine.copy_(source, non_blocking=True)
+        mark = lane.mark()
+        move = world.gather(flat.tensor, token, codec=codec)
+        whole = Pending(mark.wait) if world.mesh.size == 1 else move
+        if second is None or second.is_there:
+            return whole
+        return whole.then(partial(second.keep, flat.tensor))
+
+    def _gather_codes(self, flat: Buffer, codec: Codec, second: SecondCopy | None) -> Pending:
+        """The second copy is one of codes, too."""
+        world, lane = self._context.world, self._context.device.gathers
+        if second is not None and second.is_there:
+            flat.grow()
+            return quantized.decode(world, flat.tensor, codec, second.gather, self._context.scratch)
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(self._source())
+            flat.grow()
+            if world.mesh.size > 1 and source.numel():
+                keep = second.keep if second is not None else None
+                return world.gather_codes(source, flat.tensor, codec, f"GATHER {self._name}", stack.close, keep)
+            with lane.after_current():
+                codec.decode(source.to(flat.tensor.device, non_blocking=True), flat.tensor)
+        return Pending(lane.mark().wait)
+
+    @contextlib.contextmanager
+    def _source(self) -> Iterator[Tensor]:
+        """What rests, where it can be copied from: whoever does is on the lane of gathers when this ends."""
+        device = self._context.device
+        if self._lifted is None:
+            with self._below(device.gathers) as source:
+                yield source
+            return
+        (copy, there), self._lifted = self._lifted, None
+        with device.gathers.after(there):
+            pass
+        try:
+            yield copy
+        finally:
+            with device.lifts.after(device.gathers.mark()):  # who takes its memory next
+                self._context.scratch.give(copy)
+
+    @contextlib.contextmanager
+    def _below(self, lane: Lane) -> Iterator[Tensor]:
+        """What rests, where it rests, or in a slot if that is on disk; it is copied on the lane."""
+        if self.page is None:
+            yield self.tensor
+            return
+        slot = self.page.read()
+        try:
+            yield slot[: self._buffer.nbytes].view(self.tensor.dtype)
+        finally:
+            self.page.give(slot, lane.mark())
+
+    @property
+    def is_lifted(self) -> bool:
+        return self._lifted is not None
+
+    @property
+    def _leaves_its_tier(self) -> bool:
+        """The next gather needs it from where it rests."""
+        return not self.is_lifted and (self.second is None or not self.second.is_there)
+
+    def expect(self) -> bool:
+        """It will be gathered soon: begin to read what rests on disk."""
+        return self.page is not None and self._leaves_its_tier and self.page.expect()
+
+    def lift(self) -> bool:
+        """It will be gathered next but one: begin to copy it to the device, unless its page has not come yet.
+
+        A rank that is alone has no gather beside that copy, and does nothing here.
+        """
+        if not self.is_liftable or not self._leaves_its_tier or (self.page is not None and not self.page.has_come):
+            return False
+        scratch, lane = self._context.scratch, self._context.device.lifts
+        try:
+            with lane.after(Mark()):
+                copy = scratch.take(self.tensor.numel(), self.tensor.dtype, State.STAGING, self._unit)
+        except torch.OutOfMemoryError:
+            return False  # the gather may do without it
+        try:
+            with self._below(lane) as source, lane.after(Mark()):
+                copy.copy_(source, non_blocking=True)
+        except BaseException:
+            scratch.give(copy)
+            raise
+        self._lifted = copy, lane.mark()
+        return True
+
+    def let_go(self) -> None:
+        """It will not be gathered soon after all, or what rests will change."""
+        if self._lifted is not None:
+            self._context.scratch.give(self._lifted[0])  # the lane that copies it is the one that takes its memory next
+            self._lifted = None
+        if self.page is not None:
+            self.page.forget()

@@ -1,0 +1,186 @@
+"""`Init`: a model whose parameters are born sharded.
+
+Every parameter that a module registers gets a keeper at once, and so does every one of a module that is attached to
+another. The parameters of the module that was touched last are whole; when another module is touched they are split,
+and each rank keeps its shard of rank 0's values (`nursery.py`). All ranks run the whole construction, so the same seed
+gives the same weights as without `Init`. `initialize` then regroups the shards into units. Until then they rest on the
+device where they were made, in host memory or on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from shardwell.config import Config, load
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import Tier
+from shardwell.memory.device import default_device, returning_freed_pages
+from shardwell.parallel import start_process_group
+from shardwell.sharding import released
+from shardwell.sharding.init_arguments import Others
+from shardwell.sharding.init_parameters import Nursery, Rest
+from shardwell.sharding.parameter_subclasses import has_no_size, own_rules
+
+_TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+_active: list[tuple[int, Init]] = []  # the contexts that are open, with the thread of each; the last one counts
+_said: set[str] = set()
+
+_REGISTER = nn.Module.register_parameter
+
+
+class Init(contextlib.AbstractContextManager["Init"]):
+    """Inside this context, parameters are split over the ranks as soon as the next module is touched.
+
+    Without a configuration it splits; one whose stage is below 3 has nothing to split. Shards rest where
+    `offload_param` says, or `remote_device`; in bf16 or fp16 if the configuration computes in that, or in `dtype`.
+    Until the context ends a parameter that is used is whole in the dtype that its module gave it. So initialisers work
+    as ever, and what they leave is rounded. The other arguments of DeepSpeed's `Init` are in `init_arguments.py`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        remote_device: str | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> None:
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        self._settings = load({"zero_optimization": {"stage": 3}} if given is None else given)
+        self._enabled = enabled and self._settings.zero_optimization.stage == 3
+        if enabled and not self._enabled:
+            _say_once(
+                f"zero.Init does nothing: its configuration has ZeRO stage {self._settings.zero_optimization.stage}, "
+                "which keeps parameters whole. Set zero_optimization.stage to 3, or leave zero.Init out."
+            )
+        self._others = Others.of(others)
+        self._where = self._others.device or default_device()
+        self._rest = _rest(self._settings, remote_device, dtype, self._others.pin_memory)
+        self._scope: contextlib.ExitStack = contextlib.ExitStack()
+        self._nursery: Nursery | None = None
+        if module is not None and self._enabled:
+            with self:
+                self._adopt_all(module)
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        if _active and _active[-1][0] != threading.get_ident():
+            raise ShardwellError(
+                "zero.Init is open in another thread: ranks split parameters together, so all of a process's models "
+                "must be built in one thread, one after the other."
+            )
+        start_process_group(self._where)
+        if words := self._others.about_groups():
+            _say_once(words)
+        self._nursery = self._nursery or Nursery(self._where, self._settings, self._rest)
+        with contextlib.ExitStack() as scope:
+            scope.enter_context(returning_freed_pages(self._where))
+            scope.enter_context(self._where)
+            scope.callback(_active.pop)
+            _active.append((threading.get_ident(), self))
+            scope.callback(register_module_parameter_registration_hook(self._hear_parameter).remove)
+            scope.callback(register_module_module_registration_hook(self._hear_module).remove)
+            self._nursery.open()
+            self._scope = scope.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._enabled or self._nursery is None:
+            return
+        with self._scope:
+            if error is not None:
+                self._nursery.agreement.leave_word(f"{type(error).__name__} in zero.Init: {error}")
+            else:
+                self._nursery.close()
+
+    @property
+    def _is_listening(self) -> bool:
+        """What other threads build is theirs, and in nested contexts the innermost counts."""
+        return bool(_active) and _active[-1] == (threading.get_ident(), self)
+
+    def _hear_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Where somebody has a `register_parameter` of his own, as Accelerate's `init_empty_weights`, he may replace
+        what is registered here. It is then heard of when its module is attached.
+        """
+        is_torchs = nn.Module.register_parameter is _REGISTER
+        if is_torchs and self._is_listening and isinstance(parameter, nn.Parameter):
+            self._adopt(module, name, parameter)
+
+    def _hear_module(self, module: nn.Module, name: str, attached: Any) -> None:
+        """A module that is attached may have parameters of which nobody was told: copies, or those of a loader."""
+        if self._is_listening and isinstance(attached, nn.Module):
+            self._adopt_all(attached)
+
+    def _adopt_all(self, module: nn.Module) -> None:
+        for child in module.modules():
+            if isinstance(child, torch.jit.ScriptModule):
+                raise ShardwellError(
+                    f"zero.Init cannot split the parameters of a scripted or traced module ({child.original_name}): "
+                    "TorchScript reads them where no gather can come first. Attach the module itself, and use "
+                    "engine.compile() for speed."
+                )
+            for name, parameter in child._parameters.items():
+                if parameter is not None and not has_no_size(parameter) and not own_rules(parameter):
+                    self._adopt(child, name, parameter)
+
+    def _adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if released.is_kept(parameter):
+            return
+        if has_no_size(parameter):
+            _say_once(
+                f"zero.Init leaves the parameters of {type(module).__name__} whole, on every rank, until initialize: "
+                "they have no size before its first forward, which must come before initialize."
+            )
+        elif rules := own_rules(parameter):
+            raise ShardwellError(
+                f"zero.Init cannot split parameter '{name}' of {type(module).__name__}: {rules}, and splitting it over "
+                "the ranks would lose that. Build this module outside of zero.Init; it may be attached inside."
+            )
+        elif not parameter.is_meta:
+            assert self._nursery is not None
+            self._nursery.adopt(module, name, parameter)
+
+
+def _rest(settings: Config, remote_device: str | None, dtype: torch.dtype | None, pin_memory: bool) -> Rest:
+    """How shards rest: what the caller says, else the configuration."""
+    block = settings.zero_optimization.offload_param
+    if remote_device not in _TIERS:
+        known = ", ".join(f"'{name}'" for name in _TIERS if name)
+        raise ConfigError(f"zero.Init(remote_device='{remote_device}'): expected one of {known}, or none of them")
+    tier = _TIERS[remote_device if remote_device is not None else block.device]
+    folders = [Path(path.strip()) for path in (block.nvme_path or "").split(",") if path.strip()]
+    if tier is Tier.DISK and not folders:
+        raise ConfigError(
+            "zero.Init(remote_device='nvme') needs a folder: name one on a local drive, or several with ',' "
+            "between them, in zero_optimization.offload_param.nvme_path"
+        )
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"zero.Init(dtype={dtype}): expected a floating-point dtype")
+    computes_in = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
+    return Rest(tier, dtype or computes_in, pin_memory, folders)
+
+
+def _say_once(words: str) -> None:
+    if words not in _said and os.environ.get("RANK", "0") == "0":
+        logging.getLogger("shardwell").warning(words)
+    _said.add(words)

@@ -1,0 +1,196 @@
+"""Cutting a model into units: which module owns which parameters.
+
+By default every block of a repeated container is a unit, every embedding or other large leaf outside the blocks is a
+unit, and the rest is the root unit. Named classes, names and name suffixes override that. The tiles of a `TiledLinear`
+are units wherever they are, but not inside a unit that was named. A parameter that several units share belongs to their
+nearest common ancestor unit, and to it alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwell.errors import ConfigError
+from shardwell.sharding.tiled import TiledLinear
+
+_REPEATED = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LEAF_SHARE = 0.25  # a leaf outside the blocks is a unit of its own from this share of the largest block
+
+
+@dataclass(frozen=True)
+class Names:
+    """The modules that the user wants as units."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.classes or self.names or self.suffixes)
+
+    def match(self, name: str, module: nn.Module) -> bool:
+        if is_leaf(module):
+            return True
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        kinds |= {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+        return (
+            name in self.names
+            or any(name == suffix or name.endswith("." + suffix) for suffix in self.suffixes)
+            or not kinds.isdisjoint(self.classes)
+        )
+
+
+def set_leaf(module: nn.Module, flag: bool = True) -> None:
+    """Name a module as one unit from the code, as `leaf_module` does in the configuration."""
+    module._shardwell_leaf = flag  # type: ignore[assignment]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    return bool(module.__dict__.get("_shardwell_leaf", False))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One unit to be: a module, and the names and parameters that it owns."""
+
+    name: str
+    module: nn.Module
+    parameters: list[tuple[str, nn.Parameter]]
+    is_tile: bool = False
+    is_named: bool = False  # by the user, as one unit
+
+
+def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
+    """Cut `model` into units, in the order of their modules; the root unit ("") comes first if it owns anything."""
+    wanted = wanted or Names()
+    chosen = _chosen(model, wanted)
+    owner = _owners(model, chosen)
+    owned: defaultdict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        owned[owner[id(parameter)]].append((name, parameter))
+    modules = dict(model.named_modules())
+    tiles = _tiles(model) & chosen
+    return [
+        Cut(name, module, owned[name], name in tiles, wanted.match(name, module))
+        for name, module in modules.items()
+        if owned.get(name)
+    ]
+
+
+def _chosen(model: nn.Module, wanted: Names) -> set[str]:
+    """Names of the modules that become units, the root aside."""
+    _check_all_matched(model, wanted)
+    if wanted.match("", model):
+        return set()  # all of it is one unit
+    explicit = {name for name, module in model.named_modules() if wanted.match(name, module)}
+    # inside a named unit nothing is cut further, so that it is gathered as a whole
+    explicit = {name for name in explicit if not any(_inside(name, other) for other in explicit if other != name)}
+    inside_explicit = {name for name, _ in model.named_modules() if any(_inside(name, other) for other in explicit)}
+    blocks = {name for name in _repeated_blocks(model) if name not in inside_explicit}
+    blocks = {name for name in blocks if not any(_inside(inner, name) for inner in explicit)} | explicit
+    return blocks | {name for name in _large_leaves(model, blocks) | _tiles(model) if name not in inside_explicit}
+
+
+def _repeated_blocks(model: nn.Module) -> set[str]:
+    """Children of the outermost containers that hold two or more modules of one class with parameters."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if not any(_inside(name, block) for block in found):
+            found |= {_join(name, child_name) for child_name in _blocks_in(module)}
+    return found & dict(model.named_modules()).keys()  # a module that is in two places has one name
+
+
+def _blocks_in(container: nn.Module) -> list[str]:
+    """Names of the children that are repeated blocks; stages that hold blocks of their own are no blocks."""
+    if not isinstance(container, _REPEATED):
+        return []
+    candidates = [
+        (name, child)
+        for name, child in container.named_children()
+        if next(child.children(), None) is not None and _count(child) and not _blocks_in(child)
+    ]
+    kinds = [type(child) for _, child in candidates]
+    return [
+        name
+        for name, child in candidates
+        if kinds.count(type(child)) >= 2 and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+    ]
+
+
+def _large_leaves(model: nn.Module, blocks: set[str]) -> set[str]:
+    modules = dict(model.named_modules())
+    largest = max((_count(modules[name]) for name in blocks), default=0)
+    found = set()
+    for name, module in modules.items():
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if not name or not size or any(_inside(name, block) for block in blocks):
+            continue
+        if (
+            isinstance(module, nn.Embedding)
+            or (largest and size >= _LEAF_SHARE * largest)
+            or (not largest and next(module.children(), None) is None and size >= _LEAF_SHARE * _count(model))
+        ):
+            found.add(name)
+    return found
+
+
+def _tiles(model: nn.Module) -> set[str]:
+    tiles = {id(tile) for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles()}
+    return {name for name, module in model.named_modules() if id(module) in tiles}
+
+
+def _owners(model: nn.Module, chosen: set[str]) -> dict[int, str]:
+    """For each parameter (by id) the unit that owns it."""
+    users: defaultdict[int, set[str]] = defaultdict(set)
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].add(_unit_of(name, chosen))
+    return {key: _common_ancestor(units, chosen) for key, units in users.items()}
+
+
+def _unit_of(name: str, chosen: set[str]) -> str:
+    while name and name not in chosen:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _common_ancestor(units: set[str], chosen: set[str]) -> str:
+    if len(units) == 1:
+        return next(iter(units))
+    paths = [name.split(".") if name else [] for name in units]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return _unit_of(".".join(shared), chosen)
+
+
+def _check_all_matched(model: nn.Module, wanted: Names) -> None:
+    modules = dict(model.named_modules())
+    kinds = {kind.__name__ for m in modules.values() for kind in type(m).__mro__}
+    kinds |= {f"{kind.__module__}.{kind.__qualname__}" for m in modules.values() for kind in type(m).__mro__}
+    missing = [f"class {name}" for name in wanted.classes if name not in kinds]
+    missing += [f"module {name}" for name in wanted.names if name not in modules]
+    missing += [f"suffix {s}" for s in wanted.suffixes if not any(n == s or n.endswith("." + s) for n in modules)]
+    if missing:
+        raise ConfigError(
+            f"zero_optimization.leaf_module names what the model does not have: {', '.join(missing)}. "
+            f"Its classes are: {', '.join(sorted({type(m).__name__ for m in modules.values()}))}"
+        )
+
+
+def _inside(name: str, other: str) -> bool:
+    return name == other or name.startswith(other + ".")
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
