@@ -84,15 +84,15 @@ class Shardwell:
         return wait
 
     def load(self, folder: str, tag: str) -> int | None:
-        from shardwell.checkpoint.sources import OwnSource
+        from shardwell.checkpoint.sources import ShardwellSource
 
         read: list[int] = []
-        close = OwnSource.close
-        OwnSource.close = lambda self: (read.append(self.bytes_read), close(self))[1]  # type: ignore[method-assign]
+        close = ShardwellSource.close
+        ShardwellSource.close = lambda self: (read.append(self.bytes_read), close(self))[1]  # type: ignore[method-assign]
         try:
             self.engine.load_checkpoint(folder, tag)
         finally:
-            OwnSource.close = close  # type: ignore[method-assign]
+            ShardwellSource.close = close  # type: ignore[method-assign]
         return read[0]
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:

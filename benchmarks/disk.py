@@ -37,7 +37,7 @@ from torch import Tensor
 
 from benchmarks.measure import cpu_seconds, machine, versions
 from shardwell import kernels
-from shardwell.offload.disk import DiskSettings, DiskTier, Extent, Transfer, aligned
+from shardwell.offload.disk import AioSettings, DiskExtent, DiskTier, DiskTransfer, aligned
 from shardwell.offload.disk_file import file_system, rounded
 from shardwell.offload.disk_queue import ENGINES, choose, unusable
 
@@ -71,7 +71,7 @@ def pieces(job: str, start: int, end: int, size: int) -> list[Piece]:
 class Loop:
     """The reference: nothing but threads and system calls. Shares no code with the tier."""
 
-    def __init__(self, path: Path, memory: Tensor, settings: DiskSettings) -> None:
+    def __init__(self, path: Path, memory: Tensor, settings: AioSettings) -> None:
         self._memory = memoryview(memory.numpy())
         self._settings = settings
         self._file = os.open(path, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
@@ -107,7 +107,7 @@ class Loop:
 class Tier:
     """The disk tier with one engine."""
 
-    def __init__(self, path: Path, memory: Tensor, settings: DiskSettings) -> None:
+    def __init__(self, path: Path, memory: Tensor, settings: AioSettings) -> None:
         self._memory = memory
         self._tier = DiskTier([path], settings)
         self._extent = self._tier.allocate(memory.numel())
@@ -127,7 +127,7 @@ class Tier:
 class DeepNvme:
     """DeepSpeed's handle, with memory that it locked itself, which it moves without a copy."""
 
-    def __init__(self, path: Path, memory: Tensor, settings: DiskSettings) -> None:
+    def __init__(self, path: Path, memory: Tensor, settings: AioSettings) -> None:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         keys = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
@@ -156,7 +156,7 @@ class Fio:
 
     seconds: float
 
-    def __init__(self, path: Path, memory: Tensor, settings: DiskSettings) -> None:
+    def __init__(self, path: Path, memory: Tensor, settings: AioSettings) -> None:
         self._name = path / f"fio-{os.getpid()}.bin"
         engine = "psync" if "io_uring" in unusable() else "io_uring"
         depth = settings.queue_depth
@@ -184,9 +184,7 @@ class Fio:
 
 
 @contextlib.contextmanager
-def contenders_on(
-    path: Path, memory: Tensor, settings: DiskSettings
-) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+def contenders_on(path: Path, memory: Tensor, settings: AioSettings) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     """Those that run here, and why the others do not."""
     makers: dict[str, Callable[[], Contender]] = {REFERENCE: lambda: Loop(path, memory, settings)}
     missing = {f"shardwell, {engine}": reason for engine, reason in unusable().items()}
@@ -196,7 +194,7 @@ def contenders_on(
         missing[FIO] = "not installed"
     for engine in ENGINES:
         if (name := f"shardwell, {engine}") not in missing:
-            chosen = DiskSettings(**{**vars(settings), "engine": engine})
+            chosen = AioSettings(**{**vars(settings), "engine": engine})
             makers[name] = lambda chosen=chosen: Tier(path, memory, chosen)  # type: ignore[misc]
     makers[DEEPSPEED] = lambda: DeepNvme(path, memory, settings)
     made: dict[str, Any] = {}
@@ -214,7 +212,7 @@ def contenders_on(
             contender.close()
 
 
-def drive_rates(path: Path, settings: DiskSettings, num_bytes: int) -> dict[str, float]:
+def drive_rates(path: Path, settings: AioSettings, num_bytes: int) -> dict[str, float]:
     """Bytes a second of each job, reads and writes together: the best of the reference and the chosen engine."""
     memory = aligned(num_bytes)
     pattern = torch.randint(256, (min(num_bytes, REQUEST),), dtype=torch.uint8)
@@ -234,12 +232,12 @@ def drive_rates(path: Path, settings: DiskSettings, num_bytes: int) -> dict[str,
     return found
 
 
-def rewritten_rate(tier: DiskTier, extents: Sequence[Extent], seconds: float) -> float:
+def rewritten_rate(tier: DiskTier, extents: Sequence[DiskExtent], seconds: float) -> float:
     """Bytes a second that the drive keeps up for so long if what is read is written back soon after, over and over."""
     depth, lag = 32, 16
-    memory, written = aligned(depth * REQUEST).zero_(), deque[Transfer]()  # there is none until it is touched
+    memory, written = aligned(depth * REQUEST).zero_(), deque[DiskTransfer]()  # there is none until it is touched
     places = [(extent, at) for extent in extents for at in range(0, extent.num_bytes, REQUEST)]
-    read, total, begin = deque[tuple[Extent, int, Tensor, Transfer]](), 0, time.perf_counter()
+    read, total, begin = deque[tuple[DiskExtent, int, Tensor, DiskTransfer]](), 0, time.perf_counter()
 
     def write_back() -> None:
         extent, at, slot, transfer = read.popleft()
@@ -263,7 +261,7 @@ def rewritten_rate(tier: DiskTier, extents: Sequence[Extent], seconds: float) ->
     return total / (time.perf_counter() - begin)
 
 
-def rewritten_by_threads(tier: DiskTier, extents: Sequence[Extent], seconds: float) -> float:
+def rewritten_by_threads(tier: DiskTier, extents: Sequence[DiskExtent], seconds: float) -> float:
     """The same by threads that do nothing but read a piece of the tier's files and write it back."""
     pieces = [
         (tier._files[lane].descriptor, at, rounded(size))
@@ -370,8 +368,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--path", required=True, type=directory, help="a directory on the drive; written to")
     parser.add_argument("--bytes", type=int, default=1 << 30, help="of the file, and of memory (default 1 GiB)")
-    parser.add_argument("--block-size", type=int, default=DiskSettings.block_size)
-    parser.add_argument("--queue-depth", type=int, default=DiskSettings.queue_depth)
+    parser.add_argument("--block-size", type=int, default=AioSettings.block_size)
+    parser.add_argument("--queue-depth", type=int, default=AioSettings.queue_depth)
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds over all slices (default 10)")
     parser.add_argument("--slices", type=int, default=8, help="that the file lies in (default 8)")
     parser.add_argument("--note", default="", help="kept with the raw results")
@@ -383,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, keep the raw figures. 1 if a target is missed."""
     args, console = parse_arguments(argv), Console(width=max(Console().width, 130))
     path: Path = args.path
-    settings = DiskSettings(block_size=args.block_size, queue_depth=args.queue_depth)
+    settings = AioSettings(block_size=args.block_size, queue_depth=args.queue_depth)
     memory = aligned(args.bytes).random_(generator=torch.Generator().manual_seed(0))
     crc = kernels.crc32(memoryview(memory.numpy()))
     choice, load = choose([path], settings), os.getloadavg()[0]

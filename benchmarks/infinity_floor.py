@@ -24,7 +24,7 @@ from benchmarks.infinity_variants import disk_bytes
 from benchmarks.offload_floor import bus_rates, compute_seconds, update_rates
 from benchmarks.offload_variants import Size, Variant, workload_of
 from shardwell import kernels
-from shardwell.offload.disk_queue import DiskSettings
+from shardwell.offload.disk_queue import AioSettings
 
 FORMULAS = {
     "at once": "max(compute, update, bus, disk)",
@@ -50,7 +50,7 @@ def block_by_block(size: Size, device: str) -> dict[str, float]:
 def measure_floors(sizes: dict[str, Size], device: str, folder: str) -> dict[str, Any]:
     """The speed of everything, and the compute of each size."""
     return {
-        "drive": drive_rates(Path(folder), DiskSettings(), DRIVE_BYTES[device]),
+        "drive": drive_rates(Path(folder), AioSettings(), DRIVE_BYTES[device]),
         "bus": bus_rates(device),
         "update": update_rates(device, UPDATED[device]),
         "kernel": str(kernels.describe()),

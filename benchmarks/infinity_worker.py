@@ -23,7 +23,7 @@ from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, dis
 from benchmarks.infinity_watch import Watch
 from benchmarks.offload_variants import SOME, EngineSteps, Size, TorchSteps, Variant, build, clip_rate, workload_of
 from benchmarks.offload_worker import HostMemory, start, steady_pass
-from shardwell.offload.disk import DiskTier, Extent, aligned
+from shardwell.offload.disk import DiskExtent, DiskTier, aligned
 
 DRIVE = {"cuda": (2 << 30, 6.0), "cpu": (1 << 22, 0.1)}  # bytes, and seconds in which they are read and written
 
@@ -95,7 +95,7 @@ def tier_of(engine: Any) -> DiskTier | None:
     return None if store is None else store._tier
 
 
-def kept_up(tier: DiskTier, extents: Sequence[Extent], device: str) -> dict[str, float]:
+def kept_up(tier: DiskTier, extents: Sequence[DiskExtent], device: str) -> dict[str, float]:
     """Bytes a second that the drive keeps up over bytes that stay as they are: by the tier, and without it."""
     ways = {"tier": rewritten_rate, "threads": rewritten_by_threads}
     return {name: way(tier, extents, DRIVE[device][1]) for name, way in ways.items()}

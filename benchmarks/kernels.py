@@ -57,22 +57,22 @@ class Slice:
         self.wide = torch.randn(numel) * 1e-3
         self.gradient = self.wide.bfloat16()
         self.out = torch.zeros(numel, dtype=torch.bfloat16)
-        self.moments = kernels.Moments8.zeros(numel)
-        self.new = kernels.NewState(torch.zeros(numel), (torch.zeros(numel), torch.zeros(numel)))
+        self.moments = kernels.Moments8bitArgs.zeros(numel)
+        self.new = kernels.OutOfPlaceState(torch.zeros(numel), (torch.zeros(numel), torch.zeros(numel)))
         self.steps = 0
         self.master.grad = self.wide
 
     def state(self, step: Any) -> dict[str, Any]:
         return {"step": step, "exp_avg": self.first, "exp_avg_sq": self.second}
 
-    def stretches(self) -> dict[str, kernels.Stretch]:
+    def stretches(self) -> dict[str, kernels.UpdateArgs]:
         """The whole job, out of place, with 8-bit moments; and a step with an fp32 gradient and no 16-bit copy."""
         master, state = self.master.detach(), (self.first, self.second)
         return {
-            OURS: kernels.Stretch(self.gradient, master, state, out=self.out),
-            f"{OURS}, out of place": kernels.Stretch(self.gradient, master, state, out=self.out, new=self.new),
-            f"{OURS}, 8-bit moments": kernels.Stretch(self.gradient, master, self.moments, out=self.out),
-            f"{OURS}, step alone": kernels.Stretch(self.wide, master, state),
+            OURS: kernels.UpdateArgs(self.gradient, master, state, out=self.out),
+            f"{OURS}, out of place": kernels.UpdateArgs(self.gradient, master, state, out=self.out, new=self.new),
+            f"{OURS}, 8-bit moments": kernels.UpdateArgs(self.gradient, master, self.moments, out=self.out),
+            f"{OURS}, step alone": kernels.UpdateArgs(self.wide, master, state),
         }
 
     def optimizers(self) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class Slice:
         return made
 
 
-def kernel(part: Slice, stretch: kernels.Stretch, library: Library) -> Callable[[int], None]:
+def kernel(part: Slice, stretch: kernels.UpdateArgs, library: Library) -> Callable[[int], None]:
     def step(threads: int) -> None:
         part.steps += 1
-        library.update(kernels.Adam(**OPTIONS, decoupled=True, step=part.steps), stretch, threads)
+        library.update(kernels.AdamRule(**OPTIONS, decoupled=True, step=part.steps), stretch, threads)
 
     return step
 

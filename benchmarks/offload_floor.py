@@ -91,9 +91,9 @@ def update_rates(device: str, numel: int) -> dict[str, float]:
     for name, kind in (("fp32", OURS), ("8bit", f"{OURS}, 8-bit moments")):
         stretches = [part.stretches()[kind] for part in slices]
 
-        def update(stretches: list[kernels.Stretch] = stretches) -> None:
+        def update(stretches: list[kernels.UpdateArgs] = stretches) -> None:
             for stretch in stretches:
-                kernels.update(kernels.Adam(**OPTIONS, decoupled=True, step=2), stretch, threads)
+                kernels.update(kernels.AdamRule(**OPTIONS, decoupled=True, step=2), stretch, threads)
 
         found[name] = SLICES * numel / median_seconds(update, "cpu")
     return found

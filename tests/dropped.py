@@ -1,7 +1,7 @@
 """What is begun must be ended: work that nobody waited for and memory that was not given back are errors in tests.
 
-`watch` makes `Pending` say where it was made when it dies without having been waited for, and has every step look at
-what `Scratch` has handed out. An engine that dies or fails takes with it what was on its way; that is no loss.
+`watch` makes `Work` say where it was made when it dies without having been waited for, and has every step look at
+what `TemporaryBuffers` has handed out. An engine that dies or fails takes with it what was on its way; that is no loss.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwell.engine.engine import Engine
-from shardwell.memory import Scratch
-from shardwell.parallel.work import Pending
-from shardwell.sharding.context import Context
+from shardwell.memory import TemporaryBuffers
+from shardwell.parallel.work import Work
+from shardwell.sharding.context import EngineContext
 from shardwell.sharding.gradients import Gradients
 
 _DEPTH = 12  # callers that a place names
 
 found: list[str] = []  # what was dropped, and where it was made
-_places: weakref.WeakKeyDictionary[Scratch, dict[int, str]] = weakref.WeakKeyDictionary()
-_failed: weakref.WeakSet[Scratch] = weakref.WeakSet()  # of engines that went through an error
+_places: weakref.WeakKeyDictionary[TemporaryBuffers, dict[int, str]] = weakref.WeakKeyDictionary()
+_failed: weakref.WeakSet[TemporaryBuffers] = weakref.WeakSet()  # of engines that went through an error
 
 
 def watch() -> None:
     """From now on, in this process."""
-    if hasattr(Pending, "__del__"):
+    if hasattr(Work, "__del__"):
         return
     make, adopt, step, forget, together = (
-        Pending.__init__, Scratch.adopt, Engine.step, Engine.zero_grad, Context.failing_together,
+        Work.__init__, TemporaryBuffers.adopt, Engine.step, Engine.zero_grad, EngineContext.failing_together,
     )  # fmt: skip
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ def watch() -> None:
         if getattr(self, "_finish", None) is not None and _counts(self.owner):
             found.append(f"nobody waited for what was begun here:\n{self.made_at}")
 
-    def adopted(self: Scratch, tensor: Any, *args: Any) -> Any:
+    def adopted(self: TemporaryBuffers, tensor: Any, *args: Any) -> Any:
         _places.setdefault(self, {})[id(tensor)] = _where()[0]
         return adopt(self, tensor, *args)
 
@@ -59,7 +59,7 @@ def watch() -> None:
         look(self)
 
     @contextlib.contextmanager
-    def failing(self: Context, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def failing(self: EngineContext, *args: Any, **kwargs: Any) -> Iterator[None]:
         try:
             with together(self, *args, **kwargs):
                 yield
@@ -68,8 +68,8 @@ def watch() -> None:
             raise
 
     for owner, name, function in (
-        (Pending, "__init__", made), (Pending, "__del__", dropped), (Scratch, "adopt", adopted),
-        (Engine, "step", stepped), (Engine, "zero_grad", forgotten), (Context, "failing_together", failing),
+        (Work, "__init__", made), (Work, "__del__", dropped), (TemporaryBuffers, "adopt", adopted),
+        (Engine, "step", stepped), (Engine, "zero_grad", forgotten), (EngineContext, "failing_together", failing),
     ):  # fmt: skip
         setattr(owner, name, function)
 
@@ -89,7 +89,7 @@ def look(engine: Engine) -> None:
     _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in scratch._out}
 
 
-def _comes_back(scratch: Scratch, key: int, engine: Engine) -> bool:
+def _comes_back(scratch: TemporaryBuffers, key: int, engine: Engine) -> bool:
     """Whether memory is still given back by threads that bring gradients down to the host."""
     deadline = time.monotonic() + (5.0 if getattr(engine.optimizer, "_offloaded", None) is not None else 0.0)
     while key in scratch._out and time.monotonic() < deadline:
@@ -126,12 +126,12 @@ def said() -> list[str]:
     return words
 
 
-def _counts(owner: weakref.ref[Scratch] | None) -> bool:
+def _counts(owner: weakref.ref[TemporaryBuffers] | None) -> bool:
     scratch = owner() if owner is not None else None
     return scratch is not None and scratch not in _failed
 
 
-def _where() -> tuple[str, weakref.ref[Scratch] | None]:
+def _where() -> tuple[str, weakref.ref[TemporaryBuffers] | None]:
     """The callers, and whose memory it is about."""
     frame, lines, owner = sys._getframe(2), [], None
     while frame is not None and len(lines) < _DEPTH:
@@ -141,6 +141,6 @@ def _where() -> tuple[str, weakref.ref[Scratch] | None]:
             this = frame.f_locals.get("self")
             scratch = frame.f_locals.get("scratch") or getattr(this, "_scratch", None)
             scratch = scratch or getattr(getattr(this, "_context", None), "scratch", None)
-            owner = weakref.ref(scratch) if isinstance(scratch, Scratch) else None
+            owner = weakref.ref(scratch) if isinstance(scratch, TemporaryBuffers) else None
         frame = frame.f_back
     return "\n".join(lines), owner

@@ -23,9 +23,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwell.config import Config, load
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Account, Device, Mark, Scratch
+from shardwell.memory import Device, Event, MemoryStats, TemporaryBuffers
 from shardwell.memory.device import num_gpus
-from shardwell.parallel import Collectives, Ledger, Mesh
+from shardwell.parallel import Collectives, RankGroup, TrafficStats
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # torch's own
 
@@ -46,7 +46,7 @@ class Policy:
     floating-point input. If the values differ between these ranks, the gradients are wrong.
     """
 
-    partition: Mesh | None = None
+    partition: RankGroup | None = None
     on_host: bool = False
 
     def __bool__(self) -> bool:
@@ -163,18 +163,18 @@ def _others_decide() -> bool:
     return top is not None and getattr(top[0], "__module__", "") != "shardwell.runtime.saved_tensors"
 
 
-def _mesh_of(mpu: ModelParallel) -> Mesh:
+def _mesh_of(mpu: ModelParallel) -> RankGroup:
     def ask(what: str) -> Any:
         tensor_parallel = getattr(mpu, f"get_tensor_model_parallel_{what}", None)
         return tensor_parallel() if tensor_parallel is not None else getattr(mpu, f"get_model_parallel_{what}")()
 
     size, group = int(ask("world_size")), ask("group")
     if size == 1:
-        return Mesh(0, 1, 1, "none")
+        return RankGroup(0, 1, 1, "none")
     kind = "cuda" if num_gpus() else "cpu"
     backends = dict(one.split(":") for one in str(dist.get_backend_config(group)).split(","))  # "cpu:gloo,cuda:nccl"
     backend = backends.get(kind) or next(iter(backends.values()))
-    return Mesh(int(ask("rank")), size, size, backend, group, tuple(dist.get_process_group_ranks(group)))
+    return RankGroup(int(ask("rank")), size, size, backend, group, tuple(dist.get_process_group_ranks(group)))
 
 
 # ------------------------------------------------------------------------------------------------ where inputs rest
@@ -188,9 +188,11 @@ class _Shelf:
         self.policy = policy
         self.route: Collectives | None = None
         if policy.splits and policy.partition is not None:
-            self.route = Collectives(policy.partition, self.device, Ledger(), Scratch(self.device, Account()))
+            self.route = Collectives(
+                policy.partition, self.device, TrafficStats(), TemporaryBuffers(self.device, MemoryStats())
+            )
         self._known = WeakTensorKeyDictionary()  # tensor -> a weak reference to how it is kept
-        self._leaving: list[tuple[Tensor, int, Mark]] = []  # on the way to the host: tensor, version, arrival
+        self._leaving: list[tuple[Tensor, int, Event]] = []  # on the way to the host: tensor, version, arrival
 
     def keep(self, tensor: Tensor) -> _Kept:
         """An input that several checkpoints share, such as a mask, is kept once."""
@@ -238,7 +240,7 @@ class _Kept:
         if self.is_split:
             flat = self._part_of(flat)
         self.resting = shelf.send(flat) if shelf.policy.on_host else flat
-        self._coming: tuple[Tensor, Mark] | None = None
+        self._coming: tuple[Tensor, Event] | None = None
 
     def _part_of(self, flat: Tensor) -> Tensor:
         assert self._shelf.route is not None

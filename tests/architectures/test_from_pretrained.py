@@ -35,7 +35,7 @@ def save(folder: str, tied: bool) -> dict[str, Tensor]:
 def loaded(folder: str, settings: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
     with shardwell.zero.Init(config=settings):
         model = hf.AutoModelForCausalLM.from_pretrained(folder, **how)
-    kept = all(released.is_kept(parameter) for parameter in model.parameters())
+    kept = all(released.is_owned(parameter) for parameter in model.parameters())
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     born = whole_parameters(model)
     engine = shardwell.initialize(model=model, config=settings).engine
@@ -77,7 +77,7 @@ def from_config(tied: bool) -> tuple[bool, dict[str, Tensor]]:
     with shardwell.zero.Init(config=zero(3)):
         torch.manual_seed(5)
         model = hf.AutoModelForCausalLM.from_config(config(tied))
-    return all(released.is_kept(parameter) for parameter in model.parameters()), whole_parameters(model)
+    return all(released.is_owned(parameter) for parameter in model.parameters()), whole_parameters(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.memory import MemoryReport, State
+from shardwell.memory import MemoryReport, StateKind
 from tests.architectures import zoo
 from tests.architectures.zoo import Run
 from tests.models import whole_parameters, zero
@@ -106,15 +106,17 @@ def books(kind: str, stage: int) -> dict[str, Any]:
         "with pads": sum(group.layout.padded for group in groups),
         "training units": {unit.name for unit in engine._flow.units if unit.trainable},
         "tensors": sum(len(group.parameters) for group in groups),
-        "gradients": after_backward.total(State.GRADIENTS),
-        "optimizer": engine.memory().total(State.OPTIMIZER),
+        "gradients": after_backward.total(StateKind.GRADIENTS),
+        "optimizer": engine.memory().total(StateKind.OPTIMIZER),
         "owners": owners(after_backward) | owners(engine.memory()),
     }
 
 
 def owners(report: MemoryReport) -> set[str]:
     """Units with gradients or optimizer state, now or at the peak."""
-    return {unit for state, unit, _ in {**report.now, **report.peak} if state in (State.GRADIENTS, State.OPTIMIZER)}
+    return {
+        unit for state, unit, _ in {**report.now, **report.peak} if state in (StateKind.GRADIENTS, StateKind.OPTIMIZER)
+    }
 
 
 @pytest.mark.parametrize("kind", ["lora", "lora and a whole head", "ia3"])

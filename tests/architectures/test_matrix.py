@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.config import load
-from shardwell.sharding.released import AwayParameter
+from shardwell.sharding.released import ReleasedParameter
 from tests.architectures import zoo
 from tests.architectures.zoo import Run
 from tests.models import whole_parameters, zero
@@ -120,7 +120,7 @@ def test_gradient_checkpointing_equals_plain_training(ranks: Ranks, name: str) -
 def born_sharded(name: str) -> tuple[dict[str, Tensor], Run]:
     with shardwell.zero.Init(config_dict_or_path=zero(3)):
         model = zoo.build(name)
-    assert all(isinstance(parameter, AwayParameter) for parameter in model.parameters())
+    assert all(isinstance(parameter, ReleasedParameter) for parameter in model.parameters())
     return whole_parameters(model), zoo.train_sharded(model, name, 3)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardwell.checkpoint import Folder, Manifest, Piece, TensorRecord, write
+from shardwell.checkpoint import FilePiece, Folder, Manifest, TensorRecord, write
 
 FILES = ("r0.safetensors", "r1.safetensors")
 
@@ -15,7 +15,7 @@ FILES = ("r0.safetensors", "r1.safetensors")
 def fill(path: Path, number: int, step: int | None = None) -> Manifest:
     """Two files that hold halves of a tensor whose elements are all `number`."""
     files = {name: write(path / name, {"w": torch.full((3,), float(number))}) for name in FILES}
-    pieces = tuple(Piece(name, "w", 3 * index, 3) for index, name in enumerate(FILES))
+    pieces = tuple(FilePiece(name, "w", 3 * index, 3) for index, name in enumerate(FILES))
     values = {"number": number, **({} if step is None else {"counters": {"global_steps": step}})}
     return Manifest({"w": TensorRecord(torch.float32, (6,), (1,), "parameter", pieces)}, files, values)
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint import Folder, Manifest, Piece, TensorRecord, write
-from shardwell.checkpoint.sources import Source, Stored
+from shardwell.checkpoint import FilePiece, Folder, Manifest, TensorRecord, write
+from shardwell.checkpoint.sources import Source, StoredTensor
 from shardwell.checkpoint.sources.reading import whole
 
 VALUES: dict[str, Any] = {
@@ -51,7 +51,7 @@ def save_own(
     folder = Folder(root)
     path = folder.begin(tag)
     flat = {name: _memory(tensor) for name, tensor in content.items()}
-    pieces: dict[str, list[Piece]] = {name: [] for name in content}
+    pieces: dict[str, list[FilePiece]] = {name: [] for name in content}
     files = {}
     for number in range(num_files):
         file = f"rank-{number}.safetensors"
@@ -61,7 +61,7 @@ def save_own(
             stretch = elements[number * step : (number + 1) * step]
             if len(stretch):
                 stretches[name] = stretch
-                pieces[name].append(Piece(file, name, number * step, len(stretch)))
+                pieces[name].append(FilePiece(file, name, number * step, len(stretch)))
         files[file] = write(path / file, stretches)
     records = {
         name: TensorRecord(
@@ -107,7 +107,7 @@ class Counting:
     bytes_read = 0
 
     def __init__(self, content: Mapping[str, Tensor], values: Mapping[str, Any] | None = None) -> None:
-        self.tensors = {name: Stored(one.dtype, tuple(one.shape), one.stride()) for name, one in content.items()}
+        self.tensors = {name: StoredTensor(one.dtype, tuple(one.shape), one.stride()) for name, one in content.items()}
         self.values: Mapping[str, Any] = values or {}
         self.asked: list[tuple[str, int, int]] = []
         self._flat = {name: _memory(tensor) for name, tensor in content.items()}

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from shardwell.checkpoint.sources.base import Source
 from shardwell.checkpoint.sources.deepspeed import STUBS, DeepSpeedSource, is_deepspeed
-from shardwell.checkpoint.sources.flat_parts import ALIGNMENT, Span, cut_each, cut_together
+from shardwell.checkpoint.sources.flat_parts import ALIGNMENT, FlatSpan, cut_each, cut_together
 from shardwell.checkpoint.sources.torch_files import _names_in as names_in
 from shardwell.checkpoint.sources.torch_files import _pickle_in as pickle_in
 from shardwell.checkpoint.sources.torch_files import load
@@ -297,7 +297,7 @@ def test_masters_are_read_where_the_state_was_removed(copy: Callable[[str], Path
 NUMELS = st.lists(st.integers(0, 9), min_size=0, max_size=6)
 
 
-def gather(spans: list[Span], flats: list[list[Any]]) -> list[Any]:
+def gather(spans: list[FlatSpan], flats: list[list[Any]]) -> list[Any]:
     """The elements of a tensor; each span begins where the one before it ends."""
     found: list[Any] = []
     for span in spans:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwell.checkpoint import Folder
-from shardwell.checkpoint.sources import OwnSource
+from shardwell.checkpoint.sources import ShardwellSource
 from tests.checkpoint.legs import Leg, run_leg, run_leg_in_blocks, uninterrupted
 from tests.parity.loops import Case, distance, plainly
 from tests.ranks import Ranks
@@ -83,13 +83,13 @@ def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def read_counting(leg: Leg, root: str) -> dict[str, int]:
     """How many bytes a rank read to load, and how many its shards hold."""
     opened = []
-    before = OwnSource.close
-    OwnSource.close = lambda self: (opened.append((self.bytes_read, self.bytes_beside)), before(self))[1]  # type: ignore
+    before = ShardwellSource.close
+    ShardwellSource.close = lambda self: (opened.append((self.bytes_read, self.bytes_beside)), before(self))[1]  # type: ignore
     try:
         engine = leg.engine()
         engine.load_checkpoint(root)
     finally:
-        OwnSource.close = before  # type: ignore[method-assign]
+        ShardwellSource.close = before  # type: ignore[method-assign]
     groups = [group for unit in engine._flow.units for group in unit.groups]
     own = sum(piece.numel for group in groups for run, _ in group.runs for piece in run.pieces)
     (read, beside), stretches = opened[0], sum(len(run.pieces) for group in groups for run, _ in group.runs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint import load as loading
-from shardwell.checkpoint.sources import OwnSource
+from shardwell.checkpoint.sources import ShardwellSource
 from shardwell.errors import CheckpointError
 from tests.checkpoint.engines import CASE, alone, masters, step
 from tests.checkpoint.legs import Leg, everything
@@ -118,8 +118,8 @@ def test_what_was_trained_and_is_frozen_now_and_the_other_way_round(tmp_path: Pa
 def bytes_read(monkeypatch: pytest.MonkeyPatch, load: Callable[[], Any]) -> int:
     """Of tensors, while an engine loads."""
     counts: list[int] = []
-    close = OwnSource.close
-    monkeypatch.setattr(OwnSource, "close", lambda self: (counts.append(self.bytes_read), close(self))[1])
+    close = ShardwellSource.close
+    monkeypatch.setattr(ShardwellSource, "close", lambda self: (counts.append(self.bytes_read), close(self))[1])
     load()
     monkeypatch.undo()
     return counts[0]

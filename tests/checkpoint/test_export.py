@@ -25,7 +25,7 @@ from transformers import (
 
 from shardwell.checkpoint import Folder, export_dcp
 from shardwell.checkpoint.export import to_dcp, to_own, to_safetensors
-from shardwell.checkpoint.sources import DcpSource, OwnSource, SafetensorsSource, Source, open_source, reading
+from shardwell.checkpoint.sources import DcpSource, SafetensorsSource, ShardwellSource, Source, open_source, reading
 from shardwell.errors import CheckpointError
 from tests.checkpoint.samples import VALUES, Counting, assert_same, everything, save_own, tensors
 
@@ -295,7 +295,7 @@ def test_everything_survives_the_way_through_all_formats(tmp_path: Path) -> None
     assert_same(everything(source), content | tied)
     to_own(source, tmp_path / "own", "b")
     back = open_source(tmp_path / "own")
-    assert isinstance(back, OwnSource)
+    assert isinstance(back, ShardwellSource)
     assert back.where == str(tmp_path / "own/b")
     assert_same(everything(back), content | tied)
     for key in ("scalar/embed.weight/step", "scalar/conv.weight/step"):
@@ -382,8 +382,8 @@ def test_a_path_is_recognised(tmp_path: Path) -> None:
         save_own(tmp_path / "own", tag, tensors())
     assert open_source(tmp_path / "own").where == str(tmp_path / "own/b")
     assert open_source(tmp_path / "own", "a").where == str(tmp_path / "own/a")
-    assert isinstance(open_source(tmp_path / "own/a"), OwnSource)
-    assert isinstance(open_source(tmp_path / "own/a", "a"), OwnSource)
+    assert isinstance(open_source(tmp_path / "own/a"), ShardwellSource)
+    assert isinstance(open_source(tmp_path / "own/a", "a"), ShardwellSource)
     to_safetensors(Counting(tensors()), tmp_path / "hf")
     assert isinstance(open_source(tmp_path / "hf"), SafetensorsSource)
     to_dcp(Counting(tensors()), tmp_path / "dcp")

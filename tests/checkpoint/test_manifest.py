@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwell.checkpoint import DTYPES, Extent, FileRecord, Manifest, Piece, TensorRecord, plan
+from shardwell.checkpoint import DTYPES, FileExtent, FilePiece, FileRecord, Manifest, TensorRecord, plan
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.errors import CheckpointError
-from shardwell.sharding.layout import Spec, contiguous_stride, lay_out
+from shardwell.sharding.layout import TensorSpec, contiguous_stride, make_layout
 
 CRC = "0123abcd"
 
 
-def tensor(*pieces: Piece, shape: tuple[int, ...] = (3, 4), kind: str = "parameter") -> TensorRecord:
+def tensor(*pieces: FilePiece, shape: tuple[int, ...] = (3, 4), kind: str = "parameter") -> TensorRecord:
     return TensorRecord(torch.float32, shape, contiguous_stride(shape), kind, pieces)
 
 
@@ -33,10 +33,10 @@ def file(*keys: str, size: int = 1000) -> FileRecord:
 def example() -> Manifest:
     return Manifest(
         tensors={
-            "blocks.0.weight": tensor(Piece("r0", "w", 0, 5), Piece("r1", "w", 5, 7)),
-            "blocks.0.weight/exp_avg": tensor(Piece("r0", "m", 0, 12), kind="state:exp_avg"),
+            "blocks.0.weight": tensor(FilePiece("r0", "w", 0, 5), FilePiece("r1", "w", 5, 7)),
+            "blocks.0.weight/exp_avg": tensor(FilePiece("r0", "m", 0, 12), kind="state:exp_avg"),
             "empty": tensor(shape=(0, 4)),
-            "channels_last": TensorRecord(torch.bfloat16, (2, 3), (1, 2), "parameter", (Piece("r1", "c", 0, 6),)),
+            "channels_last": TensorRecord(torch.bfloat16, (2, 3), (1, 2), "parameter", (FilePiece("r1", "c", 0, 6),)),
         },
         files={"r0": file("w", "m"), "r1": file("w", "c", "unused")},
         values={"step": 7, "rng": [1, 2**127], "nested": {"lr": 1e-3, "none": None, "on": True, "name": "ü\ud800"}},
@@ -75,7 +75,7 @@ def tilings(draw: st.DrawFn) -> TensorRecord:
     sizes = draw(st.lists(st.integers(1, 9), max_size=8))
     pieces, start = [], 0
     for index, size in enumerate(sizes):
-        pieces.append(Piece(f"f{index % 3}", f"k{index}", start, size))
+        pieces.append(FilePiece(f"f{index % 3}", f"k{index}", start, size))
         start += size
     return tensor(*pieces, shape=(start,))
 
@@ -93,7 +93,7 @@ def test_a_plan_holds_each_element_of_the_range_once_and_in_order(record: Tensor
 
 def test_a_plan_names_the_ranges_of_a_tensor_in_two_files() -> None:
     record = example().tensors["blocks.0.weight"]
-    assert plan(record, 3, 8) == [Extent("r0", "w", 3, 5), Extent("r1", "w", 0, 3)]
+    assert plan(record, 3, 8) == [FileExtent("r0", "w", 3, 5), FileExtent("r1", "w", 0, 3)]
     assert plan(record, 5, 5) == []
     assert plan(example().tensors["empty"], 0, 0) == []
 
@@ -127,7 +127,7 @@ json_values = st.recursive(
 def test_any_manifest_comes_back_from_json(tensors: dict[str, TensorRecord], values: dict[str, Any]) -> None:
     renamed = {
         name: tensor(
-            *(Piece(piece.file, f"{name}:{piece.key}", piece.start, piece.numel) for piece in record.pieces),
+            *(FilePiece(piece.file, f"{name}:{piece.key}", piece.start, piece.numel) for piece in record.pieces),
             shape=record.shape,
         )
         for name, record in tensors.items()
@@ -362,9 +362,9 @@ def test_a_random_value_anywhere_is_refused_or_gives_a_valid_manifest(data: st.D
 
 def parts() -> list[Manifest]:
     return [
-        Manifest({W: tensor(Piece("r1", "w", 5, 7))}, {"r1": file("w")}, {"step": 3, "rng.1": [4]}),
+        Manifest({W: tensor(FilePiece("r1", "w", 5, 7))}, {"r1": file("w")}, {"step": 3, "rng.1": [4]}),
         Manifest(
-            {W: tensor(Piece("r0", "w", 0, 5)), "b": tensor(Piece("r0", "b", 0, 12))},
+            {W: tensor(FilePiece("r0", "w", 0, 5)), "b": tensor(FilePiece("r0", "b", 0, 12))},
             {"r0": file("w", "b")},
             {"step": 3, "rng.0": [5]},
         ),
@@ -373,7 +373,7 @@ def parts() -> list[Manifest]:
 
 def test_parts_of_ranks_become_one_manifest() -> None:
     merged = Manifest.merge(parts())
-    assert merged.tensors[W].pieces == (Piece("r0", "w", 0, 5), Piece("r1", "w", 5, 7))
+    assert merged.tensors[W].pieces == (FilePiece("r0", "w", 0, 5), FilePiece("r1", "w", 5, 7))
     assert merged.files.keys() == {"r0", "r1"}
     assert merged.values == {"step": 3, "rng.0": [5], "rng.1": [4]}
     assert Manifest.merge([]) == Manifest()
@@ -392,8 +392,8 @@ def test_a_part_travels_as_json_and_is_no_manifest() -> None:
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        (Manifest({W: tensor(Piece("x", "w", 0, 5), shape=(4, 3))}, {"x": file("w")}), "shape: ranks disagree"),
-        (Manifest({W: tensor(Piece("x", "w", 0, 5), kind="state:m")}, {"x": file("w")}), "kind: ranks disagree"),
+        (Manifest({W: tensor(FilePiece("x", "w", 0, 5), shape=(4, 3))}, {"x": file("w")}), "shape: ranks disagree"),
+        (Manifest({W: tensor(FilePiece("x", "w", 0, 5), kind="state:m")}, {"x": file("w")}), "kind: ranks disagree"),
         (
             Manifest({W: TensorRecord(torch.float16, (3, 4), (4, 1), "parameter", ())}),
             "dtype: ranks disagree: torch.float32 and torch.float16",
@@ -402,9 +402,9 @@ def test_a_part_travels_as_json_and_is_no_manifest() -> None:
             Manifest({W: TensorRecord(torch.float32, (3, 4), (1, 3), "parameter", ())}),
             "stride: ranks disagree",
         ),
-        (Manifest({W: tensor(Piece("x", "w", 0, 5))}, {"x": file("w")}), "the pieces before it reach 5"),
-        (Manifest({"other": tensor(Piece("x", "w", 0, 5))}, {"x": file("w")}), "elements 5 to 12 are in no piece"),
-        (Manifest({W: tensor(Piece("x", "w", 0, 5))}), "is not among the files"),
+        (Manifest({W: tensor(FilePiece("x", "w", 0, 5))}, {"x": file("w")}), "the pieces before it reach 5"),
+        (Manifest({"other": tensor(FilePiece("x", "w", 0, 5))}, {"x": file("w")}), "elements 5 to 12 are in no piece"),
+        (Manifest({W: tensor(FilePiece("x", "w", 0, 5))}), "is not among the files"),
         (Manifest(files={"r0": file()}), 'files["r0"]: written by two ranks'),
         (Manifest(values={"step": 4}), "values.step: ranks disagree"),
         (Manifest(values={"step": True}), "values.step: ranks disagree"),
@@ -436,12 +436,12 @@ def test_any_number_of_ranks_finds_its_shards_in_what_another_number_wrote(
     shapes: list[tuple[int, ...]], writers: int, readers: int, dtype: torch.dtype
 ) -> None:
     """The layouts of flat buffers, cut for `writers`, read by `readers`: each shard element comes from its own."""
-    specs = [Spec(f"p{index}", shape) for index, shape in enumerate(shapes)]
-    flat, found = lay_out(specs, writers), []
+    specs = [TensorSpec(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    flat, found = make_layout(specs, writers), []
     for rank in range(writers):
-        held: dict[str, list[Piece]] = {slot.name: [] for slot in flat.slots}
+        held: dict[str, list[FilePiece]] = {slot.name: [] for slot in flat.slots}
         for piece in flat.pieces(rank):
-            held[piece.slot.name].append(Piece(f"r{rank}", piece.slot.name, piece.in_parameter, piece.numel))
+            held[piece.slot.name].append(FilePiece(f"r{rank}", piece.slot.name, piece.in_parameter, piece.numel))
         records = {
             slot.name: TensorRecord(dtype, slot.shape, slot.stride, "parameter", tuple(held[slot.name]))
             for slot in flat.slots
@@ -449,7 +449,7 @@ def test_any_number_of_ranks_finds_its_shards_in_what_another_number_wrote(
         found.append(Manifest(records, {f"r{rank}": file(*held, size=10_000)}))
     merged = Manifest.from_json(Manifest.merge(found).to_json())
     starts = {(piece.file, piece.key): piece.start for record in merged.tensors.values() for piece in record.pieces}
-    other = lay_out(specs, readers, alignment=1)
+    other = make_layout(specs, readers, alignment=1)
     for rank in range(readers):
         for wanted in other.pieces(rank):
             record = merged.tensors[wanted.slot.name]

@@ -10,7 +10,7 @@ import torch
 
 import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.kernels import Compact, moments8
+from shardwell.kernels import Moment8bit, moments8
 from tests.checkpoint.legs import Leg, run_leg
 from tests.models import Gpt, zero
 from tests.parity.loops import Case
@@ -27,9 +27,9 @@ def test_values_of_codes_become_the_same_codes(is_second: bool) -> None:
         torch.manual_seed(seed)
         values = torch.randn(3000) * torch.rand(3000) ** 8
         values = values.square() if is_second else values
-        before = Compact.zeros(3000, is_second=is_second)
+        before = Moment8bit.zeros(3000, is_second=is_second)
         encode(before.codes, before.exponents, slice(0, 3000), values, seed)
-        again = Compact.of(before[:], is_second=is_second)
+        again = Moment8bit.of(before[:], is_second=is_second)
         assert torch.equal(again[:], before[:])
 
 

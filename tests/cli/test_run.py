@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from shardwell.cli.failures import End, can_be_cured, in_order
+from shardwell.cli.failures import RankFailure, can_be_cured, in_order
 from tests.cli.command import ROOT, arguments, environment, shardwell
 
 PROMPT = 20.0  # seconds for a run that takes three on an idle machine; a hang would take minutes
@@ -177,34 +177,34 @@ def test_the_example_trains_and_shows_what_stage_3_does(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_reports_its_peer_is_not_blamed() -> None:
-    peer = End(0, 1, "PeerError: rank 1 failed first", "", when=10.0)
-    cause = End(1, 1, "ValueError: bad", "", when=10.5)
+    peer = RankFailure(0, 1, "PeerError: rank 1 failed first", "", when=10.0)
+    cause = RankFailure(1, 1, "ValueError: bad", "", when=10.5)
     assert in_order([peer, cause]) == [cause, peer]
 
 
 def test_a_rank_that_was_killed_is_blamed_for_its_peers_errors() -> None:
-    broken_link = End(0, 1, "RuntimeError: connection closed by peer", "", when=10.2)
-    killed = End(1, -9, "", "", when=11.0)  # when torch noticed, in whole seconds
+    broken_link = RankFailure(0, 1, "RuntimeError: connection closed by peer", "", when=10.2)
+    killed = RankFailure(1, -9, "", "", when=11.0)  # when torch noticed, in whole seconds
     assert in_order([broken_link, killed]) == [killed, broken_link]
 
 
 def test_a_rank_that_the_launcher_ended_is_blamed_last() -> None:
-    ended = End(0, -15, "", "", when=9.0)
-    cause = End(1, 3, "", "", when=10.0)
+    ended = RankFailure(0, -15, "", "", when=9.0)
+    cause = RankFailure(1, 3, "", "", when=10.0)
     assert in_order([ended, cause]) == [cause, ended]
 
 
 # ------------------------------------------------------------------------------------- what a restart cannot cure
 
-CONFIG_ERROR = End(0, 1, "ConfigError: bad", "", when=10.0, kinds=("ConfigError", "ShardwellError"))
+CONFIG_ERROR = RankFailure(0, 1, "ConfigError: bad", "", when=10.0, kinds=("ConfigError", "ShardwellError"))
 
 
 def test_a_configuration_is_as_wrong_after_a_restart() -> None:
-    ended = End(1, -15, "", "", when=10.0)
-    reports = End(2, 1, "PeerError: rank 0 failed first", "", when=10.0, kinds=("PeerError", "ShardwellError"))
+    ended = RankFailure(1, -15, "", "", when=10.0)
+    reports = RankFailure(2, 1, "PeerError: rank 0 failed first", "", when=10.0, kinds=("PeerError", "ShardwellError"))
     assert not can_be_cured([CONFIG_ERROR, ended, reports])
 
 
 def test_a_rank_that_failed_otherwise_may_be_cured() -> None:
-    assert can_be_cured([End(1, -9, "", "", when=10.0), CONFIG_ERROR])
-    assert can_be_cured([End(1, 1, "PeerError: a peer stopped answering", "", when=10.0, kinds=("PeerError",))])
+    assert can_be_cured([RankFailure(1, -9, "", "", when=10.0), CONFIG_ERROR])
+    assert can_be_cured([RankFailure(1, 1, "PeerError: a peer stopped answering", "", when=10.0, kinds=("PeerError",))])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.kernels.quantize import Codec
-from shardwell.kernels.quantize_stably import encode
+from shardwell.kernels.quantize_stably import quantize_stably
 from tests.models import zero
 
 WIDTH, ROWS = 44, 8  # of a width that blocks of 256 do not divide
@@ -77,7 +77,7 @@ def coded(engine: shardwell.Engine, original: nn.Module, kind: str) -> nn.Module
             flat[slot.offset : slot.end] = values[slot.name].detach().flatten()
         for shard in flat.chunk(layout.num_shards):
             codes = torch.empty(codec.num_bytes(shard.numel()), dtype=torch.uint8)
-            encode(codec, shard.clone(), codes)
+            quantize_stably(codec, shard.clone(), codes)
             codec.decode(codes, shard)
         for slot in layout.slots:
             plain[slot.name].data.copy_(flat[slot.offset : slot.end].view(slot.shape))

@@ -13,8 +13,8 @@ from torch import Tensor
 import shardwell
 from shardwell.config import load
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import State
-from shardwell.parallel.traffic import BETWEEN, INSIDE, Kind
+from shardwell.memory import StateKind
+from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind
 from shardwell.utils import safe_get_full_fp32_param
 from tests.comm.counter import WireCounter
 from tests.models import Gpt, batches, share, whole_parameters, zero
@@ -150,10 +150,10 @@ def traffic(of: int, block: dict[str, Any], others: dict[str, Any]) -> dict[str,
     train(engine, 1)
     with WireCounter(dist.get_rank(), dist.get_world_size()) as counter:
         train(engine, 1)
-    assert sum(counter.received.values()) == engine.traffic().total(*Kind)
+    assert sum(counter.received.values()) == engine.traffic().total(*TrafficKind)
     received = engine.traffic().received
     shards = [g.layout.shard_numel for unit in engine._flow.units for g in unit.groups]
-    kinds, hops = (Kind.GATHER, Kind.REDUCE), (INSIDE, BETWEEN)
+    kinds, hops = (TrafficKind.GATHER, TrafficKind.REDUCE), (INSIDE, BETWEEN)
     found = {f"{kind.value} {hop}": received.get((kind, hop), 0) for kind in kinds for hop in hops}
     return {**found, "shards": shards}
 
@@ -219,7 +219,7 @@ def kept() -> dict[str, Any]:
     engine = engine_with(ON, 3, bf16=True, gradient_clipping=1.0, shardwell={"codecs": {"feedback": True}})
     losses = train(engine, 20)
     groups = [group for unit in engine._flow.units for group in unit.groups if group.gradients._lost is not None]
-    held = sum(size for (state, _, _), size in engine.memory().now.items() if state is State.GRADIENTS)
+    held = sum(size for (state, _, _), size in engine.memory().now.items() if state is StateKind.GRADIENTS)
     return {"losses": losses, "held": held, "padded": sum(group.layout.padded for group in groups)}
 
 

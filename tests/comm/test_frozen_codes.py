@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.config import load
 from shardwell.kernels.quantize import Codec
-from shardwell.kernels.quantize_stably import encode
-from shardwell.memory import State, Tier
-from shardwell.offload.placement import Formula, Place
-from shardwell.offload.placement import Kind as Sort
-from shardwell.parallel import Kind
-from shardwell.sharding import Precision
+from shardwell.kernels.quantize_stably import quantize_stably
+from shardwell.memory import StateKind, Tier
+from shardwell.offload.placement import GroupKey as Sort
+from shardwell.offload.placement import StateFormula, TierPlacement
+from shardwell.parallel import TrafficKind
+from shardwell.sharding import GroupPrecision
 from shardwell.sharding.layout import even_part
 from shardwell.utils import safe_get_full_fp32_param
 from tests.comm.counter import WireCounter
@@ -45,10 +45,10 @@ def test_what_was_decoded_gives_the_same_codes_and_is_off_by_no_more_than_the_co
     values = torch.cat([(noise * greatest[:, None]).flatten(), noise[0, :77] * 2.0**-120, noise[1, :3]])
     once, again = (torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8) for _ in range(2))
     decoded = torch.empty_like(values)
-    encode(codec, values, once)
+    quantize_stably(codec, values, once)
     codec.decode(once, decoded)
     assert ((decoded - values).abs() <= codec.error_bound(values)).all()
-    for encodes in (codec.encode, lambda source, out: encode(codec, source, out)):
+    for encodes in (codec.encode, lambda source, out: quantize_stably(codec, source, out)):
         encodes(decoded, again)
         assert torch.equal(once, again)
     codec.encode(values, once)
@@ -82,8 +82,8 @@ def run(kind: str, bf16: bool, quantized: bool) -> dict[str, Any]:
         "rest": rest,
         "frozen": [group.layout.shard_numel for group in groups(engine, frozen=True)],
         "trained": [group.layout.shard_numel for group in groups(engine, frozen=False)],
-        "gathered": report.total(Kind.GATHER),
-        "counted": sum(counter.received.values()) - report.total() - report.total(Kind.CONTROL),
+        "gathered": report.total(TrafficKind.GATHER),
+        "counted": sum(counter.received.values()) - report.total() - report.total(TrafficKind.CONTROL),
         "off": max(
             float((p - q).abs().max() / q.abs().max())
             for p, q in zip(whole_parameters(engine.module).values(), plain.parameters(), strict=True)
@@ -148,8 +148,8 @@ def below(tier: str, path: str, kind: str) -> dict[str, Any]:
     first = [step(engine, 0)]
     return {
         "same": torch.equal(first[0], outputs[0]),
-        "rest": engine.memory().total(State.PARAMETERS),
-        "tier": {place for state, _, place in engine.memory().now if state is State.PARAMETERS},
+        "rest": engine.memory().total(StateKind.PARAMETERS),
+        "tier": {place for state, _, place in engine.memory().now if state is StateKind.PARAMETERS},
         "codes": [len(codes) for codes in all_codes(above)],
         "trained": sum(group.layout.shard_numel for group in groups(engine, frozen=False)),
         "masters": {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if not p.requires_grad},
@@ -172,12 +172,12 @@ def second_copies() -> dict[str, Any]:
     same, gathered = [], []
     for number in range(3):
         same.append(torch.equal(step(plain, number), step(engine, number)))
-        gathered.append(engine.traffic().received[Kind.GATHER, "between"])
+        gathered.append(engine.traffic().received[TrafficKind.GATHER, "between"])
     codes = [len(codes) for codes in all_codes(engine)]
     trained = [group.layout.shard_numel for group in groups(engine, frozen=False)]
-    kept = engine.memory().total(State.PARAMETERS) - sum(codes) - 4 * sum(trained)
+    kept = engine.memory().total(StateKind.PARAMETERS) - sum(codes) - 4 * sum(trained)
     step(engine, 3)
-    inside = engine.traffic().received[Kind.GATHER, "inside"]
+    inside = engine.traffic().received[TrafficKind.GATHER, "inside"]
     return {"same": all(same), "codes": codes, "trained": trained, "kept": kept, "between": gathered, "inside": inside}
 
 
@@ -267,10 +267,10 @@ def test_one_of_1024_ranks(ranks: Ranks) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_plans_know_the_bytes_of_codes(num_ranks: int) -> None:
     codec, numel, bf16 = Codec("int4"), 1 << 20, torch.bfloat16
-    frozen, trained = (Sort(Precision.of(bf16, bf16, trains), trains, False) for trains in (False, True))
-    with_codes, without = (Formula(3, num_ranks, rest_codec=rest) for rest in (codec, None))
+    frozen, trained = (Sort(GroupPrecision.of(bf16, bf16, trains), trains, False) for trains in (False, True))
+    with_codes, without = (StateFormula(3, num_ranks, rest_codec=rest) for rest in (codec, None))
     for tier in Tier:
-        place = Place(parameters=tier)
+        place = TierPlacement(parameters=tier)
         assert with_codes.at_rest(frozen, numel, place) == {tier: codec.num_bytes(numel // num_ranks)}
         assert without.at_rest(frozen, numel, place) == {tier: 2 * numel // num_ranks}
         assert with_codes.at_rest(trained, numel, place) == without.at_rest(trained, numel, place)

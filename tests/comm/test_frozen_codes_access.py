@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwell.parallel import Kind
+from shardwell.parallel import TrafficKind
 from shardwell.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwell.zero import GatheredParameters
 from tests.comm.frozen import WIDTH, Adapted, all_codes, build, coded, groups, same_tensors, start, step
@@ -62,7 +62,7 @@ def kept_whole() -> dict[str, Any]:
     released, engine = start(bf16={"enabled": True}), start(bf16={"enabled": True}, shardwell={"keep_frozen": 10**9})
     same = [torch.equal(step(released, number), step(engine, number)) for number in range(3)]
     kept = [group.stays_whole for group in groups(engine, frozen=True)]
-    gathered = engine.traffic().total(Kind.GATHER)
+    gathered = engine.traffic().total(TrafficKind.GATHER)
     codes = all_codes(engine)
     with GatheredParameters(engine.module.parameters(), modifier_rank=0):
         pass

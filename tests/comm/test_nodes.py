@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.optim.lamb import Lamb
-from shardwell.parallel import Kind
-from shardwell.parallel.mesh import Mesh
+from shardwell.parallel import TrafficKind
+from shardwell.parallel.mesh import RankGroup
 from shardwell.sharding.gradients import Gradients
 from tests.checkpoint.legs import Leg, run_leg
 from tests.models import Gpt, batches, share, whole_parameters, zero
@@ -84,7 +84,7 @@ def gradient_bytes(block: dict[str, Any]) -> tuple[int, int]:
     for batch in batches(2, 12):
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
-    return engine._context.world.mesh.node_size, engine.traffic().total(Kind.REDUCE)
+    return engine._context.world.mesh.node_size, engine.traffic().total(TrafficKind.REDUCE)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_all_ranks_of_unlike_nodes_use_one_codec(
 
 @pytest.mark.parametrize(("size", "of", "has"), [(4, 2, True), (4, 4, False), (4, 1, False), (6, 4, False)])
 def test_two_hops_need_several_nodes_of_several_ranks(size: int, of: int, has: bool) -> None:
-    assert Mesh(0, size, of, "gloo").has_nodes is has
+    assert RankGroup(0, size, of, "gloo").has_nodes is has
 
 
 def whole_tensors_and_state() -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.engine import Action
-from shardwell.parallel import Kind
+from shardwell.engine import TraceAction
+from shardwell.parallel import TrafficKind
 from shardwell.parallel.traffic import BETWEEN, INSIDE, PAYLOAD
 from tests.comm.counter import WireCounter
 from tests.models import Gpt, batches, share, zero
@@ -42,13 +42,13 @@ def traffic_of_a_step(
     report = engine.traffic()
     return {
         "payload": report.total(),
-        "control": report.total(Kind.CONTROL),
+        "control": report.total(TrafficKind.CONTROL),
         "counted": sum(counter.received.values()),
         "padded": sum(group.layout.padded for group in groups),
         "padded_released": sum(group.layout.padded for group in groups if group.row.released),
         "numel": sum(group.layout.numel for group in groups),
         "parameters": len(list(model.parameters())),
-        "gathers": trace.count(Action.GATHER),
+        "gathers": trace.count(TraceAction.GATHER),
         "units": len(engine._flow.units),
         "pad_per_group": max(group.layout.padded - group.layout.numel for group in groups),
     }

@@ -16,11 +16,11 @@ import torch.distributed as dist
 import shardwell
 from shardwell.config import load
 from shardwell.engine import autotune
-from shardwell.engine.autotune import COPIES, GRADIENTS, WEIGHTS, Times
-from shardwell.memory import State
-from shardwell.offload.placement import Kind as Group
-from shardwell.parallel import Kind, Mesh
-from shardwell.sharding import Precision
+from shardwell.engine.autotune import COPIES, GRADIENTS, WEIGHTS, Timing
+from shardwell.memory import StateKind
+from shardwell.offload.placement import GroupKey as Group
+from shardwell.parallel import RankGroup, TrafficKind
+from shardwell.sharding import GroupPrecision
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 
@@ -63,7 +63,7 @@ def trained(block: dict[str, Any], stage: int = 3, ranks_per_node: int = 2, **ex
     config = zero(stage, zero_optimization=block, **extra)
     with Said() as said:
         engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
-    set_up, staging = engine.traffic(), engine.memory().total(State.STAGING)
+    set_up, staging = engine.traffic(), engine.memory().total(StateKind.STAGING)
     for batch in batches(2, 8):
         loss = engine(share(batch, rank, size))
         engine.backward(loss)
@@ -73,7 +73,7 @@ def trained(block: dict[str, Any], stage: int = 3, ranks_per_node: int = 2, **ex
         "chosen": {key: getattr(effective, key) for key in AUTO},
         "origins": [engine.config.origins[f"zero_optimization.{key}"] for key in AUTO],
         "said": said.lines,
-        "set_up": {kind: set_up.total(kind) for kind in Kind},
+        "set_up": {kind: set_up.total(kind) for kind in TrafficKind},
         "staging": staging,
         "same_randomness": torch.equal(before, torch.get_rng_state()),
         "step": engine.traffic().received,
@@ -99,7 +99,7 @@ def trained_by_dice(seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("with_it", "is_on"), [(0.5, True), (0.89, True), (0.9, False), (1.0, False), (2.0, False)])
 def test_what_is_hardly_faster_stays_off(with_it: float, is_on: bool) -> None:
-    times = Times(1.0, with_it)
+    times = Timing(1.0, with_it)
     assert times.are_worth_it is is_on
     said = f"a gather takes {1e3 * with_it:.2f} ms encoded, 1000.00 ms as it is"
     assert times.told("gather", "encoded", "as it is") == said
@@ -108,12 +108,12 @@ def test_what_is_hardly_faster_stays_off(with_it: float, is_on: bool) -> None:
 @pytest.mark.parametrize(("free", "why"), [(2000, None), (1999, "copies of 1000 B, and room for 1000 B")])
 def test_second_copies_may_take_half_of_what_a_gpu_has_free(free: int, why: str | None) -> None:
     """Four ranks in nodes of two: 1000 elements in bf16 are 1000 bytes for each. Small parameters stay whole."""
-    precision = Precision.of(torch.float32, torch.bfloat16, trainable=True)
+    precision = GroupPrecision.of(torch.float32, torch.bfloat16, trainable=True)
     kinds = {Group(precision, True, persistent=False): 1000, Group(precision, True, persistent=True): 50}
-    world = SimpleNamespace(mesh=Mesh(0, 4, 2, "nccl"), least=lambda value, _: value)
+    world = SimpleNamespace(mesh=RankGroup(0, 4, 2, "nccl"), least=lambda value, _: value)
     gpu = SimpleNamespace(is_cuda=True, unused_bytes=lambda: float(free))
     tried: Any = (load({}), SimpleNamespace(device=gpu, world=world), SimpleNamespace(units={"unit": kinds}))
-    assert autotune.Trial(*tried)._too_large(2) == why
+    assert autotune.Autotuner(*tried)._too_large(2) == why
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -150,8 +150,8 @@ def test_the_trial_is_told_and_booked_and_leaves_nothing_behind(ranks: Ranks) ->
         pairs = zip((WEIGHTS, GRADIENTS, COPIES), one["origins"], strict=True)
         said = [words for words in one["said"] if not words.startswith("shardwell:")]  # that is of the start
         assert said == (["; ".join(f"{key}: {text}" for key, text in pairs)] if rank == 0 else [])
-        assert one["set_up"][Kind.SETUP] > other["set_up"][Kind.SETUP]
-        assert one["set_up"][Kind.GATHER] == one["set_up"][Kind.REDUCE] == 0
+        assert one["set_up"][TrafficKind.SETUP] > other["set_up"][TrafficKind.SETUP]
+        assert one["set_up"][TrafficKind.GATHER] == one["set_up"][TrafficKind.REDUCE] == 0
         assert (one["staging"], one["same_randomness"]) == (0, True)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.kernels.quantize import Codec
-from shardwell.parallel import Kind
+from shardwell.parallel import TrafficKind
 from shardwell.parallel.traffic import BETWEEN, INSIDE
 from shardwell.utils import safe_get_full_fp32_param
 from tests.models import Gpt, batches, share, whole_parameters, zero
@@ -50,8 +50,8 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
         "losses": losses,
         "off": max(float((seen[n].float() - m).abs().max() / m.abs().max()) for n, m in masters.items()),
         "shards": [group.layout.shard_numel for unit in engine._flow.units for group in unit.groups],
-        "gathered": [received[Kind.GATHER, hop] for hop in (INSIDE, BETWEEN)],
-        "reduced": [received[Kind.REDUCE, hop] for hop in (INSIDE, BETWEEN)],
+        "gathered": [received[TrafficKind.GATHER, hop] for hop in (INSIDE, BETWEEN)],
+        "reduced": [received[TrafficKind.REDUCE, hop] for hop in (INSIDE, BETWEEN)],
         "whole": whole_parameters(model),
     }
 

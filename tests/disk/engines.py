@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardwell.kernels.io import Outcome, Part
-from shardwell.offload.disk import DiskSettings, aligned
+from shardwell.kernels.io import IoOutcome, IoPart
+from shardwell.offload.disk import AioSettings, aligned
 from shardwell.offload.disk_queue import ENGINES, unusable
 
 BLOCK = 16384
@@ -20,8 +20,8 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def settings(engine: str = "python", **others: object) -> DiskSettings:
-    return DiskSettings(engine=engine, block_size=BLOCK, queue_depth=3, **others)  # type: ignore[arg-type]
+def settings(engine: str = "python", **others: object) -> AioSettings:
+    return AioSettings(engine=engine, block_size=BLOCK, queue_depth=3, **others)  # type: ignore[arg-type]
 
 
 def noise(num_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -35,12 +35,12 @@ class Stuck:
     is_done = False
     is_closed = False
 
-    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> Stuck:
+    def submit(self, is_write: bool, parts: Sequence[IoPart], *, urgent: bool = False) -> Stuck:
         return self
 
-    def wait(self, milliseconds: int) -> Outcome:
+    def wait(self, milliseconds: int) -> IoOutcome:
         time.sleep(0 if self.is_done else milliseconds / 1000)
-        return Outcome(self.is_done, 0)
+        return IoOutcome(self.is_done, 0)
 
     def close(self) -> None:
         self.is_closed = True

@@ -11,9 +11,9 @@ import torch
 
 from shardwell import kernels
 from shardwell.errors import ShardwellError
-from shardwell.memory import Account, Device, Tier
-from shardwell.offload.disk import DiskTier, Extent, Transfer, aligned
-from shardwell.offload.swapped_tensors import Chest
+from shardwell.memory import Device, MemoryStats, Tier
+from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
+from shardwell.offload.swapped_tensors import SwappedTensors
 from tests.disk.engines import settings
 from tests.disk.test_trouble import replace
 
@@ -21,8 +21,8 @@ from tests.disk.test_trouble import replace
 def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         moved: list[int] = []
-        account = Account()
-        chest = Chest(tier, account, "unit", lambda: moved.append(1))
+        account = MemoryStats()
+        chest = SwappedTensors(tier, account, "unit", lambda: moved.append(1))
         values = [torch.randn(5000), torch.arange(7, dtype=torch.uint8), torch.randn(1)]
         tensors = [value.clone() for value in values]
         blank = torch.full((1,), 3.0).expand(1000)
@@ -54,7 +54,7 @@ def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
 def test_one_number_may_have_any_stride(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         tensor = torch.full((1,), 2.5).as_strided((1,), (0,))
-        chest = Chest(tier, Account(), "unit")
+        chest = SwappedTensors(tier, MemoryStats(), "unit")
         chest.keep([tensor])
         with chest.opened(changes=True):
             assert tensor.tolist() == [2.5]
@@ -66,7 +66,7 @@ def test_one_number_may_have_any_stride(tmp_path: Path) -> None:
 def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         tensor = torch.zeros(100)
-        chest = Chest(tier, Account(), "unit")
+        chest = SwappedTensors(tier, MemoryStats(), "unit")
         chest.keep([tensor])
         chest.open()
         tensor.fill_(1.0)
@@ -78,7 +78,7 @@ def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
 
 def test_a_write_that_failed_does_not_matter_to_who_writes_all_anew(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
-        chest, tensor = Chest(tier, Account(), "unit"), torch.zeros(1).expand(5000)
+        chest, tensor = SwappedTensors(tier, MemoryStats(), "unit"), torch.zeros(1).expand(5000)
         chest.keep([tensor])
         memory = aligned(chest.num_bytes)
         drive = os.dup(tier._files[0].descriptor)
@@ -107,12 +107,12 @@ def test_tensors_that_cannot_be_kept_stay_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     with DiskTier([tmp_path], settings()) as tier:
-        chest, write, calls = Chest(tier, Account(), "unit"), tier.write, list[Extent]()
+        chest, write, calls = SwappedTensors(tier, MemoryStats(), "unit"), tier.write, list[DiskExtent]()
         old, new = torch.randn(3000), [torch.randn(size) for size in (5000, 100, 7000)]
         before = [tensor.clone() for tensor in (old, *new)]
         chest.keep([old])
 
-        def failing(extent: Extent, *args: Any, **kwargs: Any) -> Any:
+        def failing(extent: DiskExtent, *args: Any, **kwargs: Any) -> Any:
             calls.append(extent)
             if len(calls) == fails_at + 1:
                 raise ShardwellError("no room")
@@ -134,12 +134,12 @@ def test_what_is_being_written_is_waited_for_if_the_rest_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DiskTier([tmp_path], settings()) as tier:
-        chest, write, begun = Chest(tier, Account(), "unit"), tier.write, list[Transfer]()
+        chest, write, begun = SwappedTensors(tier, MemoryStats(), "unit"), tier.write, list[DiskTransfer]()
         tensors = [torch.zeros(1).expand(5000) for _ in range(3)]
         chest.keep(tensors)
         chest.fetch(aligned(chest.num_bytes))
 
-        def failing(*args: Any, **kwargs: Any) -> Transfer:
+        def failing(*args: Any, **kwargs: Any) -> DiskTransfer:
             if len(begun) == 2:
                 raise ShardwellError("no memory")
             begun.append(write(*args, **kwargs))
@@ -160,9 +160,9 @@ def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Pat
         held = [
             device.empty(8, torch.float32, Tier.HOST),
             device.pinned(8),
-            kernels.Compact.zeros(9, is_second=True)[:],
+            kernels.Moment8bit.zeros(9, is_second=True)[:],
         ]
-        chest = Chest(tier, Account(), "a unit")
+        chest = SwappedTensors(tier, MemoryStats(), "a unit")
         chest.keep([kept.fill_(3.0)])
         held += [kept]
         assert [tensor.device.type for tensor in held] == ["cpu"] * 4

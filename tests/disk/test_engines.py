@@ -12,7 +12,7 @@ import pytest
 from shardwell.errors import ShardwellError
 from shardwell.kernels import io
 from shardwell.offload import disk_queue
-from shardwell.offload.disk import DiskSettings, DiskTier
+from shardwell.offload.disk import AioSettings, DiskTier
 from shardwell.offload.disk_queue import ENGINES, choose, fastest, measure, unusable
 from tests.disk.engines import BLOCK, EACH, settings
 
@@ -23,20 +23,20 @@ BUILT = pytest.mark.skipif("threads" in unusable(), reason="the native library w
 def test_every_engine_can_be_forced(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose([tmp_path], settings(engine)).engine == engine
     monkeypatch.setenv("SHARDWELL_IO", engine)
-    assert choose([tmp_path], DiskSettings()) == disk_queue.Choice(engine, "SHARDWELL_IO says so")
+    assert choose([tmp_path], AioSettings()) == disk_queue.IoEngineChoice(engine, "SHARDWELL_IO says so")
 
 
 def test_an_unknown_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWELL_IO", "aio")
     with pytest.raises(ShardwellError, match="SHARDWELL_IO: found 'aio', expected one of io_uring, threads, python"):
-        choose([tmp_path], DiskSettings())
+        choose([tmp_path], AioSettings())
 
 
 @pytest.mark.skipif(bool(unusable()), reason="io_uring cannot be used here")
 def test_the_faster_engine_is_chosen_and_the_figures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_queue, "_choices", {})
     monkeypatch.delenv("SHARDWELL_IO", raising=False)
-    chosen, calls = DiskSettings(block_size=BLOCK), []
+    chosen, calls = AioSettings(block_size=BLOCK), []
     real = disk_queue._time
     slow = {"io_uring": 50.0, "threads": 1.0}
 
@@ -53,7 +53,7 @@ def test_the_faster_engine_is_chosen_and_the_figures_are_told(tmp_path: Path, mo
     DiskTier([tmp_path], chosen).close()
     assert len(calls) == once  # a choice is made once
     slow.update(io_uring=1.0, threads=50.0)
-    assert choose([tmp_path], DiskSettings(block_size=2 * BLOCK)).engine == "io_uring"
+    assert choose([tmp_path], AioSettings(block_size=2 * BLOCK)).engine == "io_uring"
 
 
 def test_io_uring_wins_unless_threads_are_clearly_faster() -> None:
@@ -118,10 +118,10 @@ def test_speeds_are_measured_on_all_paths_at_once(engine: str, tmp_path: Path) -
 )
 def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ShardwellError, match=message):
-        DiskSettings(**change)
+        AioSettings(**change)
 
 
 def test_the_defaults_are_those_of_the_aio_block() -> None:
-    found = DiskSettings()
+    found = AioSettings()
     assert (found.block_size, found.queue_depth, found.intra_op_parallelism) == (1048576, 8, 1)
     assert (found.single_submit, found.overlap_events) == (False, True)

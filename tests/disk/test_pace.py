@@ -9,7 +9,7 @@ import pytest
 
 from shardwell.offload import param_swap
 from shardwell.offload.disk import DiskTier
-from shardwell.offload.param_swap import Pace
+from shardwell.offload.param_swap import ReadAheadDepth
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
 
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def use(pace: Pace, clock: Clock, num_units: int, unit: float, page: float, waited: float = 0.0) -> int:
+def use(pace: ReadAheadDepth, clock: Clock, num_units: int, unit: float, page: float, waited: float = 0.0) -> int:
     """Units that are used for so long each, after a page that came in so long; returns the depth."""
     for _ in range(num_units):
         pace.enter()
@@ -41,21 +41,21 @@ def use(pace: Pace, clock: Clock, num_units: int, unit: float, page: float, wait
 
 
 def test_one_unit_ahead_before_anything_was_measured() -> None:
-    assert Pace(4).depth == 1
+    assert ReadAheadDepth(4).depth == 1
 
 
 @pytest.mark.parametrize(("page", "expected"), [(0.005, 1), (0.015, 2), (0.025, 3), (0.035, 4), (0.5, 4)])
 def test_as_many_units_as_are_used_while_a_page_comes(clock: Clock, page: float, expected: int) -> None:
-    assert use(Pace(4), clock, 10, 0.01, page) == expected
+    assert use(ReadAheadDepth(4), clock, 10, 0.01, page) == expected
 
 
 def test_what_units_wait_for_pages_is_no_time_of_use(clock: Clock) -> None:
     """Else a drive that everybody waits for would look as fast as the units."""
-    assert use(Pace(4), clock, 10, 0.01, 0.04, waited=0.03) == 4
+    assert use(ReadAheadDepth(4), clock, 10, 0.01, 0.04, waited=0.03) == 4
 
 
 def test_it_follows_drives_and_units_that_change(clock: Clock) -> None:
-    pace = Pace(8)
+    pace = ReadAheadDepth(8)
     assert use(pace, clock, 10, 0.01, 0.075) == 8
     assert use(pace, clock, 40, 0.01, 0.015) == 2
     assert use(pace, clock, 1, 0.01, 0.055) == 6  # one late page is enough
@@ -63,7 +63,7 @@ def test_it_follows_drives_and_units_that_change(clock: Clock) -> None:
 
 
 def test_a_pause_between_passes_is_no_time_of_a_unit(clock: Clock) -> None:
-    pace = Pace(4)
+    pace = ReadAheadDepth(4)
     use(pace, clock, 10, 0.01, 0.035)
     pace.pause()
     clock.now += 1000

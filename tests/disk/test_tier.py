@@ -21,7 +21,7 @@ from shardwell.errors import ShardwellError
 from shardwell.kernels.io import SECTOR
 from shardwell.memory import Device
 from shardwell.offload import disk
-from shardwell.offload.disk import DiskTier, Extent, Region, aligned
+from shardwell.offload.disk import DiskExtent, DiskTier, FileRegion, aligned
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
 SIZES = [0, 1, 511, SECTOR - 1, SECTOR, SECTOR + 1, BLOCK, BLOCK + 1, 7 * BLOCK, 9 * BLOCK + 5 * SECTOR + 17]
@@ -117,7 +117,7 @@ def test_stripes_cover_an_extent_without_overlap(num_bytes: int, num_paths: int,
     shares = [disk._share(num_bytes, BLOCK, place, num_paths) for place in range(num_paths)]
     assert sum(shares) == -(-num_bytes // SECTOR) * SECTOR
     assert max(shares) - min(shares) <= BLOCK
-    extent = Extent(num_bytes, BLOCK, tuple(Region(lane, 0, share) for lane, share in enumerate(shares)))
+    extent = DiskExtent(num_bytes, BLOCK, tuple(FileRegion(lane, 0, share) for lane, share in enumerate(shares)))
     pieces = list(extent.places(0, num_bytes))
     taken = {(lane, offset + at) for lane, offset, _, length in pieces for at in range(0, length, SECTOR)}
     assert len(taken) == sum(shares) // SECTOR

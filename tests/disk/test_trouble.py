@@ -21,13 +21,13 @@ import torch
 
 from shardwell.errors import ShardwellError
 from shardwell.kernels.io import SECTOR
-from shardwell.memory import Account, Device, Mark
+from shardwell.memory import Device, Event, MemoryStats
 from shardwell.offload import disk, disk_file
 from shardwell.offload.disk import DiskTier, aligned
 from shardwell.offload.disk_file import file_system, free_bytes
-from shardwell.offload.param_swap import Page, Pages
-from shardwell.offload.staging import Aligned
-from shardwell.offload.swapped_tensors import Chest
+from shardwell.offload.param_swap import ReadBuffers, SwappedShard
+from shardwell.offload.staging import AlignedAllocator
+from shardwell.offload.swapped_tensors import SwappedTensors
 from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
 
 TINY = 1 << 20
@@ -242,12 +242,12 @@ def test_a_slot_that_a_drive_may_still_write_to_is_not_used_again(
     queue = Stuck()
     monkeypatch.setattr(disk, "open_queue", lambda *_: queue)
     with DiskTier([tmp_path], settings(patience=0.1)) as tier:
-        pages = Pages(tier, Aligned(Device("cpu"), Account()), 2)
-        page = Page(pages, Chest(tier, Account(), "unit"))
+        pages = ReadBuffers(tier, AlignedAllocator(Device("cpu"), MemoryStats()), 2)
+        page = SwappedShard(pages, SwappedTensors(tier, MemoryStats(), "unit"))
         queue.is_done = True
         page.chest.keep([torch.randn(100)])
         slot = pages.slots.take(SECTOR)
-        pages.slots.give(slot, Mark())
+        pages.slots.give(slot, Event())
         queue.is_done = False
         if ends == "read":
             with pytest.raises(ShardwellError, match="has not ended"):

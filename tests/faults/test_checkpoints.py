@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.checkpoint.save import Saver
-from shardwell.engine.checkpoints import Checkpoints
+from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.optim import ShardedOptimizer
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
@@ -71,7 +71,11 @@ def test_values_that_cannot_be_had_on_one_rank_are_an_error_on_all(ranks: Ranks,
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["second"]
 
 
-WHERE = {"save": (ShardedOptimizer, "settle"), "write": (Saver, "write_now"), "load": (Checkpoints, "_check_loader")}
+WHERE = {
+    "save": (ShardedOptimizer, "settle"),
+    "write": (Saver, "write_now"),
+    "load": (EngineCheckpoints, "_check_loader"),
+}
 
 
 def fail_inside(folder: str, what: str) -> dict[str, Any]:

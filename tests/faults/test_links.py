@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.errors import PeerError, ShardwellError
-from shardwell.memory import Account, Device, Scratch
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Agreement, Collectives, gloo_wait
-from shardwell.parallel.gloo_wait import wait_for
+from shardwell.parallel.gloo_wait import wait_all
 from shardwell.parallel.mesh import world_mesh
-from shardwell.parallel.traffic import Ledger
+from shardwell.parallel.traffic import TrafficStats
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 
@@ -36,7 +36,7 @@ SOON = 4.0  # seconds
 def routes() -> Collectives:
     """The collectives of all ranks, on links of their own."""
     home = Device(torch.device("cpu"))
-    comm = Collectives(world_mesh(home.torch_device), home, Ledger(), Scratch(home, Account()))
+    comm = Collectives(world_mesh(home.torch_device), home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
     comm.agreement = Agreement(comm.mesh, SOON, comm.cut_links)
     return comm
 
@@ -116,10 +116,10 @@ def test_who_gives_up_leaves_a_thread_behind_that_serves_others_no_more() -> Non
         raise PeerError("rank 1 failed first")
 
     with pytest.raises(PeerError, match="rank 1"):
-        wait_for([done, stuck], look, pytest.fail)
-    wait_for([done, done], look, pytest.fail)
+        wait_all([done, stuck], look, pytest.fail)
+    wait_all([done, done], look, pytest.fail)
     stuck.over.set()
-    wait_for([done], look, pytest.fail)
+    wait_all([done], look, pytest.fail)
 
 
 @contextlib.contextmanager
@@ -147,9 +147,9 @@ def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPat
     if ends_after is not None:
         threading.Timer(ends_after, stuck.over.set).start()
     with alarm_after(0.1), pytest.raises(TimeoutError) as caught:
-        wait_for([stuck], lambda: None, abandoned.append)
+        wait_all([stuck], lambda: None, abandoned.append)
     assert abandoned == ([caught.value] if ends_after is None else [])
-    wait_for([done], lambda: None, pytest.fail)
+    wait_all([done], lambda: None, pytest.fail)
     stuck.over.set()
 
 
@@ -280,8 +280,8 @@ def test_what_a_work_raises_goes_up_and_the_next_wait_knows_nothing_of_it() -> N
     done = Stuck()
     done.over.set()
     with pytest.raises(RuntimeError, match="connection closed"):
-        wait_for([done, Broken(), Stuck()], lambda: None, pytest.fail)
-    wait_for([done], lambda: None, pytest.fail)
+        wait_all([done, Broken(), Stuck()], lambda: None, pytest.fail)
+    wait_all([done], lambda: None, pytest.fail)
 
 
 def fail_and_forget() -> tuple[str, bool]:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwell
 from shardwell.engine import consistency
-from shardwell.memory import Account, Device, Scratch
-from shardwell.parallel import Agreement, Collectives, Ledger
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers
+from shardwell.parallel import Agreement, Collectives, TrafficStats
 from shardwell.parallel.mesh import world_mesh
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
@@ -247,7 +247,7 @@ def test_a_model_that_changes_in_another_way_on_one_rank_is_named(ranks: Ranks, 
 def gather_unequal(dtypes: bool) -> dict[str, str]:
     """Rank 1 gathers more than the others, or numbers of another kind, under the same name."""
     home = Device(torch.device("cpu"))
-    comm = Collectives(world_mesh(home.torch_device), home, Ledger(), Scratch(home, Account()))
+    comm = Collectives(world_mesh(home.torch_device), home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
     comm.agreement = Agreement(comm.mesh, 5.0, comm.cut_links)
     is_odd = dist.get_rank() == 1
     numel, dtype = (8, torch.float64) if is_odd and dtypes else (12 if is_odd else 8, torch.float32)

@@ -146,11 +146,11 @@ def test_survivors_of_a_kill_end_soon_and_name_the_rank_that_is_gone(tmp_path: P
 
 
 def test_a_process_is_not_taken_for_a_later_one_with_its_number() -> None:
-    own = heartbeat.Process.own()
+    own = heartbeat.RankProcess.own()
     assert not own.has_ended
-    assert heartbeat.Process(own.space, own.pid, own.started + 1).has_ended
+    assert heartbeat.RankProcess(own.space, own.pid, own.started + 1).has_ended
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    process = heartbeat.Process(own.space, child.pid, heartbeat._state_of(child.pid)[1])
+    process = heartbeat.RankProcess(own.space, child.pid, heartbeat._state_of(child.pid)[1])
     while child.poll() is None:
         time.sleep(0.01)
     assert process.has_ended

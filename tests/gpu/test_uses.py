@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.engine import Action
+from shardwell.engine import TraceAction
 from tests.gpu.test_gpu import nccl_engine, on_the_gpu
 from tests.models import Gpt, batches, whole_parameters, zero
 from tests.parity.loops import Case, distance
@@ -141,7 +141,7 @@ def gathers_of_frozen_weights(keep: Any) -> list[int]:
             engine.backward(engine(batch))
             engine.step()
         frozen = [g for unit in engine._flow.units for g in unit.groups if not g.trainable]
-        assert trace.count(Action.GATHER) > 0
+        assert trace.count(TraceAction.GATHER) > 0
         bytes_whole.append(sum(group.flat.present for group in frozen))
     return bytes_whole
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.engine import Action
-from shardwell.memory import State
-from shardwell.parallel import Kind
+from shardwell.engine import TraceAction
+from shardwell.memory import StateKind
+from shardwell.parallel import TrafficKind
 from shardwell.zero import GatheredParameters
 from tests.memory.live import live_bytes
 from tests.models import whole_parameters, zero
@@ -111,14 +111,14 @@ def bytes_of_a_run(stage: int, precision: str) -> dict[str, Any]:
     books = {**with_gradients.now, **with_gradients.peak, **at_rest.now, **at_rest.peak}
     groups = [group for unit in engine._flow.units for group in unit.groups]
     return {
-        "owners": sorted({unit for state, unit, _ in books if state in (State.GRADIENTS, State.OPTIMIZER)}),
+        "owners": sorted({unit for state, unit, _ in books if state in (StateKind.GRADIENTS, StateKind.OPTIMIZER)}),
         "trainable": sum(group.layout.padded for group in groups if group.trainable),
         "frozen": sum(group.layout.padded for group in groups if not group.trainable),
         "frozen without pads": sum(group.layout.numel for group in groups if not group.trainable),
-        "parameters": at_rest.total(State.PARAMETERS),
-        "optimizer": at_rest.total(State.OPTIMIZER),
-        "gradients": with_gradients.total(State.GRADIENTS),
-        "left": at_rest.total(State.GRADIENTS) + at_rest.total(State.STAGING),
+        "parameters": at_rest.total(StateKind.PARAMETERS),
+        "optimizer": at_rest.total(StateKind.OPTIMIZER),
+        "gradients": with_gradients.total(StateKind.GRADIENTS),
+        "left": at_rest.total(StateKind.GRADIENTS) + at_rest.total(StateKind.STAGING),
         "books": at_rest.total(),
         "live": live,
     }
@@ -158,9 +158,9 @@ def kept(room: int | str, **config: Any) -> dict[str, Any]:
         with engine.record() as trace:
             micro_step(engine, step)
             engine.step()
-        found["gathered"].append(engine.traffic().total(Kind.GATHER))
-        found["parameters"].append(engine.memory().total(State.PARAMETERS))
-        found["traces"].append(sorted({trace.unit_names[e.unit] for e in trace if e.action is Action.GATHER}))
+        found["gathered"].append(engine.traffic().total(TrafficKind.GATHER))
+        found["parameters"].append(engine.memory().total(StateKind.PARAMETERS))
+        found["traces"].append(sorted({trace.unit_names[e.unit] for e in trace if e.action is TraceAction.GATHER}))
     groups = [group for unit in engine._flow.units for group in unit.groups]
     return {
         **found,
@@ -280,7 +280,7 @@ def kept_after_a_rebuild() -> list[int]:
             engine.module.adapted[0].base.bias.requires_grad_(True)
         micro_step(engine, step)
         engine.step()
-        gathered.append(engine.traffic().total(Kind.GATHER))
+        gathered.append(engine.traffic().total(TrafficKind.GATHER))
     return gathered
 
 

@@ -118,7 +118,7 @@ def test_a_ulimit_below_what_is_in_use_leaves_nothing(kind: str, monkeypatch: py
 
 
 def test_initialize_refuses_what_does_not_fit_into_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwell.offload.plan.free_host_bytes", lambda ranks_here: 1000.0)
+    monkeypatch.setattr("shardwell.offload.plan.free_host_bytes", lambda local_world_size: 1000.0)
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     with pytest.raises(shardwell.ShardwellError, match="memory"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.memory import State
+from shardwell.memory import StateKind
 from tests.memory.live import PeakWatch, live_bytes
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
@@ -49,7 +49,7 @@ def bytes_of_a_run(stage: int, bf16: bool, accumulation: int) -> dict[str, int]:
         "rest": rest,
         "rest_by_books": rest_by_books,
         "gradients": live_bytes() - before - rest,
-        "gradients_by_books": engine.memory().total(State.GRADIENTS),
+        "gradients_by_books": engine.memory().total(StateKind.GRADIENTS),
     }
 
 
@@ -99,7 +99,7 @@ def bytes_of_no_sync(stage: int) -> tuple[int, int]:
     engine = build(stage)
     with engine.no_sync():
         micro_step(engine)
-    held = engine.memory().total(State.GRADIENTS)
+    held = engine.memory().total(StateKind.GRADIENTS)
     return held, sum(group.layout.numel for unit in engine._flow.units for group in unit.groups)
 
 

@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 from shardwell import kernels
-from shardwell.kernels import Halves, Moments8, NewState, Stretch
+from shardwell.kernels import Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs
 from shardwell.kernels.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.kernels.reference import Reference
 
 REFERENCE = Reference()
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 RULES: dict[str, kernels.Rule] = {
-    "adam": kernels.Adam(1e-3, 3, weight_decay=0.1),
-    "adam without decay": kernels.Adam(1e-3, 1),
-    "adam with small betas": kernels.Adam(1e-2, 5, betas=(0.3, 0.4), eps=1e-6),
-    "adamw": kernels.Adam(3e-4, 1000, weight_decay=0.01, decoupled=True),
-    "adamw like the fused kernel": kernels.Adam(3e-4, 7, weight_decay=0.01, decoupled=True, like="cuda_fused"),
-    "adam like the fused kernel": kernels.Adam(3e-4, 1, weight_decay=0.1, like="cuda_fused"),
-    "adamw like the CPU's": kernels.Adam(3e-4, 1000, weight_decay=0.01, decoupled=True, like="cpu"),
-    "sgd": kernels.Sgd(0.1),
-    "sgd with decay": kernels.Sgd(0.1, weight_decay=1e-4),
-    "sgd with momentum": kernels.Sgd(0.1, momentum=0.9, dampening=0.1, weight_decay=1e-4),
-    "sgd, first step": kernels.Sgd(0.1, momentum=0.9, dampening=0.1, first=True),
-    "sgd with nesterov": kernels.Sgd(0.1, momentum=0.9, nesterov=True),
-    "adagrad": kernels.Adagrad(0.01, 7, lr_decay=0.1, weight_decay=0.1),
-    "lion": kernels.Lion(1e-4, weight_decay=0.1),
-    "lion with small betas": kernels.Lion(1e-4, betas=(0.2, 0.5)),
+    "adam": kernels.AdamRule(1e-3, 3, weight_decay=0.1),
+    "adam without decay": kernels.AdamRule(1e-3, 1),
+    "adam with small betas": kernels.AdamRule(1e-2, 5, betas=(0.3, 0.4), eps=1e-6),
+    "adamw": kernels.AdamRule(3e-4, 1000, weight_decay=0.01, decoupled=True),
+    "adamw like the fused kernel": kernels.AdamRule(3e-4, 7, weight_decay=0.01, decoupled=True, like="cuda_fused"),
+    "adam like the fused kernel": kernels.AdamRule(3e-4, 1, weight_decay=0.1, like="cuda_fused"),
+    "adamw like the CPU's": kernels.AdamRule(3e-4, 1000, weight_decay=0.01, decoupled=True, like="cpu"),
+    "sgd": kernels.SgdRule(0.1),
+    "sgd with decay": kernels.SgdRule(0.1, weight_decay=1e-4),
+    "sgd with momentum": kernels.SgdRule(0.1, momentum=0.9, dampening=0.1, weight_decay=1e-4),
+    "sgd, first step": kernels.SgdRule(0.1, momentum=0.9, dampening=0.1, first=True),
+    "sgd with nesterov": kernels.SgdRule(0.1, momentum=0.9, nesterov=True),
+    "adagrad": kernels.AdagradRule(0.01, 7, lr_decay=0.1, weight_decay=0.1),
+    "lion": kernels.LionRule(1e-4, weight_decay=0.1),
+    "lion with small betas": kernels.LionRule(1e-4, betas=(0.2, 0.5)),
 }
 
 
@@ -77,7 +77,7 @@ def stretch(
     factor: float = 1.0,
     make: object = any_bits,
     offset: int = 0,
-) -> Stretch:
+) -> UpdateArgs:
     """Tensors that begin `offset` elements into their storage, each a little further than the one before."""
     assert callable(make)
 
@@ -85,13 +85,13 @@ def stretch(
         room: Tensor = make(numel + offset * place, dtype, seed)
         return room[offset * place :]
 
-    master: Tensor | Halves = at(2, torch.float32, 2)
+    master: Tensor | SplitMaster = at(2, torch.float32, 2)
     if halves:
-        master = Halves(at(2, torch.bfloat16, 2), at(3, torch.float16, 3).view(torch.int16))
+        master = SplitMaster(at(2, torch.bfloat16, 2), at(3, torch.float16, 3).view(torch.int16))
     state = tuple(at(4 + index, torch.float32, 4 + index) for index in range(states))
     if states == 2:  # what is squared is not negative
         state = state[0], state[1].abs()
-    return Stretch(
+    return UpdateArgs(
         at(1, gradient, 1),
         master,
         state,
@@ -100,26 +100,26 @@ def stretch(
     )
 
 
-def copied(given: Stretch) -> Stretch:
+def copied(given: UpdateArgs) -> UpdateArgs:
     """The same, where nothing of it is shared. Offsets are kept."""
     master, state = given.master, given.state
     return replace(
         given,
         gradient=_copied(given.gradient),
-        master=Halves(*map(_copied, master)) if isinstance(master, Halves) else _copied(master),
-        state=Moments8(_pair(state.codes), _pair(state.exponents))
-        if isinstance(state, Moments8)
+        master=SplitMaster(*map(_copied, master)) if isinstance(master, SplitMaster) else _copied(master),
+        state=Moments8bitArgs(_pair(state.codes), _pair(state.exponents))
+        if isinstance(state, Moments8bitArgs)
         else tuple(map(_copied, state)),
         out=None if given.out is None else _copied(given.out),
     )
 
 
-def out_of_place(given: Stretch) -> tuple[Stretch, Stretch]:
+def out_of_place(given: UpdateArgs) -> tuple[UpdateArgs, UpdateArgs]:
     """The same with other memory for its results, which holds sevens so far; and what is there, as a stretch."""
     there = copied(given)
     for tensor in written(there).values():
         tensor.fill_(7)
-    return replace(given, out=there.out, new=NewState(there.master, there.state)), there
+    return replace(given, out=there.out, new=OutOfPlaceState(there.master, there.state)), there
 
 
 def _pair(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -132,14 +132,14 @@ def _copied(tensor: Tensor) -> Tensor:
     return room.copy_(tensor)
 
 
-def written(given: Stretch) -> dict[str, Tensor]:
+def written(given: UpdateArgs) -> dict[str, Tensor]:
     """What an update changes, by name."""
     found: dict[str, Tensor] = {}
-    if isinstance(given.master, Halves):
+    if isinstance(given.master, SplitMaster):
         found |= {"high": given.master.high, "low": given.master.low}
     else:
         found["master"] = given.master
-    if isinstance(given.state, Moments8):
+    if isinstance(given.state, Moments8bitArgs):
         for index in range(2):
             found |= {f"codes {index}": given.state.codes[index], f"exponents {index}": given.state.exponents[index]}
     else:
@@ -147,10 +147,10 @@ def written(given: Stretch) -> dict[str, Tensor]:
     return found if given.out is None else {**found, "out": given.out}
 
 
-def differing(first: Stretch, second: Stretch) -> dict[str, int]:
+def differing(first: UpdateArgs, second: UpdateArgs) -> dict[str, int]:
     """How many elements of what was written differ in a bit. Two NaN are the same, and what lies below them."""
     nan = torch.zeros(0)
-    if isinstance(first.master, Halves) and isinstance(second.master, Halves):
+    if isinstance(first.master, SplitMaster) and isinstance(second.master, SplitMaster):
         nan = first.master.high.isnan() & second.master.high.isnan()
     counts = {}
     for (name, one), other in zip(written(first).items(), written(second).values(), strict=True):

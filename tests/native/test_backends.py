@@ -13,7 +13,7 @@ import torch
 
 from shardwell import kernels
 from shardwell.errors import ShardwellError
-from shardwell.kernels import Adam, Halves, Moments8, NewState, Stretch, library, rounding
+from shardwell.kernels import AdamRule, Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs, library, rounding
 from shardwell.kernels.reference import Reference
 from tests.native.cases import REFERENCE, any_bits, bits, isas, likely
 from tests.native.cases import library as library_for
@@ -97,14 +97,14 @@ def test_crc32_is_zlibs(backend: kernels.Backend) -> None:
 @EACH
 def test_a_parameter_may_be_stepped(backend: kernels.Backend) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    backend.update(kernels.Sgd(0.5), Stretch(torch.ones(3), parameter), 1)
+    backend.update(kernels.SgdRule(0.5), UpdateArgs(torch.ones(3), parameter), 1)
     assert parameter.tolist() == [0.5, 0.5, 0.5]
 
 
 def test_the_environment_chooses() -> None:
     assert str(kernels.choose("0", "")[1]) == "torch operations (SHARDWELL_NATIVE=0)"
     for isa in isas():
-        assert kernels.choose("1", isa)[1] == kernels.Description(True, isa)
+        assert kernels.choose("1", isa)[1] == kernels.KernelInfo(True, isa)
     with pytest.raises(ShardwellError, match="SHARDWELL_NATIVE: found 'yes', expected 0"):
         kernels.choose("yes", "")
     with pytest.raises(ShardwellError, match="SHARDWELL_NATIVE_ISA: found 'sse', expected one of scalar, avx2, avx512"):
@@ -143,23 +143,32 @@ def good() -> dict[str, object]:
         ({"master": torch.zeros(600)[::2]}, "master: found shape .300. with strides .2., expected one dimension"),
         ({"master": torch.zeros(3, 100)}, "master: found shape .3, 100."),
         ({"master": torch.zeros(299)}, "master: found 299 elements, expected 300"),
-        ({"master": Halves(torch.zeros(300).bfloat16(), torch.zeros(300))}, "low half of the master: found float32"),
+        (
+            {"master": SplitMaster(torch.zeros(300).bfloat16(), torch.zeros(300))},
+            "low half of the master: found float32",
+        ),
         ({"state": (torch.zeros(300), torch.zeros(300).half())}, "state 1: found float16, expected float32"),
         ({"state": (torch.zeros(300),)}, "Adam: found 1 tensors of state, expected 2"),
-        ({"state": Moments8.zeros(512)}, "codes of the first moment: found 512 elements, expected 300"),
-        ({"new": NewState(torch.zeros(299))}, "new master: found 299 elements, expected 300"),
-        ({"new": NewState(torch.zeros(300), (torch.zeros(300).half(),))}, "new state 0: found float16"),
-        ({"new": NewState(torch.zeros(300))}, "new: found .* fp32 and 0 tensors of state, expected .* and 2 tensors"),
-        ({"new": NewState(torch.zeros(300), Moments8.zeros(300))}, "new: found .* 8-bit moments, expected the form"),
+        ({"state": Moments8bitArgs.zeros(512)}, "codes of the first moment: found 512 elements, expected 300"),
+        ({"new": OutOfPlaceState(torch.zeros(299))}, "new master: found 299 elements, expected 300"),
+        ({"new": OutOfPlaceState(torch.zeros(300), (torch.zeros(300).half(),))}, "new state 0: found float16"),
+        (
+            {"new": OutOfPlaceState(torch.zeros(300))},
+            "new: found .* fp32 and 0 tensors of state, expected .* and 2 tensors",
+        ),
+        (
+            {"new": OutOfPlaceState(torch.zeros(300), Moments8bitArgs.zeros(300))},
+            "new: found .* 8-bit moments, expected the form",
+        ),
         ({"out": torch.zeros(300)}, "out: found float32, expected bfloat16 or float16"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ShardwellError, match=message):
-        kernels.update(Adam(1e-3, 1), Stretch(**{**good(), **change}))  # type: ignore[arg-type]
+        kernels.update(AdamRule(1e-3, 1), UpdateArgs(**{**good(), **change}))  # type: ignore[arg-type]
 
 
 def test_only_adam_has_8_bit_moments() -> None:
-    stretch = Stretch(torch.zeros(3), torch.zeros(3), Moments8.zeros(3))
+    stretch = UpdateArgs(torch.zeros(3), torch.zeros(3), Moments8bitArgs.zeros(3))
     with pytest.raises(ShardwellError, match="Lion: found 8-bit moments"):
-        kernels.update(kernels.Lion(1e-3), stretch)
+        kernels.update(kernels.LionRule(1e-3), stretch)

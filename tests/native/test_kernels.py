@@ -77,10 +77,12 @@ def test_nothing_beside_a_stretch_is_touched(isa: str) -> None:
     inner = slice(5, 298)
     master, first, second = (room[inner] for room in rooms)
     gradient = torch.ones(293, dtype=torch.bfloat16)
-    library(isa).update(kernels.Adam(1.0, 1), kernels.Stretch(gradient, master, (first, second), out=out[inner]), 2)
+    library(isa).update(
+        kernels.AdamRule(1.0, 1), kernels.UpdateArgs(gradient, master, (first, second), out=out[inner]), 2
+    )
     others = [torch.full((300,), 7.0) for _ in range(3)]
-    there = kernels.NewState(others[0][inner], (others[1][inner], others[2][inner]))
-    library(isa).update(kernels.Adam(1.0, 1), kernels.Stretch(gradient, master, (first, second), new=there), 2)
+    there = kernels.OutOfPlaceState(others[0][inner], (others[1][inner], others[2][inner]))
+    library(isa).update(kernels.AdamRule(1.0, 1), kernels.UpdateArgs(gradient, master, (first, second), new=there), 2)
     for room in (*rooms, *others, out):
         assert (room[:5] == 7).all()
         assert (room[298:] == 7).all()
@@ -108,7 +110,7 @@ def test_every_fp16_and_bf16_number_is_read_exactly(isa: str) -> None:
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         gradient, master = patterns.view(dtype), torch.zeros(2**16)
-        library(isa).update(kernels.Sgd(-1.0), kernels.Stretch(gradient, master), 1)
+        library(isa).update(kernels.SgdRule(-1.0), kernels.UpdateArgs(gradient, master), 1)
         wide = gradient.float()
         same = (master == wide) | (master.isnan() & wide.isnan())
         assert same.all()
@@ -122,8 +124,8 @@ def test_fp16_is_written_as_torch_rounds(isa: str) -> None:
         ties.view(torch.float32),
         likely(50_000, torch.float32, 2) * 1e5,
     ):
-        ours = kernels.Stretch(torch.zeros_like(master), master, out=torch.zeros(len(master), dtype=torch.float16))
-        library(isa).update(kernels.Sgd(0.0), ours, 1)
+        ours = kernels.UpdateArgs(torch.zeros_like(master), master, out=torch.zeros(len(master), dtype=torch.float16))
+        library(isa).update(kernels.SgdRule(0.0), ours, 1)
         assert ours.out is not None
         rounded = master.half()
         unlike = (bits(ours.out) != bits(rounded)) & ~(ours.out.isnan() & rounded.isnan())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell import kernels
-from shardwell.kernels import Adam, Moments8, Stretch, moments8
+from shardwell.kernels import AdamRule, Moments8bitArgs, UpdateArgs, moments8
 from tests.native.cases import REFERENCE, any_bits, copied, differing, isas, library, likely, out_of_place, stretch
 
 NUMEL = 1000
@@ -19,7 +19,7 @@ WHOLE = slice(0, NUMEL)
 
 def stored(first: Tensor, second: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
     """What comes back of two moments."""
-    moments = Moments8.zeros(NUMEL)
+    moments = Moments8bitArgs.zeros(NUMEL)
     moments8.encode(moments, WHOLE, first, second, seed)
     return moments8.decode(moments, WHOLE)
 
@@ -35,14 +35,14 @@ def greatest(values: Tensor) -> Tensor:
 def test_kernels_give_the_bits_of_the_reference(isa: str, make: object) -> None:
     assert callable(make)
     for numel, threads, decoupled in itertools.product((0, 1, 255, 256, 257, 70_000), (1, 2), (True, False)):
-        state = Moments8.zeros(numel)
-        ours = Stretch(likely(numel, torch.bfloat16, 0), likely(numel, torch.float32, 1), state, out=None)
+        state = Moments8bitArgs.zeros(numel)
+        ours = UpdateArgs(likely(numel, torch.bfloat16, 0), likely(numel, torch.float32, 1), state, out=None)
         theirs = copied(ours)
         for step in range(1, 4):
             gradient = make(numel, torch.bfloat16, step)
-            rule = Adam(1e-3, step, weight_decay=0.1, decoupled=decoupled)
-            ours = Stretch(gradient, ours.master, ours.state, 0.5, seed=step * 2**31 + 7)
-            theirs = Stretch(gradient, theirs.master, theirs.state, 0.5, seed=step * 2**31 + 7)
+            rule = AdamRule(1e-3, step, weight_decay=0.1, decoupled=decoupled)
+            ours = UpdateArgs(gradient, ours.master, ours.state, 0.5, seed=step * 2**31 + 7)
+            theirs = UpdateArgs(gradient, theirs.master, theirs.state, 0.5, seed=step * 2**31 + 7)
             library(isa).update(rule, ours, threads)
             REFERENCE.update(rule, theirs, threads)
             assert differing(ours, theirs) == {}
@@ -52,19 +52,19 @@ def test_kernels_give_the_bits_of_the_reference(isa: str, make: object) -> None:
 def test_out_of_place_gives_the_bits_of_in_place(backend: kernels.Backend) -> None:
     for numel, halves in itertools.product((0, 1, 256, 70_001), (False, True)):
         given = stretch(numel, 2, halves=halves, make=likely)
-        moments = Moments8.zeros(numel)
+        moments = Moments8bitArgs.zeros(numel)
         moments8.encode(moments, slice(0, numel), *(value for value in given.state if isinstance(value, Tensor)), 5)
         before = replace(given, state=moments, seed=9)
         inside = copied(before)
         ours, there = out_of_place(before)
-        backend.update(Adam(1e-3, 2), ours, 2)
+        backend.update(AdamRule(1e-3, 2), ours, 2)
         assert differing(before, inside) == {}
-        backend.update(Adam(1e-3, 2), inside, 2)
+        backend.update(AdamRule(1e-3, 2), inside, 2)
         assert differing(there, inside) == {}
 
 
 def test_a_parameter_takes_six_bytes_and_a_block_two_more() -> None:
-    moments = Moments8.zeros(512)
+    moments = Moments8bitArgs.zeros(512)
     assert 4 * 512 + sum(t.nbytes for t in (*moments.codes, *moments.exponents)) == 6 * 512 + 2 * 2
 
 
@@ -107,10 +107,10 @@ def test_infinities_and_nan_come_through() -> None:
 
 def test_small_changes_are_not_lost() -> None:
     """The second moment moves by a thousandth a step, a hundredth of what a code can say."""
-    master, moments = torch.zeros(10_240), Moments8.zeros(10_240)
+    master, moments = torch.zeros(10_240), Moments8bitArgs.zeros(10_240)
     gradient = torch.randn(10_240, generator=torch.Generator().manual_seed(0)).abs() + 0.5
     for step in range(1, 1501):
-        kernels.update(Adam(0.0, step), Stretch(gradient, master, moments, seed=step))
+        kernels.update(AdamRule(0.0, step), UpdateArgs(gradient, master, moments, seed=step))
     expected = gradient.square() * (1 - 0.999**1500)
     ratio = moments8.decode(moments, slice(0, 10_240))[1] / expected
     assert abs(float(ratio.mean()) - 1) < 0.02
@@ -120,9 +120,9 @@ def test_small_changes_are_not_lost() -> None:
 def test_a_small_gradient_beside_a_large_one_makes_no_large_step() -> None:
     gradient = torch.full((256,), 1e-9)
     gradient[0] = 1.0
-    master, moments = torch.zeros(256), Moments8.zeros(256)
+    master, moments = torch.zeros(256), Moments8bitArgs.zeros(256)
     for step in range(1, 30):
-        kernels.update(Adam(1e-3, step, eps=0.0), Stretch(gradient * (step % 3 > 0), master, moments, seed=step))
+        kernels.update(AdamRule(1e-3, step, eps=0.0), UpdateArgs(gradient * (step % 3 > 0), master, moments, seed=step))
     assert master.abs().max() < 30 * 1e-3 * 1.5
 
 
@@ -138,14 +138,14 @@ def train(eight: bool, steps: int = 600) -> list[float]:
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
     master = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    state = Moments8.zeros(master.numel()) if eight else (torch.zeros_like(master), torch.zeros_like(master))
+    state = Moments8bitArgs.zeros(master.numel()) if eight else (torch.zeros_like(master), torch.zeros_like(master))
     losses = []
     for step in range(1, steps + 1):
         nn.utils.vector_to_parameters(master.clone(), model.parameters())
         inputs = torch.randn(64, 16)
         loss = nn.functional.mse_loss(model(inputs), teacher(inputs).detach() * 3)
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-        rule = Adam(3e-3, step, weight_decay=0.01, decoupled=True)
-        kernels.update(rule, Stretch(gradient, master, state, seed=step))
+        rule = AdamRule(3e-3, step, weight_decay=0.01, decoupled=True)
+        kernels.update(rule, UpdateArgs(gradient, master, state, seed=step))
         losses.append(float(loss.detach()))
     return [sum(losses[i : i + 100]) / 100 for i in range(0, steps, 100)]

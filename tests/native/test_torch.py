@@ -39,43 +39,43 @@ PAIRS = {
     "adamw": Pair(
         AdamW,
         {"lr": 1e-3, "weight_decay": 0.1},
-        lambda t, like: kernels.Adam(1e-3, t, weight_decay=0.1, decoupled=True, like=like),
+        lambda t, like: kernels.AdamRule(1e-3, t, weight_decay=0.1, decoupled=True, like=like),
         MOMENTS,
     ),
     "adamw, large steps": Pair(
         AdamW,
         {"lr": 1e-2, "betas": (0.4, 0.9), "eps": 1e-6, "weight_decay": 0.0},
-        lambda t, like: kernels.Adam(1e-2, t, (0.4, 0.9), 1e-6, decoupled=True, like=like),
+        lambda t, like: kernels.AdamRule(1e-2, t, (0.4, 0.9), 1e-6, decoupled=True, like=like),
         MOMENTS,
     ),
-    "adam": Pair(Adam, {"lr": 1e-5}, lambda t, like: kernels.Adam(1e-5, t, like=like), MOMENTS),
+    "adam": Pair(Adam, {"lr": 1e-5}, lambda t, like: kernels.AdamRule(1e-5, t, like=like), MOMENTS),
     "adam with decay": Pair(
         Adam,
         {"lr": 1e-3, "weight_decay": 0.1},
-        lambda t, like: kernels.Adam(1e-3, t, weight_decay=0.1, like=like),
+        lambda t, like: kernels.AdamRule(1e-3, t, weight_decay=0.1, like=like),
         MOMENTS,
     ),
-    "sgd": Pair(SGD, {"lr": 0.1, "weight_decay": 0.1}, lambda t, _: kernels.Sgd(0.1, weight_decay=0.1), ()),
+    "sgd": Pair(SGD, {"lr": 0.1, "weight_decay": 0.1}, lambda t, _: kernels.SgdRule(0.1, weight_decay=0.1), ()),
     "momentum": Pair(
         SGD,
         {"lr": 0.1, "momentum": 0.9, "dampening": 0.2},
-        lambda t, _: kernels.Sgd(0.1, 0.9, 0.2, first=t == 1),
+        lambda t, _: kernels.SgdRule(0.1, 0.9, 0.2, first=t == 1),
         MOMENTUM,
     ),
     "nesterov": Pair(
         SGD,
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
-        lambda t, _: kernels.Sgd(0.1, 0.9, weight_decay=0.1, nesterov=True, first=t == 1),
+        lambda t, _: kernels.SgdRule(0.1, 0.9, weight_decay=0.1, nesterov=True, first=t == 1),
         MOMENTUM,
     ),
     "adagrad": Pair(
         Adagrad,
         {"lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.1},
-        lambda t, _: kernels.Adagrad(0.01, t, 0.1, weight_decay=0.1),
+        lambda t, _: kernels.AdagradRule(0.01, t, 0.1, weight_decay=0.1),
         ("sum",),
     ),
     "lion": Pair(
-        Lion, {"lr": 1e-4, "weight_decay": 0.1}, lambda t, _: kernels.Lion(1e-4, weight_decay=0.1), ("exp_avg",)
+        Lion, {"lr": 1e-4, "weight_decay": 0.1}, lambda t, _: kernels.LionRule(1e-4, weight_decay=0.1), ("exp_avg",)
     ),
 }
 TORCHS = [name for name in PAIRS if name != "lion"]
@@ -128,7 +128,7 @@ def torchs(pair: Pair, step: int, given: Numbers, device: str = "cpu", **how: bo
 
 def by_kernels(pair: Pair, step: int, given: Numbers, like: Like) -> Numbers:
     after = Numbers(given.master.clone(), given.gradient, [value.clone() for value in given.state])
-    kernels.update(pair.rule(step, like), kernels.Stretch(after.gradient, after.master, tuple(after.state)))
+    kernels.update(pair.rule(step, like), kernels.UpdateArgs(after.gradient, after.master, tuple(after.state)))
     return after
 
 
@@ -237,8 +237,8 @@ def test_what_cuda_gave_once(like: Like, first: int) -> None:
     """The third step of AdamW by torch 2.11 on an H200, with numbers that foreach and fused round differently."""
     lines = [torch.tensor(list(map(float, line.split()))) for line in RECORDED.strip().splitlines()]
     master, gradient, *moments = (line.clone() for line in lines[:4])
-    rule = kernels.Adam(1e-3, 3, eps=1e-6, weight_decay=0.01, decoupled=True, like=like)
-    kernels.update(rule, kernels.Stretch(gradient, master, tuple(moments)))
+    rule = kernels.AdamRule(1e-3, 3, eps=1e-6, weight_decay=0.01, decoupled=True, like=like)
+    kernels.update(rule, kernels.UpdateArgs(gradient, master, tuple(moments)))
     for found, expected in zip((master, *moments), lines[first : first + 3], strict=True):
         assert torch.equal(found, expected)
 

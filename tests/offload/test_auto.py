@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.auto_commit import STEPS_TO_LEARN, Phase
+from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
 from tests.offload.loops import ODD, WIDTH, Net, Plain, Sharded, Step, check_alike, config_for, plain, played
 from tests.offload.test_disk_state import quickly
 from tests.ranks import Ranks
@@ -51,7 +51,7 @@ def later(stage: int, name: str, tier: str, path: str) -> str:
     """An odd step after updates began to go at once: what was raised."""
     quickly()
     on = played(Sharded(Net(), config_for(stage, tier, path)), repeat(plain, STEPS_TO_LEARN + 1))
-    assert on.optimizer.habit.phase is Phase.AT_ONCE
+    assert on.optimizer.habit.phase is CommitPhase.AT_ONCE
     try:
         played(on, iter([named(name), plain]))
     except ShardwellError as error:
@@ -144,7 +144,7 @@ def test_units_that_placement_puts_on_the_device_are_watched_too(ranks: Ranks, n
 
 def going_at_once(stage: int, **own: Any) -> Sharded:
     on = played(Sharded(Net(), config_for(stage, "cpu", "", **own)), repeat(plain, STEPS_TO_LEARN + 1))
-    assert on.optimizer.habit.phase is Phase.AT_ONCE
+    assert on.optimizer.habit.phase is CommitPhase.AT_ONCE
     return on
 
 
@@ -229,7 +229,7 @@ def odd_on_one_rank(stage: int) -> tuple[str, list[str]]:
 
 def test_what_one_rank_does_is_heard_by_all_and_said_in_one_line(ranks: Ranks) -> None:
     (first, lines), (second, _) = ranks.run(2, odd_on_one_rank, 2)
-    assert first == second == Phase.AFTER_NORM.name
+    assert first == second == CommitPhase.AFTER_NORM.name
     assert len(lines) == 1
     assert "updates wait for the norm from now on" in lines[0]
 

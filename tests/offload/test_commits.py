@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import CheckpointError, ConfigError
-from shardwell.offload.cpu_kernels import Kernel
+from shardwell.offload.cpu_kernels import HostKernel
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.muon import Muon
 from tests.models import Gpt, batches, whole_parameters, zero
@@ -122,17 +122,17 @@ def test_a_checkpoint_holds_whole_steps_only(ranks: Ranks, tmp_path: Path, commi
 
 @contextlib.contextmanager
 def slow_kernels() -> Iterator[None]:
-    real = Kernel.step
+    real = HostKernel.step
 
     def step(*args: Any) -> None:
         time.sleep(0.01)
         real(*args)
 
-    Kernel.step = step  # type: ignore[method-assign]
+    HostKernel.step = step  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Kernel.step = real  # type: ignore[method-assign]
+        HostKernel.step = real  # type: ignore[method-assign]
 
 
 def scheduled(block: dict[str, Any], commit: str) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.memory.buffer import Buffer
-from shardwell.offload.optimizer_swap import Store
-from shardwell.offload.param_swap import Page
-from shardwell.offload.swapped_tensors import Chest
+from shardwell.memory.buffer import FlatBuffer
+from shardwell.offload.optimizer_swap import OptimizerSwapper
+from shardwell.offload.param_swap import SwappedShard
+from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import Unit
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.disk.test_trouble import replace as replace_file
@@ -67,45 +67,45 @@ def wait(engine: shardwell.Engine) -> None:
 
 def reading_masters(engine: shardwell.Engine) -> None:
     group = engine._flow.units[2].groups[0]
-    with failing(Chest, "open", only=group.chest):  # the parameters' chest is open already
+    with failing(SwappedTensors, "open", only=group.chest):  # the parameters' chest is open already
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def writing_masters(engine: shardwell.Engine) -> None:
     group = engine._flow.units[2].groups[0]
     value = safe_get_full_fp32_param(group.parameters[0])
-    with failing(Chest, "_write", only=group.page.chest):
+    with failing(SwappedTensors, "_write", only=group.page.chest):
         safe_set_full_fp32_param(group.parameters[0], value)
 
 
 def joining_masters(engine: shardwell.Engine) -> None:
     group = engine._flow.units[2].groups[0]
-    with failing(Buffer, "grow", only=group._joined):
+    with failing(FlatBuffer, "grow", only=group._joined):
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def reading_ahead(engine: shardwell.Engine) -> None:
-    with failing(Page, "read", only=engine._flow.units[3].groups[0].page):
+    with failing(SwappedShard, "read", only=engine._flow.units[3].groups[0].page):
         engine(batches(1, 4)[0])
 
 
 def reading_to_look(engine: shardwell.Engine) -> None:
     page, last_first = engine._flow.units[0].groups[0].page, list(engine.module.parameters())[::-1]
-    with failing(Page, "read", only=page), shardwell.zero.GatheredParameters(last_first):
+    with failing(SwappedShard, "read", only=page), shardwell.zero.GatheredParameters(last_first):
         pytest.fail("it was opened")
 
 
 def remembering_masters(engine: shardwell.Engine) -> None:
     group = engine._flow.units[0].groups[0]
-    with failing(Chest, "open", only=group.chest), shardwell.zero.GatheredParameters(group.parameters):
+    with failing(SwappedTensors, "open", only=group.chest), shardwell.zero.GatheredParameters(group.parameters):
         pytest.fail("it was opened")
 
 
 def making_room(engine: shardwell.Engine) -> None:
     for _ in range(7):  # more than there are slots
-        with failing(Buffer, "grow"), pytest.raises(ShardwellError):
+        with failing(FlatBuffer, "grow"), pytest.raises(ShardwellError):
             engine(batches(1, 4)[0])
-    with failing(Buffer, "grow"):
+    with failing(FlatBuffer, "grow"):
         engine(batches(1, 4)[0])
 
 
@@ -176,10 +176,10 @@ def lost(folder: str, look: str) -> dict[str, Any]:
     config = zero(3, zero_optimization=on_disk(Path(folder)), bf16={"enabled": True}, shardwell=own, aio=AIO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
-    seat = Store.seat
+    seat = OptimizerSwapper.seat
     failed: list[str] = []
 
-    def fail_once(store: Store, unit: Unit, *others: Any) -> Any:
+    def fail_once(store: OptimizerSwapper, unit: Unit, *others: Any) -> Any:
         if unit.name == "blocks.4" and not failed:
             failed.append(unit.name)
             store.free_seats.release()
@@ -190,13 +190,13 @@ def lost(folder: str, look: str) -> dict[str, Any]:
         engine.backward(engine(torch.ones(2, 16).bfloat16(), used))
         engine.step()
 
-    Store.seat = fail_once  # type: ignore[method-assign]
+    OptimizerSwapper.seat = fail_once  # type: ignore[method-assign]
     try:
         step((0, 1, 2, 3, 4, 5))
         with pytest.raises(ShardwellError, match="as it was told"):
             step((0, 1, 2)) if look == "step" else engine.save_checkpoint(f"{folder}/saved")
     finally:
-        Store.seat = seat  # type: ignore[method-assign]
+        OptimizerSwapper.seat = seat  # type: ignore[method-assign]
     step((0, 1, 2, 3, 4, 5))
     wait(engine)
     return {str(i): safe_get_full_optimizer_state(model.blocks[i][0].weight, "step") for i in (0, 4, 5)}
@@ -252,7 +252,7 @@ def one_has_no_room() -> tuple[str, str]:
     engine = engine_with({})
     train(engine)
     try:
-        with failing(Buffer, "grow") if dist.get_rank() == 1 else contextlib.nullcontext():
+        with failing(FlatBuffer, "grow") if dist.get_rank() == 1 else contextlib.nullcontext():
             whole_parameters(engine.module)
     except ShardwellError as error:
         return type(error).__name__, str(error)

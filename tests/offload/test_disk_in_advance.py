@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.offload.disk import DiskTier
-from shardwell.offload.optimizer_swap import Store
+from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.models import batches, whole_parameters, zero
 from tests.offload.test_disk_parameters import counted
@@ -198,22 +198,22 @@ def test_units_that_change_are_read_anew(ranks: Ranks, tmp_path: Path) -> None:
 @contextlib.contextmanager
 def guessing(may_go_on: threading.Event) -> Iterator[None]:
     """The reader knows what to prepare, and does not begin before it may."""
-    before, taken, guesses = Store.prepare, Store._taken, []
+    before, taken, guesses = OptimizerSwapper.prepare, OptimizerSwapper._taken, []
 
-    def prepare(store: Store, unit: Any) -> None:
+    def prepare(store: OptimizerSwapper, unit: Any) -> None:
         guesses.append(unit)
         before(store, unit)
 
-    def take(store: Store, num_bytes: int) -> Any:
+    def take(store: OptimizerSwapper, num_bytes: int) -> Any:
         if guesses:
             may_go_on.wait()
         return taken(store, num_bytes)
 
-    Store.prepare, Store._taken = prepare, take  # type: ignore[method-assign]
+    OptimizerSwapper.prepare, OptimizerSwapper._taken = prepare, take  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Store.prepare, Store._taken = before, taken  # type: ignore[method-assign]
+        OptimizerSwapper.prepare, OptimizerSwapper._taken = before, taken  # type: ignore[method-assign]
 
 
 def taken_unawares(folder: str, how: str) -> int:
@@ -278,22 +278,22 @@ def failing(folder: str) -> str:
     quickly()
     engine = engine_with(on_disk(Path(folder)))
     data = batches(3, 4)
-    before, seat = Store.prepare, Store.seat
+    before, seat = OptimizerSwapper.prepare, OptimizerSwapper.seat
 
-    def broken(store: Store, *_: Any) -> Any:
+    def broken(store: OptimizerSwapper, *_: Any) -> Any:
         store.free_seats.release()
         raise shardwell.ShardwellError("the drive has stopped answering")
 
-    Store.prepare = broken  # type: ignore[method-assign]
+    OptimizerSwapper.prepare = broken  # type: ignore[method-assign]
     try:
         step(engine, data[0])
         step(engine, data[1])  # a guess that came to nothing stops nobody
-        Store.seat = broken  # type: ignore[method-assign]
+        OptimizerSwapper.seat = broken  # type: ignore[method-assign]
         step(engine, data[2])
         for unit in engine._flow.units:
             unit.wait()
     except shardwell.ShardwellError as error:
         return str(error)
     finally:
-        Store.prepare, Store.seat = before, seat  # type: ignore[method-assign]
+        OptimizerSwapper.prepare, OptimizerSwapper.seat = before, seat  # type: ignore[method-assign]
     return ""

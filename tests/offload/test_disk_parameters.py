@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.config import load
 from shardwell.errors import ShardwellError
-from shardwell.memory import State, Tier
-from shardwell.offload.disk import DiskTier, Extent, Transfer
-from shardwell.offload.param_swap import Page
+from shardwell.memory import StateKind, Tier
+from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer
+from shardwell.offload.param_swap import SwappedShard
 from shardwell.sharding.tiled import TiledLinear
 from tests.checkpoint.legs import Leg
 from tests.disk.test_trouble import replace as replace_file
@@ -161,7 +161,9 @@ class counted:  # noqa: N801
         self._begin = DiskTier._begin
         begin, moved = self._begin, self._moved
 
-        def count(tier: DiskTier, is_write: bool, extent: Extent, start: int, memory: Tensor, *rest: bool) -> Transfer:
+        def count(
+            tier: DiskTier, is_write: bool, extent: DiskExtent, start: int, memory: Tensor, *rest: bool
+        ) -> DiskTransfer:
             if moved:
                 moved["written" if is_write else "read"] += memory.numel() * memory.element_size()
             return begin(tier, is_write, extent, start, memory, *rest)
@@ -233,7 +235,7 @@ def books(parameters: str, optimizer: str, path: str) -> dict[str, float]:
     found: defaultdict[str, float] = defaultdict(float)
     for (state, _, tier), size in engine.memory().now.items():
         found[f"{state.value} {tier.value}"] += size / numel
-    return {key: value for key, value in found.items() if value and not key.startswith(State.STAGING.value)}
+    return {key: value for key, value in found.items() if value and not key.startswith(StateKind.STAGING.value)}
 
 
 def train(engine: Any, num_steps: int) -> None:
@@ -265,7 +267,7 @@ def test_all_below_the_device_takes_12_bytes(ranks: Ranks, tmp_path: Path, tier:
     found = ranks.run(1, books, tier, tier, str(tmp_path))[0]
     where = {"cpu": Tier.HOST, "nvme": Tier.DISK}[tier].value
     assert found == pytest.approx(
-        {f"{State.PARAMETERS.value} {where}": 2, f"{State.OPTIMIZER.value} {where}": 10}, rel=0.02
+        {f"{StateKind.PARAMETERS.value} {where}": 2, f"{StateKind.OPTIMIZER.value} {where}": 10}, rel=0.02
     )
 
 
@@ -275,9 +277,9 @@ def expected_reads(path: str, buffer_count: int) -> list[bool]:
     engine = engine_with(blocks("nvme", "nvme", path, buffer_count=buffer_count))
     train(engine, 3)
     found: list[bool] = []
-    read = Page.read
+    read = SwappedShard.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Page, "read", lambda page: found.append(page._coming is not None) or read(page))
+        patch.setattr(SwappedShard, "read", lambda page: found.append(page._coming is not None) or read(page))
         train(engine, 1)
     assert engine._flow.pages is not None
     assert engine._flow.pages.num_ahead == 0
@@ -298,7 +300,7 @@ def depths(path: str, buffer_count: int, seconds: list[float]) -> list[int]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for each in seconds:
-            patch.setattr(Transfer, "seconds", each)
+            patch.setattr(DiskTransfer, "seconds", each)
             train(engine, 2)
             found.append(engine._flow.pages.pace.depth)
     return found

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.memory import MemoryReport, State, Tier
+from shardwell.memory import MemoryReport, StateKind, Tier
 from shardwell.offload import host_updates
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.disk_file import rounded
-from shardwell.offload.optimizer_swap import Store
-from shardwell.offload.swapped_tensors import Chest
+from shardwell.offload.optimizer_swap import OptimizerSwapper
+from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.optim.lion import Lion
 from shardwell.sharding import Unit
-from shardwell.sharding.spec import Commit
+from shardwell.sharding.spec import CommitPolicy
 from shardwell.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -282,7 +282,7 @@ def test_what_fits_moves_up_from_disk(ranks: Ranks, tmp_path: Path) -> None:
     assert names == below_names
     assert 0 < len(names) < 5
     check_equal(deeper, below)
-    tiers = {tier for (state, unit, tier) in report.now if state is State.OPTIMIZER and unit not in names}
+    tiers = {tier for (state, unit, tier) in report.now if state is StateKind.OPTIMIZER and unit not in names}
     assert tiers == {Tier.DEVICE}
 
 
@@ -300,9 +300,11 @@ def books(path: str, moments: str, directory: str) -> tuple[MemoryReport, int, i
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
     staged: list[int] = []
-    open_chest = Chest.open
+    open_chest = SwappedTensors.open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Chest, "open", lambda chest: open_chest(chest) or staged.append(in_host_memory(engine.memory())))
+        patch.setattr(
+            SwappedTensors, "open", lambda chest: open_chest(chest) or staged.append(in_host_memory(engine.memory()))
+        )
         engine.save_checkpoint(directory)
         engine.load_checkpoint(directory)
     whole_parameters(engine.module)
@@ -329,7 +331,7 @@ def test_nothing_but_seats_is_in_host_memory(ranks: Ranks, tmp_path: Path, momen
     for held, numel, largest, staged in ranks.run(2, books, str(tmp_path / "drive"), moments, str(tmp_path / "saved")):
         tiers = {Tier.HOST: 0, Tier.DISK: 0, Tier.DEVICE: 0}
         for (state, _, tier), size in held.now.items():
-            tiers[tier] += size if state is not State.PARAMETERS else 0
+            tiers[tier] += size if state is not StateKind.PARAMETERS else 0
         assert tiers[Tier.DEVICE] == 0
         assert tiers[Tier.DISK] == pytest.approx(sum(parts) * numel, rel=0.02)
         seat = sum(rounded(math.ceil(part * largest)) for part in parts)
@@ -345,21 +347,21 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
     engine = engine_with(on_disk(tmp_path), commit="after_norm")
     seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in engine._flow.units}
     overlaps = []
-    seat, step = Store.seat, host_updates.HostUpdates._step
+    seat, step = OptimizerSwapper.seat, host_updates.HostUpdateQueue._step
 
-    def seat_and_tell(store: Store, unit: Unit, *others: Any) -> Any:
+    def seat_and_tell(store: OptimizerSwapper, unit: Unit, *others: Any) -> Any:
         found = seat(store, unit, *others)
         seated[unit.index].set()
         return found
 
-    def step_late(updates: host_updates.HostUpdates, job: Any, factor: float) -> None:
+    def step_late(updates: host_updates.HostUpdateQueue, job: Any, factor: float) -> None:
         following = seated.get(job.unit.index + 1)
         if following is not None:
             overlaps.append(following.wait(5))
         step(updates, job, factor)
 
-    monkeypatch.setattr(Store, "seat", seat_and_tell)
-    monkeypatch.setattr(host_updates.HostUpdates, "_step", step_late)
+    monkeypatch.setattr(OptimizerSwapper, "seat", seat_and_tell)
+    monkeypatch.setattr(host_updates.HostUpdateQueue, "_step", step_late)
     engine.backward(engine(batches(1, 4)[0]))
     engine.step()
     whole_parameters(engine.module)
@@ -444,7 +446,7 @@ def test_a_drive_that_fails_is_an_error_where_the_unit_is_needed(
 def test_a_shadow_on_disk_commits_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(on_disk(tmp_path), commit="shadow")
-    assert set(engine.offload.commits.values()) == {Commit.AFTER_NORM}
+    assert set(engine.offload.commits.values()) == {CommitPolicy.AFTER_NORM}
     assert len(engine.offload.commits) == len(engine._flow.units)
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 import shardwell
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Mark, State, Tier
+from shardwell.memory import Event, StateKind, Tier
 from shardwell.offload.disk import DiskTier
-from shardwell.offload.grad_swap import Waiting
-from shardwell.offload.swapped_tensors import Chest
-from shardwell.sharding import Group, Unit
+from shardwell.offload.grad_swap import GradientSwapper
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.sharding import ShardedGroup, Unit
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from tests.disk.test_trouble import replace as replace_drive
 from tests.models import Gpt, batches, share, whole_parameters, zero
@@ -89,7 +89,7 @@ def trained(engine: shardwell.Engine, num_steps: int = 2, look: Callable[[int], 
 def held(engine: shardwell.Engine) -> dict[Tier, int]:
     sizes = dict.fromkeys(Tier, 0)
     for (state, _, tier), size in engine.memory().now.items():
-        if state is State.GRADIENTS:
+        if state is StateKind.GRADIENTS:
             sizes[tier] += size
     return sizes
 
@@ -233,22 +233,22 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
     engine = clipped(block, "disk", accumulation)
     trained(engine, 1)
     settled(engine)
-    put_back, failed = Chest.put_back, list[Chest]()
+    put_back, failed = SwappedTensors.put_back, list[SwappedTensors]()
     chests = [away.chest for away in engine.optimizer._offloaded.host.descent._waiting._units.values()]
 
-    def failing(chest: Chest, *, changed: bool) -> Any:
+    def failing(chest: SwappedTensors, *, changed: bool) -> Any:
         if changed and chest is chests[1] and not failed:
             failed.append(chest)
             put_back(chest, changed=False)
             raise ShardwellError("the drive is gone")
         return put_back(chest, changed=changed)
 
-    Chest.put_back = failing  # type: ignore[method-assign]
+    SwappedTensors.put_back = failing  # type: ignore[method-assign]
     try:
         with pytest.raises(ShardwellError) as caught:
             trained_and_settled(engine)
     finally:
-        Chest.put_back = put_back  # type: ignore[method-assign]
+        SwappedTensors.put_back = put_back  # type: ignore[method-assign]
     with contextlib.suppress(ShardwellError):
         settled(engine)
     return str(caught.value), goes_on(engine)
@@ -261,7 +261,7 @@ def test_gradients_that_cannot_be_written_are_an_error(ranks: Ranks, tmp_path: P
     assert goes_on
 
 
-class Lost(Mark):
+class Lost(Event):
     """A read that has failed."""
 
     def wait(self) -> None:
@@ -272,9 +272,11 @@ def with_sums_that_cannot_be_read(block: dict[str, Any], micro: int) -> tuple[bo
     """Of three micro-steps one cannot read the sums so far: whether parameters stay, and change in a step behind it."""
     engine, calls = clipped(block, "disk", 3), list[Unit]()
     trained_and_settled(engine)
-    before, add = whole_parameters(engine.module), Waiting.add
+    before, add = whole_parameters(engine.module), GradientSwapper.add
 
-    def failing(waiting: Waiting, unit: Unit, *args: Any, **kwargs: Any) -> tuple[dict[Group, Tensor], list[Any]]:
+    def failing(
+        waiting: GradientSwapper, unit: Unit, *args: Any, **kwargs: Any
+    ) -> tuple[dict[ShardedGroup, Tensor], list[Any]]:
         sums, reads = add(waiting, unit, *args, **kwargs)
         calls.extend([unit] if unit is engine._flow.units[2] else [])
         if unit is not engine._flow.units[2] or len(calls) != micro + 1:
@@ -284,7 +286,7 @@ def with_sums_that_cannot_be_read(block: dict[str, Any], micro: int) -> tuple[bo
         return sums, [*reads, Lost()]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Waiting, "add", failing)
+        patch.setattr(GradientSwapper, "add", failing)
         with pytest.raises(ShardwellError, match="the sums are lost"):
             trained_and_settled(engine)
     after = whole_parameters(engine.module)

@@ -21,7 +21,7 @@ from benchmarks.infinity_variants import SIZES, VARIANTS, disk_bytes_in_all, dis
 from benchmarks.infinity_worker import measure, variant_of
 from shardwell.config import load
 from shardwell.errors import ConfigError
-from shardwell.offload.disk import DiskSettings, DiskTier, aligned
+from shardwell.offload.disk import AioSettings, DiskTier, aligned
 from tests.cli.command import ROOT
 from tests.ranks import Ranks
 
@@ -141,7 +141,7 @@ def test_the_floor_of_a_run_without_a_drive_needs_no_rate_of_one() -> None:
 
 @pytest.mark.parametrize("sizes", [[100, 3 * 4096], [40 * REQUEST + 10], [REQUEST]])
 def test_what_the_drive_is_measured_with_stays_as_it_was(tmp_path: Path, sizes: list[int]) -> None:
-    with DiskTier([tmp_path], DiskSettings(engine="python")) as tier:
+    with DiskTier([tmp_path], AioSettings(engine="python")) as tier:
         extents = [tier.allocate(size) for size in sizes]
         before = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
         for extent, values in zip(extents, before, strict=True):

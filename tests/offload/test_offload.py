@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.errors import ConfigError, NonFiniteError, ShardwellError
-from shardwell.memory import State
+from shardwell.memory import StateKind
 from shardwell.offload import host_updates
 from shardwell.optim.lion import Lion
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
@@ -340,7 +340,7 @@ def bytes_by_tier(ratio: float, moments: str = "fp32") -> dict[str, float]:
     whole_parameters(model)
     held = {"host": 0.0, "device": 0.0}
     for (state, _, tier), size in engine.memory().now.items():
-        if state is State.OPTIMIZER:
+        if state is StateKind.OPTIMIZER:
             held[tier.value] += size
     groups = [group for unit in engine._flow.units for group in unit.groups]
     return {**held, "own": float(sum(group.own[1] - group.own[0] for group in groups))}

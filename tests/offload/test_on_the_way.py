@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import NonFiniteError, ReleasedParameterError
-from shardwell.memory import State, Tier
-from shardwell.offload.host_updates import HostUpdates
-from shardwell.optim.overflow_check import Verdict
+from shardwell.memory import StateKind, Tier
+from shardwell.offload.host_updates import HostUpdateQueue
+from shardwell.optim.overflow_check import OverflowCheck
 from shardwell.utils import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
@@ -43,12 +43,12 @@ def slowly() -> Iterator[None]:
 
         return work
 
-    before = HostUpdates._fetch, HostUpdates._work
-    HostUpdates._fetch, HostUpdates._work = map(slow, before)  # type: ignore[method-assign]
+    before = HostUpdateQueue._fetch, HostUpdateQueue._work
+    HostUpdateQueue._fetch, HostUpdateQueue._work = map(slow, before)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        HostUpdates._fetch, HostUpdates._work = before  # type: ignore[method-assign]
+        HostUpdateQueue._fetch, HostUpdateQueue._work = before  # type: ignore[method-assign]
 
 
 def backward(engine: shardwell.Engine, number: int = 0) -> None:
@@ -257,14 +257,14 @@ def failed(block: dict[str, Any], how: str) -> bool:
     engine.module.blocks[0].register_forward_hook(lambda _, __, output: Trap.apply(output))
     train(engine)
     Trap.is_set = how == "backward"
-    before = Verdict.hear
+    before = OverflowCheck.hear
 
-    def hear(verdict: Verdict, **options: Any) -> bool:
-        Verdict.hear = before  # type: ignore[method-assign]
+    def hear(verdict: OverflowCheck, **options: Any) -> bool:
+        OverflowCheck.hear = before  # type: ignore[method-assign]
         raise NonFiniteError("the gradients were not finite")
 
     if how == "step":
-        Verdict.hear = hear  # type: ignore[method-assign]
+        OverflowCheck.hear = hear  # type: ignore[method-assign]
     with pytest.raises(ValueError if how == "backward" else NonFiniteError):
         train(engine, 1)
     Trap.is_set = False
@@ -283,7 +283,7 @@ def test_training_goes_on_after_a_failure(ranks: Ranks, tmp_path: Path, tier: st
 # --------------------------------------------------------------------------------------------------------- refitting
 
 
-def refitted(commit: str) -> list[dict[tuple[State, str, Tier], int]]:
+def refitted(commit: str) -> list[dict[tuple[StateKind, str, Tier], int]]:
     """Host memory for gradients and for what travels, as a unit is built anew again and again."""
     torch.manual_seed(0)
     model = Gpt()
@@ -300,7 +300,7 @@ def refitted(commit: str) -> list[dict[tuple[State, str, Tier], int]]:
         for unit in engine._flow.units:
             unit.wait()
         now = engine.memory().now.items()
-        found.append({key: size for key, size in now if key[0] in (State.GRADIENTS, State.STAGING) and size})
+        found.append({key: size for key, size in now if key[0] in (StateKind.GRADIENTS, StateKind.STAGING) and size})
     return found
 
 

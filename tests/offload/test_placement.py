@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.config import load
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import State, Tier
-from shardwell.offload.placement import Place, plan
+from shardwell.memory import StateKind, Tier
+from shardwell.offload.placement import TierPlacement, plan
 from shardwell.runtime import budget
-from shardwell.sharding import Group, released
+from shardwell.sharding import ShardedGroup, released
 from tests.checkpoint.legs import everything
 from tests.memory.live import PeakWatch
 from tests.models import zero
@@ -88,7 +88,7 @@ def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[s
     values = everything(engine)
     held: Counter[Tier] = Counter()
     for (state, _, tier), size in engine.memory().now.items():
-        held[tier] += size if state in (State.PARAMETERS, State.OPTIMIZER) else 0
+        held[tier] += size if state in (StateKind.PARAMETERS, StateKind.OPTIMIZER) else 0
     rows = [unit.groups[0].row for unit in engine._flow.units]
     return {
         "values": values,
@@ -164,7 +164,7 @@ def test_on_cpu_ranks_nothing_is_on_the_device_that_need_not_be(ranks: Ranks) ->
 def test_what_does_not_fit_is_refused_with_numbers_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Group, "__init__", lambda *_: pytest.fail("a group was made"))
+    monkeypatch.setattr(ShardedGroup, "__init__", lambda *_: pytest.fail("a group was made"))
     layer = 64 * 64  # all of it on one rank
     block = {**on_disk(tmp_path, **SEATS), "offload_param": {"device": "cpu"}}
     own = {"placement": "auto", "device_memory": 14 * layer, "host_memory": 60 * layer, "disk_memory": 12 * layer}
@@ -289,11 +289,13 @@ def built(path: str, upside_down: bool) -> dict[str, Any]:
     finally:
         torch.set_default_dtype(torch.float32)
     order: list[str] = []
-    make = Group.__init__
+    make = ShardedGroup.__init__
     with pytest.MonkeyPatch.context() as patch, PeakWatch() as watch:
-        patch.setattr(Group, "__init__", lambda group, name, *rest: order.append(name) or make(group, name, *rest))
+        patch.setattr(
+            ShardedGroup, "__init__", lambda group, name, *rest: order.append(name) or make(group, name, *rest)
+        )
         if upside_down:
-            patch.setattr(Place, "depth", 0)
+            patch.setattr(TierPlacement, "depth", 0)
         engine = shardwell.initialize(model=model, config=config).engine
     return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine._flow.units]}
 
@@ -327,7 +329,7 @@ def born(path: str, remote: str) -> dict[str, Any]:
         with torch.no_grad():
             model.layers[5].inner.weight.mul_(2.0)
     peak = watch.peak - watch.start
-    keepers = [released.keeper_of(parameter) for parameter in model.parameters()]
+    keepers = [released.owner_of(parameter) for parameter in model.parameters()]
     at_rest = [keeper.at_rest for keeper in keepers]
     disk = keepers[0]._nursery.context.disk
     reserved = 0 if disk is None else disk.num_bytes

@@ -17,84 +17,100 @@ from torch import nn
 import shardwell
 from shardwell.config import load
 from shardwell.memory import Tier
-from shardwell.offload.placement import Bytes, Formula, Kind, Place, States, ladder, plan, total
-from shardwell.optim.factory import recipe_for
+from shardwell.offload.placement import (
+    Bytes,
+    GroupKey,
+    ModelStates,
+    StateFormula,
+    TierPlacement,
+    plan,
+    tier_ladder,
+    total,
+)
+from shardwell.optim.factory import factory_for
 from shardwell.runtime import budget
-from shardwell.sharding import Precision
-from shardwell.sharding.spec import Commit
+from shardwell.sharding import GroupPrecision
+from shardwell.sharding.spec import CommitPolicy
 from tests.offload.test_placement import DEVICE, DISK, HOST
 
-BF16 = Precision.of(torch.bfloat16, torch.bfloat16, True)
-FP32 = Precision.of(torch.float32, None, True)
-FP16 = Precision.of(torch.float16, torch.float16, True)
+BF16 = GroupPrecision.of(torch.bfloat16, torch.bfloat16, True)
+FP32 = GroupPrecision.of(torch.float32, None, True)
+FP16 = GroupPrecision.of(torch.float16, torch.float16, True)
 
 
 @pytest.mark.parametrize(
     ("deepest", "rungs"),
     [
-        (Place(), [(DEVICE, DEVICE)]),
-        (Place(DEVICE, HOST), [(DEVICE, DEVICE), (DEVICE, HOST)]),
-        (Place(DEVICE, DISK), [(DEVICE, DEVICE), (DEVICE, HOST), (DEVICE, DISK)]),
-        (Place(HOST, HOST), [(DEVICE, DEVICE), (HOST, HOST)]),
-        (Place(HOST, DISK), [(DEVICE, DEVICE), (HOST, HOST), (HOST, DISK)]),
-        (Place(DISK, DISK), [(DEVICE, DEVICE), (HOST, HOST), (DISK, DISK)]),
-        (Place(DISK, HOST), [(DEVICE, DEVICE), (HOST, HOST), (DISK, HOST)]),
+        (TierPlacement(), [(DEVICE, DEVICE)]),
+        (TierPlacement(DEVICE, HOST), [(DEVICE, DEVICE), (DEVICE, HOST)]),
+        (TierPlacement(DEVICE, DISK), [(DEVICE, DEVICE), (DEVICE, HOST), (DEVICE, DISK)]),
+        (TierPlacement(HOST, HOST), [(DEVICE, DEVICE), (HOST, HOST)]),
+        (TierPlacement(HOST, DISK), [(DEVICE, DEVICE), (HOST, HOST), (HOST, DISK)]),
+        (TierPlacement(DISK, DISK), [(DEVICE, DEVICE), (HOST, HOST), (DISK, DISK)]),
+        (TierPlacement(DISK, HOST), [(DEVICE, DEVICE), (HOST, HOST), (DISK, HOST)]),
     ],
 )
-def test_both_states_go_down_together_as_far_as_each_may(deepest: Place, rungs: list[tuple[Tier, Tier]]) -> None:
-    assert ladder(deepest) == [Place(*tiers) for tiers in rungs]
+def test_both_states_go_down_together_as_far_as_each_may(
+    deepest: TierPlacement, rungs: list[tuple[Tier, Tier]]
+) -> None:
+    assert tier_ladder(deepest) == [TierPlacement(*tiers) for tiers in rungs]
     below = deepest._replace(gradients=DISK)
-    assert ladder(below) == [*ladder(deepest), *([below] if deepest.optimizer is DISK else [])]
+    assert tier_ladder(below) == [*tier_ladder(deepest), *([below] if deepest.optimizer is DISK else [])]
 
 
 @pytest.mark.parametrize(
     ("precision", "place", "each"),
     [
-        (BF16, Place(), {DEVICE: 12}),
-        (FP32, Place(), {DEVICE: 12}),
-        (FP16, Place(), {DEVICE: 12}),
-        (BF16, Place(DEVICE, HOST), {DEVICE: 2, HOST: 12}),
-        (FP32, Place(DEVICE, DISK), {DEVICE: 4, DISK: 12}),
-        (BF16, Place(HOST, HOST), {HOST: 12}),  # the parameters are halves of their masters
-        (BF16, Place(DISK, DISK), {DISK: 12}),
-        (FP16, Place(HOST, HOST), {HOST: 14}),
-        (BF16, Place(HOST, DISK), {HOST: 2, DISK: 12}),
-        (BF16, Place(HOST, DEVICE), {HOST: 2, DEVICE: 12}),
+        (BF16, TierPlacement(), {DEVICE: 12}),
+        (FP32, TierPlacement(), {DEVICE: 12}),
+        (FP16, TierPlacement(), {DEVICE: 12}),
+        (BF16, TierPlacement(DEVICE, HOST), {DEVICE: 2, HOST: 12}),
+        (FP32, TierPlacement(DEVICE, DISK), {DEVICE: 4, DISK: 12}),
+        (BF16, TierPlacement(HOST, HOST), {HOST: 12}),  # the parameters are halves of their masters
+        (BF16, TierPlacement(DISK, DISK), {DISK: 12}),
+        (FP16, TierPlacement(HOST, HOST), {HOST: 14}),
+        (BF16, TierPlacement(HOST, DISK), {HOST: 2, DISK: 12}),
+        (BF16, TierPlacement(HOST, DEVICE), {HOST: 2, DEVICE: 12}),
     ],
 )
-def test_bytes_at_rest_for_each_parameter(precision: Precision, place: Place, each: dict[Tier, int]) -> None:
-    kind = Kind(precision, trains=True, persistent=False)
-    found = Formula(3, num_ranks=4).at_rest(kind, 4001, place)
+def test_bytes_at_rest_for_each_parameter(
+    precision: GroupPrecision, place: TierPlacement, each: dict[Tier, int]
+) -> None:
+    kind = GroupKey(precision, trains=True, persistent=False)
+    found = StateFormula(3, num_ranks=4).at_rest(kind, 4001, place)
     assert +found == {tier: size * 1001 for tier, size in each.items()}  # shares are rounded up
 
 
 def test_what_else_decides_on_bytes() -> None:
-    kind, frozen = Kind(BF16, True, False), Kind(Precision.of(torch.bfloat16, torch.bfloat16, False), False, False)
-    below, formula = Place(DEVICE, HOST), Formula(3, 2)
-    assert +formula.at_rest(frozen, 512, Place(DISK, DISK)) == {DISK: 512}
-    assert +formula.needs(frozen, 512, Place(HOST, HOST)) == {HOST: 512}
-    assert +Formula(3, 2, eight_bits=True).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * (4 + 2) + 2}
-    assert +Formula(3, 2, eight_bits=True).at_rest(kind, 512, Place()) == {DEVICE: 256 * 12}
-    assert +Formula(3, 2, num_states=1).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * 8}
-    assert +formula.needs(kind, 512, Place()) == {DEVICE: 256 * 14}  # with the gradients
+    kind, frozen = (
+        GroupKey(BF16, True, False),
+        GroupKey(GroupPrecision.of(torch.bfloat16, torch.bfloat16, False), False, False),
+    )
+    below, formula = TierPlacement(DEVICE, HOST), StateFormula(3, 2)
+    assert +formula.at_rest(frozen, 512, TierPlacement(DISK, DISK)) == {DISK: 512}
+    assert +formula.needs(frozen, 512, TierPlacement(HOST, HOST)) == {HOST: 512}
+    assert +StateFormula(3, 2, eight_bits=True).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * (4 + 2) + 2}
+    assert +StateFormula(3, 2, eight_bits=True).at_rest(kind, 512, TierPlacement()) == {DEVICE: 256 * 12}
+    assert +StateFormula(3, 2, num_states=1).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * 8}
+    assert +formula.needs(kind, 512, TierPlacement()) == {DEVICE: 256 * 14}  # with the gradients
     assert +formula.needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 14}
-    assert +Formula(3, 2, commit=Commit.AT_ONCE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
-    assert +Formula(3, 2, accumulates=True).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 16}
-    last = Place(DISK, DISK, gradients=DISK)
+    assert +StateFormula(3, 2, commit=CommitPolicy.AT_ONCE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
+    assert +StateFormula(3, 2, accumulates=True).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 16}
+    last = TierPlacement(DISK, DISK, gradients=DISK)
     assert +formula.needs(kind, 512, last) == {DISK: 256 * 14}
     assert +formula.needs(kind, 512, last._replace(gradients=HOST)) == {DISK: 256 * 12, HOST: 256 * 2}
-    assert +Formula(3, 2, accumulates=True).needs(kind, 512, last) == {DISK: 256 * 16}
-    assert +Formula(3, 2, commit=Commit.AT_ONCE).needs(kind, 512, last) == {DISK: 256 * 12}
-    assert +Formula(3, 2, accumulates=True).needs(kind, 512, Place()) == {DEVICE: 256 * 16}
-    assert +Formula(3, 2, commit=Commit.SHADOW).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
-    near = Formula(3, 4, ranks_per_copy=2)  # a second copy, of what is frozen for good
-    assert +near.at_rest(kind, 512, Place()) == {DEVICE: 128 * 12}
-    assert +near.needs(kind, 512, Place()) == {DEVICE: 128 * 14 + 256 * 2}
-    assert +near.needs(kind, 512, Place(HOST, HOST)) == {DEVICE: 256 * 2, HOST: 128 * 14}
-    assert +near.at_rest(frozen, 512, Place(HOST, HOST)) == {HOST: 128 * 2, DEVICE: 256 * 2}
-    small = Kind(BF16, True, persistent=True)
-    assert near.at_rest(small, 512, Place()) == Formula(3, 4).at_rest(small, 512, Place())
-    assert +formula.at_rest(small, 512, Place(DISK, DISK)) == {DEVICE: 512 * 2 + 256 * 10}
+    assert +StateFormula(3, 2, accumulates=True).needs(kind, 512, last) == {DISK: 256 * 16}
+    assert +StateFormula(3, 2, commit=CommitPolicy.AT_ONCE).needs(kind, 512, last) == {DISK: 256 * 12}
+    assert +StateFormula(3, 2, accumulates=True).needs(kind, 512, TierPlacement()) == {DEVICE: 256 * 16}
+    assert +StateFormula(3, 2, commit=CommitPolicy.SHADOW).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
+    near = StateFormula(3, 4, ranks_per_copy=2)  # a second copy, of what is frozen for good
+    assert +near.at_rest(kind, 512, TierPlacement()) == {DEVICE: 128 * 12}
+    assert +near.needs(kind, 512, TierPlacement()) == {DEVICE: 128 * 14 + 256 * 2}
+    assert +near.needs(kind, 512, TierPlacement(HOST, HOST)) == {DEVICE: 256 * 2, HOST: 128 * 14}
+    assert +near.at_rest(frozen, 512, TierPlacement(HOST, HOST)) == {HOST: 128 * 2, DEVICE: 256 * 2}
+    small = GroupKey(BF16, True, persistent=True)
+    assert near.at_rest(small, 512, TierPlacement()) == StateFormula(3, 4).at_rest(small, 512, TierPlacement())
+    assert +formula.at_rest(small, 512, TierPlacement(DISK, DISK)) == {DEVICE: 512 * 2 + 256 * 10}
 
 
 @pytest.mark.parametrize(
@@ -114,35 +130,37 @@ def test_the_states_of_an_optimizer_are_known_before_it_is_made(
     device = shardwell.memory.Device("cpu")
     block = load({"optimizer": {"type": optimizer, "params": options}}).optimizer
     made = getattr(torch.optim, optimizer)(model.parameters(), **options)
-    for recipe in (recipe_for(None, model, None, block, device), recipe_for(made, model, None, None, device)):
+    for recipe in (factory_for(None, model, None, block, device), factory_for(made, model, None, None, device)):
         assert recipe is not None
         assert recipe.num_states == num_states
-    assert recipe_for(shardwell.optim.lion.Lion, model, None, None, device).num_states == 1  # type: ignore[union-attr]
+    assert factory_for(shardwell.optim.lion.Lion, model, None, None, device).num_states == 1  # type: ignore[union-attr]
 
 
 sizes = st.integers(0, 40)
-places = st.builds(Place, st.sampled_from(list(Tier)), st.sampled_from(list(Tier)), st.sampled_from([HOST, DISK]))
+places = st.builds(
+    TierPlacement, st.sampled_from(list(Tier)), st.sampled_from(list(Tier)), st.sampled_from([HOST, DISK])
+)
 formulas = st.builds(
-    Formula,
+    StateFormula,
     st.just(3),
     st.integers(1, 3),
     shard_at_world_one=st.booleans(),
     eight_bits=st.booleans(),
     accumulates=st.booleans(),
-    commit=st.sampled_from(list(Commit)),
+    commit=st.sampled_from(list(CommitPolicy)),
     ranks_per_copy=st.integers(0, 2),
 )
-kinds = st.builds(Kind, st.sampled_from([BF16, FP32, FP16]), st.booleans(), st.booleans())
+kinds = st.builds(GroupKey, st.sampled_from([BF16, FP32, FP16]), st.booleans(), st.booleans())
 models = st.lists(st.dictionaries(kinds, sizes, max_size=2), min_size=1, max_size=5)
 
 
 @settings(deadline=None)
 @given(models, formulas, places, st.tuples(*[st.integers(0, 1500)] * 3), st.integers(0, 200))
 def test_a_plan_fits_if_any_does_and_rests_no_deeper_than_it_must(
-    model: list[dict[Kind, int]], formula: Formula, deepest: Place, budget: tuple[int, ...], extra: int
+    model: list[dict[GroupKey, int]], formula: StateFormula, deepest: TierPlacement, budget: tuple[int, ...], extra: int
 ) -> None:
-    rungs = ladder(deepest)
-    states = States({str(number): unit for number, unit in enumerate(model)}, formula)
+    rungs = tier_ladder(deepest)
+    states = ModelStates({str(number): unit for number, unit in enumerate(model)}, formula)
     needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
     buffers = [Counter({HOST: extra * depth}) for depth in range(len(rungs))]
     free = dict(zip(Tier, budget, strict=True))

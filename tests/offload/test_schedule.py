@@ -17,11 +17,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.memory import Scratch, State
+from shardwell.memory import StateKind, TemporaryBuffers
 from shardwell.memory.device import Device
-from shardwell.offload.disk import Transfer
-from shardwell.offload.param_swap import Pace, Page
-from shardwell.sharding.shard import Shard
+from shardwell.offload.disk import DiskTransfer
+from shardwell.offload.param_swap import ReadAheadDepth, SwappedShard
+from shardwell.sharding.shard import StoredShard
 from shardwell.utils import safe_set_full_fp32_param
 from tests.models import whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
@@ -36,14 +36,14 @@ PLACES = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
 def lifting(lifts: bool = True) -> Iterator[list[str]]:
     """Shards are copied ahead of their gathers, or not; yields the names of those that were."""
     lifted: list[str] = []
-    lift, expect = Shard.lift, Page.expect
+    lift, expect = StoredShard.lift, SwappedShard.expect
 
-    def noted(shard: Shard) -> bool:
+    def noted(shard: StoredShard) -> bool:
         is_lifted = lift(shard)
         lifted.extend([shard._name] * is_lifted)
         return is_lifted
 
-    def at_once(page: Page) -> bool:
+    def at_once(page: SwappedShard) -> bool:
         is_asked = expect(page)
         for transfer in page._coming[1] if page._coming is not None else ():
             transfer.wait()  # or it would be a matter of luck which pages have come in time
@@ -51,8 +51,8 @@ def lifting(lifts: bool = True) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "has_own_memory", lifts)
-        patch.setattr(Shard, "lift", noted)
-        patch.setattr(Page, "expect", at_once)
+        patch.setattr(StoredShard, "lift", noted)
+        patch.setattr(SwappedShard, "expect", at_once)
         yield lifted
 
 
@@ -187,7 +187,7 @@ def test_codes_are_lifted_too(ranks: Ranks, tmp_path: Path, tier: str, copies: d
 def recorded(block: dict[str, Any], **others: Any) -> str:
     """The tokens of the third step, with a drive that is asked one unit ahead of the copy."""
     with lifting(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "depth", 1)
+        patch.setattr(ReadAheadDepth, "depth", 1)
         return " ".join(map(str, ring(block, [IN_ORDER] * 3, **others)[1]))
 
 
@@ -214,9 +214,9 @@ def test_a_rank_that_is_alone_has_no_stage_between_disk_and_gather(ranks: Ranks,
 
 def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, int]:
     """The most bytes of lifted copies at once, those of one shard of a block, and what is left of them after a step."""
-    most, lift = 0, Shard.lift
+    most, lift = 0, StoredShard.lift
 
-    def watched(shard: Shard) -> bool:
+    def watched(shard: StoredShard) -> bool:
         nonlocal most
         is_lifted = lift(shard)
         most = max(most, sum(one.nbytes for one in copies()))
@@ -229,14 +229,14 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
     with lifting():
         engine, _ = ring(block, ORDERS[:2])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Shard, "lift", watched)
+            patch.setattr(StoredShard, "lift", watched)
             for order in orders:
                 engine.backward(engine(torch.ones(2, 16).bfloat16(), order).float().mean())
                 engine.step()
             with torch.no_grad():
                 engine.eval()
                 engine(torch.ones(2, 16).bfloat16(), IN_ORDER[:3])
-        left = [entry for entry in engine._context.scratch._out.values() if entry[1] is State.STAGING]
+        left = [entry for entry in engine._context.scratch._out.values() if entry[1] is StateKind.STAGING]
         assert len(left) == len(copies())
         return most, engine._flow.units[-1].releasable[0].layout.shard_numel * 2, len(left)
 
@@ -251,18 +251,18 @@ def test_copies_of_two_shards_at_a_time_at_most(ranks: Ranks, orders: list[list[
 
 def hindered(block: dict[str, Any], by: str) -> tuple[dict[str, Tensor], int]:
     """Reads that fail are the matter of who needs them; memory that is short is nobody's."""
-    take = Scratch.take
+    take = TemporaryBuffers.take
 
-    def short(scratch: Scratch, numel: int, dtype: torch.dtype, state: State, unit: str) -> Tensor:
-        if state is State.STAGING and unit.startswith("blocks"):
+    def short(scratch: TemporaryBuffers, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
+        if state is StateKind.STAGING and unit.startswith("blocks"):
             raise torch.OutOfMemoryError
         return take(scratch, numel, dtype, state, unit)
 
     with lifting() as lifted, pytest.MonkeyPatch.context() as patch:
         if by == "memory":
-            patch.setattr(Scratch, "take", short)
+            patch.setattr(TemporaryBuffers, "take", short)
         else:
-            patch.setattr(Transfer, "has_succeeded", False)
+            patch.setattr(DiskTransfer, "has_succeeded", False)
         engine, _ = ring(block, ORDERS)
         return whole_parameters(engine.module), len(lifted)
 
@@ -291,7 +291,7 @@ def entered(path: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "Ring", Recomputed)
         engine, _ = ring(blocks("nvme", "nvme", path), [IN_ORDER] * 2, shardwell={"shard_at_world_one": True})
-        patch.setattr(Pace, "enter", lambda pace: calls.append(pace))
+        patch.setattr(ReadAheadDepth, "enter", lambda pace: calls.append(pace))
         engine.backward(engine(torch.ones(2, 16).bfloat16().requires_grad_(), IN_ORDER).float().mean())
         engine.step()
     return len(calls)

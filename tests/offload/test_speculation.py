@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from shardwell.memory import Account, Device, Mark
-from shardwell.offload.speculation import Caution
-from shardwell.offload.staging import Pinned, Slots
+from shardwell.memory import Device, Event, MemoryStats
+from shardwell.offload.speculation import SpeculationBackoff
+from shardwell.offload.staging import PinnedAllocator, StagingPool
 
 
-def tries(caution: Caution, outcomes: list[bool]) -> list[bool]:
+def tries(caution: SpeculationBackoff, outcomes: list[bool]) -> list[bool]:
     """Whether it speculated in each of some steps; an outcome says whether an update of that step would stand."""
     found = []
     for stands in outcomes:
@@ -22,17 +22,17 @@ def tries(caution: Caution, outcomes: list[bool]) -> list[bool]:
 
 
 def test_it_speculates_while_updates_stand() -> None:
-    assert tries(Caution(), [True] * 20) == [True] * 20
+    assert tries(SpeculationBackoff(), [True] * 20) == [True] * 20
 
 
 def test_pauses_double_while_steps_clip() -> None:
-    found = tries(Caution(), [False] * 200)
+    found = tries(SpeculationBackoff(), [False] * 200)
     tried = [step for step, one in enumerate(found) if one]
     assert tried == [0, 2, 5, 10, 19, 36, 69, 134, 199]
 
 
 def test_a_pause_ends_and_trust_returns() -> None:
-    caution = Caution()
+    caution = SpeculationBackoff()
     tries(caution, [False] * 40)
     found = tries(caution, [True] * 80)
     assert found[40:] == [True] * 40
@@ -40,8 +40,8 @@ def test_a_pause_ends_and_trust_returns() -> None:
 
 
 def test_who_finds_no_slot_waits_for_one() -> None:
-    account = Account()
-    slots = Slots(Pinned(Device("cpu"), account), 2, 64)
+    account = MemoryStats()
+    slots = StagingPool(PinnedAllocator(Device("cpu"), account), 2, 64)
     first, second = slots.take(64), slots.take(10)
     assert first.data_ptr() != second.data_ptr()
     taken: list[int] = []
@@ -49,15 +49,15 @@ def test_who_finds_no_slot_waits_for_one() -> None:
     waiter.start()
     time.sleep(0.05)
     assert not taken
-    slots.give(first, Mark())
+    slots.give(first, Event())
     waiter.join(5)
     assert taken == [first.data_ptr()]
     assert account.report().total() == 128
 
 
 def test_a_slot_that_is_too_small_is_replaced() -> None:
-    account = Account()
-    slots = Slots(Pinned(Device("cpu"), account), 1, 64)
-    slots.give(slots.take(64), Mark())
+    account = MemoryStats()
+    slots = StagingPool(PinnedAllocator(Device("cpu"), account), 1, 64)
+    slots.give(slots.take(64), Event())
     assert slots.take(100).numel() == 100
     assert account.report().total() == 100

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from shardwell.optim.auto_commit import STEPS_TO_LEARN, Phase
+from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
 from tests.offload.loops import Net, Plain, Sharded, check_alike, config_for, rows
 from tests.offload.test_disk_state import quickly
 from tests.ranks import Ranks
@@ -53,7 +53,7 @@ def adversarial(stage: int, path: str, num_alone: int) -> list[list[str]]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gan_without_freezing_follows_plain_pytorch(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     for phases in ranks.run(2, adversarial, stage, str(tmp_path), 0):
-        assert [judging for _, judging in phases[1:]] == [Phase.AFTER_NORM.name] * 2
+        assert [judging for _, judging in phases[1:]] == [CommitPhase.AFTER_NORM.name] * 2
 
 
 @pytest.mark.parametrize("stage", [2, 3])

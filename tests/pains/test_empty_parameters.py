@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import shardwell
-from shardwell.sharding.released import AwayParameter
+from shardwell.sharding.released import ReleasedParameter
 from tests.models import Gpt, batches, share, zero
 from tests.ranks import Ranks
 
@@ -22,7 +22,7 @@ def away(born_sharded: bool, bf16: bool) -> shardwell.Engine:
     engine, *_ = shardwell.initialize(model=model, config=config)
     engine.backward(engine(share(batches(1, 4)[0], engine.global_rank, engine.world_size)))
     engine.step()
-    assert all(type(parameter) is AwayParameter for parameter in model.parameters())
+    assert all(type(parameter) is ReleasedParameter for parameter in model.parameters())
     return engine
 
 

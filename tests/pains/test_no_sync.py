@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwell
-from shardwell.parallel import Kind
+from shardwell.parallel import TrafficKind
 from tests.models import batches, share, whole_parameters, zero
 from tests.parity.loops import Case, distance, plainly
 from tests.ranks import Ranks
@@ -32,8 +32,8 @@ def train(stage: int, unsynced: bool) -> dict[str, Any]:
     groups = [group for unit in engine._flow.units for group in unit.trainable]
     return {
         "parameters": whole_parameters(model),
-        "calls": engine.traffic().calls[Kind.REDUCE],
-        "bytes": engine.traffic().total(Kind.REDUCE),
+        "calls": engine.traffic().calls[TrafficKind.REDUCE],
+        "bytes": engine.traffic().total(TrafficKind.REDUCE),
         "groups": len(groups),
         "one": sum(group.layout.padded * 8 // 2 for group in groups),
     }

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.engine import Action
-from shardwell.sharding.released import AwayParameter
+from shardwell.engine import TraceAction
+from shardwell.sharding.released import ReleasedParameter
 from tests.models import zero
 from tests.parity.loops import distance
 from tests.parity.scenes import WIDTH, Scene, play_all, play_plainly
@@ -71,8 +71,8 @@ def gathers_of_steps() -> list[dict[str, Any]]:
         with engine.record() as trace:
             engine.backward(engine(torch.ones(2, WIDTH), order))
             engine.step()
-        away = sum(isinstance(parameter, AwayParameter) for parameter in model.parameters())
-        found.append({"gathers": trace.count(Action.GATHER), "calls": len(order), "away": away})
+        away = sum(isinstance(parameter, ReleasedParameter) for parameter in model.parameters())
+        found.append({"gathers": trace.count(TraceAction.GATHER), "calls": len(order), "away": away})
     return found
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.memory import State
+from shardwell.memory import StateKind
 from shardwell.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_get_local_optimizer_state
 from tests.memory.live import live_bytes
 from tests.models import whole_parameters, zero
@@ -325,11 +325,11 @@ def books(stage: int) -> dict[str, int]:
     groups = [group for unit in engine._flow.units for group in unit.groups]
     return {
         "padded": sum(group.layout.padded for group in groups),
-        "parameters": rest.total(State.PARAMETERS),
-        "optimizer": rest.total(State.OPTIMIZER),
+        "parameters": rest.total(StateKind.PARAMETERS),
+        "optimizer": rest.total(StateKind.OPTIMIZER),
         "live": live,
         "all": rest.total(),
-        "gradients": engine.memory().total(State.GRADIENTS),
+        "gradients": engine.memory().total(StateKind.GRADIENTS),
     }
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.engine.divergence_advice import way_out
+from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.errors import ConfigError
 from tests.models import whole_parameters, zero
 from tests.parity.loops import distance
@@ -159,12 +159,12 @@ def test_pasting_what_the_error_says_makes_it_train(ranks: Ranks, stage: int) ->
 
 def test_the_module_to_name_has_a_forward_and_contains_both() -> None:
     model = nn.ModuleDict({"net": nn.Sequential(make(Experts), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))})
-    words = way_out(model, 3, "GATHER net.0.mixture.experts.1#1 exactly", "GATHER net.0.mixture.experts.2")
+    words = divergence_advice(model, 3, "GATHER net.0.mixture.experts.1#1 exactly", "GATHER net.0.mixture.experts.2")
     assert "'net.0.mixture' (Chooser)" in words
-    assert '"names": ["net"]' in way_out(model, 3, "GATHER net.1.0", "REDUCE net.1.1")
-    assert "the model itself chooses" in way_out(make(), 3, "GATHER blocks.0", "GATHER blocks.1")
-    assert "find_unused_parameters" in way_out(make(), 1, "REDUCE blocks.0", "REDUCE blocks.1")
-    assert "leaf_module" not in way_out(make(), 3, "GATHER blocks.0", "NORM")
+    assert '"names": ["net"]' in divergence_advice(model, 3, "GATHER net.1.0", "REDUCE net.1.1")
+    assert "the model itself chooses" in divergence_advice(make(), 3, "GATHER blocks.0", "GATHER blocks.1")
+    assert "find_unused_parameters" in divergence_advice(make(), 1, "REDUCE blocks.0", "REDUCE blocks.1")
+    assert "leaf_module" not in divergence_advice(make(), 3, "GATHER blocks.0", "NORM")
 
 
 def test_stage_3_refuses_the_key_in_words() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import shardwell
-from shardwell.memory import State
+from shardwell.memory import StateKind
 from shardwell.zero import GatheredParameters
 from tests.models import whole_parameters, zero
 from tests.parity.changing import (
@@ -55,7 +55,7 @@ def books(engine: shardwell.Engine) -> dict[str, int]:
     """Optimizer bytes by unit."""
     found: dict[str, int] = {}
     for (state, unit, _), size in engine.memory().now.items():
-        if state is State.OPTIMIZER:
+        if state is StateKind.OPTIMIZER:
             found[unit] = found.get(unit, 0) + size
     return found
 

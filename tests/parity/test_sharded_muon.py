@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as torchs
 
 import shardwell
-from shardwell.memory import State
+from shardwell.memory import StateKind
 from shardwell.optim import muon as muon_module
 from shardwell.optim.muon import Muon, muon_groups
-from shardwell.parallel import Kind
+from shardwell.parallel import TrafficKind
 from tests.models import whole_parameters, zero
 from tests.parity.stepping import STAGES, STEPS, build, train, train_plainly
 from tests.ranks import Ranks
@@ -122,8 +122,8 @@ def given_to_shards(dtype: torch.dtype) -> list[dict[str, Any]]:
                 "parameters": whole_parameters(model),
                 "calls": calls,
                 "held": {piece.slot.shape: piece.numel for run in runs for piece in run.pieces},
-                "exchanged": engine.traffic().total(Kind.STEP),
-                "optimizer": engine.memory().total(State.OPTIMIZER),
+                "exchanged": engine.traffic().total(TrafficKind.STEP),
+                "optimizer": engine.memory().total(StateKind.OPTIMIZER),
             }
         )
     return answers

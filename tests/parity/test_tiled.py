@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.engine import Action
-from shardwell.memory import State
+from shardwell.engine import TraceAction
+from shardwell.memory import StateKind
 from shardwell.sharding.tiled import TiledLinear, tile_linears
-from shardwell.sharding.wrap import Names, cut
+from shardwell.sharding.wrap import LeafRules, wrap_model
 from tests.models import Block, Gpt, batches, share, whole_parameters, zero
 from tests.ranks import Ranks
 
@@ -125,12 +125,12 @@ def test_tiles_are_units_unless_an_enclosing_module_is_named() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList([Block(8), Block(8)])})
     model["blocks"][0].up = TiledLinear.from_linear(model["blocks"][0].up, 1, 2)
     tiles = ["blocks.0.up.linears.0.0", "blocks.0.up.linears.1.0"]
-    owners = {name: one.name for one in cut(model) for name, _ in one.parameters}
-    assert [one.name for one in cut(model)] == ["blocks.0", *tiles, "blocks.1"]
+    owners = {name: one.name for one in wrap_model(model) for name, _ in one.parameters}
+    assert [one.name for one in wrap_model(model)] == ["blocks.0", *tiles, "blocks.1"]
     assert owners["blocks.0.up.linears.1.0.weight"] == tiles[1]
     assert owners["blocks.0.down.weight"] == "blocks.0"
-    assert [one.name for one in cut(model, Names(classes=("Block",)))] == ["blocks.0", "blocks.1"]
-    assert "blocks.0.up" in [one.name for one in cut(model, Names(names=("blocks.0.up",)))]
+    assert [one.name for one in wrap_model(model, LeafRules(classes=("Block",)))] == ["blocks.0", "blocks.1"]
+    assert "blocks.0.up" in [one.name for one in wrap_model(model, LeafRules(names=("blocks.0.up",)))]
 
 
 # ----------------------------------------------------------------------------------------------------- sharded training
@@ -218,13 +218,13 @@ def most_whole(tiled: bool) -> dict[str, int]:
     units = engine._flow.units
     now, peak = 0, 0
     for event in trace.events:
-        if event.action in (Action.GATHER, Action.RELEASE):
-            now += units[event.unit].numel * (4 if event.action is Action.GATHER else -4)
+        if event.action in (TraceAction.GATHER, TraceAction.RELEASE):
+            now += units[event.unit].numel * (4 if event.action is TraceAction.GATHER else -4)
             peak = max(peak, now)
     report = engine.memory()
     return {
         "trace": peak,
-        "books": report.total(State.PARAMETERS, at_peak=True) - report.total(State.PARAMETERS),
+        "books": report.total(StateKind.PARAMETERS, at_peak=True) - report.total(StateKind.PARAMETERS),
         "layer": 4 * 32 * 4000,
         "tile": 4 * max(unit.numel for unit in units),
         "rest": 4 * sum(unit.numel for unit in units if ".linears." not in unit.name),

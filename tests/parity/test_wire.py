@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from shardwell.parallel import Kind
+from shardwell.parallel import TrafficKind
 from shardwell.utils import safe_get_full_grad
 from tests.models import zero
 from tests.ranks import Ranks
@@ -140,7 +140,7 @@ def run(case: Case, stage: int) -> dict[str, Any]:
     groups = [group for unit in engine._flow.units for group in unit.groups]
     return {
         "gradients": found,
-        "reduced": engine.traffic().total(Kind.REDUCE),
+        "reduced": engine.traffic().total(TrafficKind.REDUCE),
         "padded": sum(group.layout.padded for group in groups),
         "units": len(engine._flow.units),
         "overflow": engine.optimizer.overflow,

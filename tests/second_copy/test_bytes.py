@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from shardwell.memory import State, Tier
-from shardwell.parallel import Kind
+from shardwell.memory import StateKind, Tier
+from shardwell.parallel import TrafficKind
 from shardwell.parallel.mesh import smallest_node
 from shardwell.parallel.traffic import BETWEEN, INSIDE
 from shardwell.sharding.layout import even_part
@@ -77,7 +77,8 @@ def traffic_of_a_step(partition: int, accumulation: int, recompute: str, bf16: b
             engine.backward(loss)
             after = engine._ledger.so_far().received
             hops = {
-                hop: after.get((Kind.GATHER, hop), 0) - before.get((Kind.GATHER, hop), 0) for hop in (INSIDE, BETWEEN)
+                hop: after.get((TrafficKind.GATHER, hop), 0) - before.get((TrafficKind.GATHER, hop), 0)
+                for hop in (INSIDE, BETWEEN)
             }
             in_backward.append(hops)
             engine.step()
@@ -85,10 +86,14 @@ def traffic_of_a_step(partition: int, accumulation: int, recompute: str, bf16: b
     report = engine.traffic()
     return {
         "padded": [group.layout.padded for group in groups_of(engine)],
-        **{f"{kind.value} {hop}": report.received[kind, hop] for kind in (Kind.GATHER, Kind.REDUCE) for hop in HOPS},
+        **{
+            f"{kind.value} {hop}": report.received[kind, hop]
+            for kind in (TrafficKind.GATHER, TrafficKind.REDUCE)
+            for hop in HOPS
+        },
         "in backward": in_backward,
         "counted": sum(counter.received.values()),
-        "all": report.total() + report.total(Kind.CONTROL),
+        "all": report.total() + report.total(TrafficKind.CONTROL),
     }
 
 
@@ -129,9 +134,9 @@ def frozen_traffic() -> dict[str, Any]:
         torch.manual_seed(step)
         engine.backward(engine(torch.randn(2, 32)).square().mean())
         engine.step()
-        found.append(engine.traffic().received[Kind.GATHER, BETWEEN])
+        found.append(engine.traffic().received[TrafficKind.GATHER, BETWEEN])
     groups = groups_of(engine)
-    held = engine.memory().now.get((State.PARAMETERS, "0", Tier.DEVICE))
+    held = engine.memory().now.get((StateKind.PARAMETERS, "0", Tier.DEVICE))
     return {
         "between": found,
         "frozen": sum(group.layout.padded for group in groups if not group.trainable),
@@ -173,13 +178,13 @@ def simulated(rank: int, num_ranks: int, partition: int) -> dict[str, Any]:
     engine = start(partition, model, bf16={"enabled": True})
     for _ in range(2):
         engine.backward(engine(torch.empty(2, 1024, device="meta")).sum())
-        copies = engine.memory().total(State.PARAMETERS)
+        copies = engine.memory().total(StateKind.PARAMETERS)
         engine.step()
     report = engine.traffic()
     return {
         "padded": [group.layout.padded for group in groups_of(engine)],
-        "copies": copies - engine.memory().total(State.PARAMETERS),
-        **{hop: report.received[Kind.GATHER, hop] for hop in HOPS},
+        "copies": copies - engine.memory().total(StateKind.PARAMETERS),
+        **{hop: report.received[TrafficKind.GATHER, hop] for hop in HOPS},
     }
 
 
@@ -212,7 +217,7 @@ def memory_of_a_run(partition: int, bf16: bool, accumulation: int) -> dict[str, 
             "rest by books": rest_by_books,
             "backward": live_bytes() - before,
             "by books": engine.memory().total(),
-            "parameters": engine.memory().total(State.PARAMETERS),
+            "parameters": engine.memory().total(StateKind.PARAMETERS),
         }
         found["padded"] = [group.layout.padded for group in groups_of(engine)]
         found["shards"] = sum(group.layout.shard_numel for group in groups_of(engine))
@@ -333,8 +338,8 @@ def test_copies_that_do_not_fit_are_refused_before_anything_is_made(ranks: Ranks
 # ------------------------------------------------------------------------------------------------------------- nodes
 
 
-def warnings_of(partition: int, ranks_here: int) -> dict[str, Any]:
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)
+def warnings_of(partition: int, local_world_size: int) -> dict[str, Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -346,7 +351,7 @@ def warnings_of(partition: int, ranks_here: int) -> dict[str, Any]:
     mesh = engine._context.world.mesh
     micro_step(engine)
     engine.step()
-    return {"said": said, "node_size": mesh.node_size, "ranks_here": mesh.ranks_here}
+    return {"said": said, "node_size": mesh.node_size, "local_world_size": mesh.local_world_size}
 
 
 @pytest.mark.parametrize(("partition", "warns"), [(2, False), (3, True), (4, True)])
@@ -354,7 +359,7 @@ def test_copies_that_reach_over_nodes_of_the_launcher_work_with_a_warning(
     ranks: Ranks, partition: int, warns: bool
 ) -> None:
     first, *others = ranks.run(4, warnings_of, partition, 2)
-    assert (first["node_size"], first["ranks_here"]) == (partition, 2)
+    assert (first["node_size"], first["local_world_size"]) == (partition, 2)
     assert len(first["said"]) == warns
     assert all("two nodes, since a node has 2" in text for text in first["said"])
     assert not any(other["said"] for other in others)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.parallel import Pending
+from shardwell.parallel import Work
 from shardwell.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from shardwell.zero import GatheredParameters, TiledLinear
 from tests.models import Gpt, batches, share, whole_parameters, zero
@@ -44,8 +44,8 @@ class Play:
         for group in [group for unit in self.engine._flow.units for group in unit.groups if group.second is not None]:
             group.second.gather = self._counted(group.second.gather)
 
-    def _counted(self, gather: Callable[[Tensor], Pending]) -> Callable[[Tensor], Pending]:
-        def counted(flat: Tensor) -> Pending:
+    def _counted(self, gather: Callable[[Tensor], Work]) -> Callable[[Tensor], Work]:
+        def counted(flat: Tensor) -> Work:
             self.num_inside += 1
             return gather(flat)
 

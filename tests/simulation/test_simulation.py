@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.kernels.quantize import Codec
-from shardwell.parallel import Kind
+from shardwell.parallel import TrafficKind
 from shardwell.parallel.traffic import BETWEEN
 from tests.comm.counter import WireCounter
 from tests.models import zero
@@ -75,7 +75,7 @@ def simulate(rank: int, num_ranks: int) -> dict[str, Any]:
         "numel": sum(group.layout.numel for group in groups),
         "padded": sum(group.layout.padded for group in groups),
         "payload": engine.traffic().total(),
-        "control": engine.traffic().total(Kind.CONTROL),
+        "control": engine.traffic().total(TrafficKind.CONTROL),
         "counted": sum(counter.received.values()),
         "memory": engine.memory().total(),
     }
@@ -106,7 +106,10 @@ def simulate_nodes(rank: int, num_ranks: int, of: int, block: dict[str, Any]) ->
         engine.step()
     found = engine.traffic().received
     shards = [group.layout.shard_numel for unit in engine._flow.units for group in unit.groups]
-    return {"shards": shards, "between": {kind: found.get((kind, BETWEEN), 0) for kind in (Kind.GATHER, Kind.REDUCE)}}
+    return {
+        "shards": shards,
+        "between": {kind: found.get((kind, BETWEEN), 0) for kind in (TrafficKind.GATHER, TrafficKind.REDUCE)},
+    }
 
 
 def test_simulated_nodes_get_what_the_formula_of_two_hops_says(ranks: Ranks) -> None:
@@ -116,7 +119,7 @@ def test_simulated_nodes_get_what_the_formula_of_two_hops_says(ranks: Ranks) -> 
     plain = ranks.run(1, simulate_nodes, 9, num_ranks, of, {})[0]
     coded = ranks.run(1, simulate_nodes, 9, num_ranks, of, block)[0]
     others = num_ranks // of - 1
-    assert plain["between"][Kind.GATHER] == 2 * others * sum(2 * s for s in plain["shards"])
-    assert plain["between"][Kind.REDUCE] == others * sum(2 * s for s in plain["shards"])
-    assert coded["between"][Kind.GATHER] == others * sum(eight(s) for s in coded["shards"])
-    assert coded["between"][Kind.REDUCE] == others * sum(four(s) for s in coded["shards"])
+    assert plain["between"][TrafficKind.GATHER] == 2 * others * sum(2 * s for s in plain["shards"])
+    assert plain["between"][TrafficKind.REDUCE] == others * sum(2 * s for s in plain["shards"])
+    assert coded["between"][TrafficKind.GATHER] == others * sum(eight(s) for s in coded["shards"])
+    assert coded["between"][TrafficKind.REDUCE] == others * sum(four(s) for s in coded["shards"])

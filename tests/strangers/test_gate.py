@@ -18,8 +18,8 @@ from shardwell.cli import gate as gates
 from shardwell.cli import rendezvous as meetings
 from shardwell.cli.channel import Channel, StrangerError, admit, enter, key_of
 from shardwell.cli.loopback import reach_store
-from shardwell.cli.rendezvous import Meeting, Times
-from shardwell.cli.rounds import Rounds, Seat
+from shardwell.cli.rendezvous import MultiNodeRendezvous, RendezvousTimes
+from shardwell.cli.rounds import NodeRank, Rounds
 from shardwell.errors import ShardwellError
 from shardwell.secret import job_secret
 
@@ -139,7 +139,7 @@ def test_something_else_that_listens_is_no_gate() -> None:
 
 # --------------------------------------------------------------------------------------------------------- meetings
 
-Together = Callable[..., Meeting]
+Together = Callable[..., MultiNodeRendezvous]
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def meet() -> Iterator[Together]:
     """Makes meetings at one port; the first is the host."""
     port, made = free_port(), []
 
-    def one(nodes: tuple[int, int] = (2, 2), secret: bytes | None = SECRET, meet: float = 30.0) -> Meeting:
-        made.append(Meeting(ADDRESS, port, nodes, secret, Times(meet, 0.5)))
+    def one(nodes: tuple[int, int] = (2, 2), secret: bytes | None = SECRET, meet: float = 30.0) -> MultiNodeRendezvous:
+        made.append(MultiNodeRendezvous(ADDRESS, port, nodes, secret, RendezvousTimes(meet, 0.5)))
         made[-1].port = port  # type: ignore[attr-defined]
         return made[-1]
 
@@ -270,13 +270,13 @@ def test_rounds_form_of_the_most_at_once_and_of_the_least_after_a_while() -> Non
     rounds.join(b)
     assert rounds.advance(0.0) is None
     assert rounds.advance(5.0) == 1
-    assert rounds.seat(b) == Seat(1, 0, 1)
+    assert rounds.seat(b) == NodeRank(1, 0, 1)
     rounds.join(a)
     assert rounds.advance(6.0) is None
     assert rounds.num_waiting(6.0) == 1
     rounds.join(b)
     assert rounds.advance(6.0) == 2
-    assert (rounds.seat(a), rounds.seat(b)) == (Seat(2, 0, 2), Seat(2, 1, 2))
+    assert (rounds.seat(a), rounds.seat(b)) == (NodeRank(2, 0, 2), NodeRank(2, 1, 2))
 
 
 def test_one_node_too_many_waits_and_disturbs_nobody() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from shardwell.cli.launch import Place, _check_secret, _own_address
+from shardwell.cli.launch import LaunchTopology, _check_secret, _own_address
 from shardwell.errors import ShardwellError
 from tests.cli.command import arguments, environment, shardwell
 
@@ -153,11 +153,11 @@ def test_nodes_that_come_and_go_need_a_secret() -> None:
     with pytest.raises(
         ShardwellError, match=r"--nnodes 1:2: nodes that come and go need a secret.*SHARDWELL_SECRET_FILE"
     ):
-        _check_secret(Place(1, 1, 2, "localhost"), None)
+        _check_secret(LaunchTopology(1, 1, 2, "localhost"), None)
 
 
 def test_a_fixed_number_of_nodes_is_told_what_no_secret_means(capsys: pytest.CaptureFixture[str]) -> None:
-    _check_secret(Place(1, 2, 2, "localhost"), None)
+    _check_secret(LaunchTopology(1, 2, 2, "localhost"), None)
     assert "no secret: whoever reaches localhost:29500 can take the place of a node" in capsys.readouterr().err
 
 
@@ -167,7 +167,7 @@ def test_a_name_that_means_another_address_on_each_node_is_refused(monkeypatch: 
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(ShardwellError, match=r"node0: means 127\.0\.1\.1 on this node, which no other node can reach"):
-        _own_address(Place(1, 2, 2, "node0"))
+        _own_address(LaunchTopology(1, 2, 2, "node0"))
 
 
 # ------------------------------------------------------------------------------------------------- what is left behind

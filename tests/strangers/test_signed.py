@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwell.cli.loopback import host_store
 from shardwell.errors import DivergenceError, PeerError
 from shardwell.parallel.agreement import Agreement
-from shardwell.parallel.mesh import Mesh
+from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.signed_store import SignedStore, signed_where_secret
 from tests.ranks import Ranks
 
@@ -109,7 +109,7 @@ def agree_among_strangers(secret: str) -> str:
     os.environ["SHARDWELL_SECRET"] = secret
     try:
         rank = dist.get_rank()
-        agreement = Agreement(Mesh(rank, 2, 2, "gloo"), 20.0, lambda: None)
+        agreement = Agreement(RankGroup(rank, 2, 2, "gloo"), 20.0, lambda: None)
         raw = dist.distributed_c10d._get_default_store()
         raw.set("shardwell/1/failure", "peer 1 a lie")
         dist.barrier()

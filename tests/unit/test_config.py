@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from shardwell.config import SCHEDULERS, Config, OffloadParamConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, load
 from shardwell.config.schedules import NEEDED
-from shardwell.config.schema import Block, block_of
-from shardwell.offload.disk import DiskSettings
+from shardwell.config.schema import ConfigBlock, block_of
+from shardwell.offload.disk import AioSettings
 from tests.unit.configs import at, batch, nested, pairs, refusal
 
 DEFAULTS = """
@@ -49,7 +49,7 @@ def test_the_frequencies_of_rotary_embeddings_are_kept_by_default() -> None:
     assert load(None).shardwell.keep_fp32_buffers == ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 
 
-def undescribed(block: type[Block]) -> list[str]:
+def undescribed(block: type[ConfigBlock]) -> list[str]:
     missing = [name for name, info in block.model_fields.items() if "\n" in (info.description or "\n")]
     inner = filter(None, map(block_of, block.model_fields.values()))
     return missing + [name for each in inner for name in undescribed(each)]
@@ -172,8 +172,8 @@ def test_a_string_that_opens_a_brace_is_json_text() -> None:
 def test_the_settings_of_disks_are_those_of_the_disk_tier() -> None:
     block = {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2, "single_submit": True}
     found = load({"aio": {**block, "overlap_events": False}}).aio
-    assert DiskSettings(**found.model_dump(exclude={"use_gds"})) == DiskSettings(**block, overlap_events=False)
-    assert DiskSettings(**load({}).aio.model_dump(exclude={"use_gds"})) == DiskSettings()
+    assert AioSettings(**found.model_dump(exclude={"use_gds"})) == AioSettings(**block, overlap_events=False)
+    assert AioSettings(**load({}).aio.model_dump(exclude={"use_gds"})) == AioSettings()
 
 
 def test_a_config_is_frozen() -> None:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwell.config import load, remarks, table, told
-from shardwell.config.schema import Block, Config, block_of
+from shardwell.config.schema import Config, ConfigBlock, block_of
 from shardwell.config.translate import RENAMED, SWITCHES
 from shardwell.config.unsupported import FEATURES, IDLE
 from shardwell.errors import ConfigError
 from tests.unit.configs import nested
 
 
-def keys(block: type[Block], prefix: str = "") -> Iterator[str]:
+def keys(block: type[ConfigBlock], prefix: str = "") -> Iterator[str]:
     for name, info in block.model_fields.items():
         yield prefix + name
         inner = block_of(info)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 
 import shardwell
 from shardwell.engine.data_loader import ShardedLoader
-from shardwell.engine.user_data_loader import GivenLoader, loader_like
+from shardwell.engine.user_data_loader import UserDataLoader, loader_like
 from shardwell.errors import CheckpointError, ConfigError
 from tests.models import zero
 from tests.unit.test_loader import CPU, Numbers, Stream
@@ -74,7 +74,7 @@ def test_loaders_with_samplers_of_their_own_are_handed_through(kind: str, caplog
     with caplog.at_level(logging.INFO, "shardwell"):
         loader = loader_like(made[kind](), 5, 0, 2, CPU, None)
     expected = {"distributed": [[1, 3], [5, 7]], "weighted": [[7, 7], [7, 7]], "batches": [[1, 2], [3]]}
-    assert isinstance(loader, GivenLoader)
+    assert isinstance(loader, UserDataLoader)
     assert [torch.as_tensor(batch).tolist() for batch in loader] == expected.get(kind, list(range(8)))
     assert "it is used as it is" in caplog.text
     assert loader.epoch == 1

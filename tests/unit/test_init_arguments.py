@@ -15,7 +15,7 @@ import shardwell
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Tier
 from shardwell.sharding import released, sharded_init
-from shardwell.sharding.init_parameters import Newborn
+from shardwell.sharding.init_parameters import InitParameter
 from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.ranks import Ranks
 
@@ -26,15 +26,15 @@ def nothing_was_said() -> None:
 
 
 def is_split(model: nn.Module) -> bool:
-    return all(released.is_away(parameter) for parameter in model.parameters())
+    return all(released.is_released(parameter) for parameter in model.parameters())
 
 
 def resting(model: nn.Module) -> set[tuple[Tier, int]]:
     """Tier and bytes an element of each shard."""
     found = set()
     for parameter in model.parameters():
-        keeper = released.keeper_of(parameter)
-        assert isinstance(keeper, Newborn)
+        keeper = released.owner_of(parameter)
+        assert isinstance(keeper, InitParameter)
         assert keeper._shard is not None
         found.add((keeper.at_rest[0], keeper._shard.tensor.element_size()))
     return found
@@ -51,7 +51,7 @@ def test_below_stage_3_it_does_nothing_and_says_so_once(caplog: pytest.LogCaptur
         for _ in range(2):
             with shardwell.zero.Init(config=zero(2), device="cpu"):
                 model = Gpt()
-            assert not any(released.is_kept(parameter) for parameter in model.parameters())
+            assert not any(released.is_owned(parameter) for parameter in model.parameters())
     assert [record.message for record in caplog.records if "zero.Init does nothing" in record.message] == [
         "zero.Init does nothing: its configuration has ZeRO stage 2, which keeps parameters whole. Set "
         "zero_optimization.stage to 3, or leave zero.Init out."
@@ -166,7 +166,7 @@ def groups() -> list[str]:
     ):
         try:
             with shardwell.zero.Init(**given):
-                assert released.is_kept(nn.Linear(2, 2).weight)
+                assert released.is_owned(nn.Linear(2, 2).weight)
             said.append("")
         except ConfigError as error:
             said.append(str(error))
@@ -219,7 +219,7 @@ def test_parameters_with_rules_of_their_own_are_refused_in_words() -> None:
     with shardwell.zero.Init(device="cpu"):
         model = nn.Sequential(nn.Linear(4, 4), outside)
     assert type(model[1].weight) is Params4bit
-    assert released.is_away(model[0].weight)
+    assert released.is_released(model[0].weight)
 
 
 def test_lazy_modules_stay_whole_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
@@ -241,7 +241,7 @@ def test_a_harmless_class_is_kept_and_shows_while_away() -> None:
         first.weight = Named(torch.ones(3, 3))
         first.weight.note = "mine"  # type: ignore[attr-defined]
         nn.Linear(2, 2)
-        assert released.is_away(first.weight)
+        assert released.is_released(first.weight)
         assert isinstance(first.weight, Named)
     assert first.weight.note == "mine"  # type: ignore[attr-defined]
     with shardwell.zero.GatheredParameters(first.weight):
@@ -330,5 +330,5 @@ def test_pickling_a_model_is_refused_in_words_and_its_state_can_be_saved(tmp_pat
 def test_layers_that_are_copied_are_split_too() -> None:
     with shardwell.zero.Init(device="cpu"):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), num_layers=3)
-    assert all(released.is_kept(parameter) for parameter in model.parameters())
+    assert all(released.is_owned(parameter) for parameter in model.parameters())
     assert is_split(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import shardwell
-from shardwell.engine import Action, Event
+from shardwell.engine import TraceAction, TraceEvent
 from tests.models import Gpt, batches, whole_parameters, zero
 from tests.ranks import Ranks
 
@@ -171,8 +171,8 @@ def test_the_step_is_recorded_as_short_tokens() -> None:
         "B0 G0 G3 B3 G2 R3 L3 B2 R2 L2 B1 G1 R1 L1 R0 L0 "  # backward, in reverse; 1 and 0 end with the graph task
         "S0 S1 S2 S3"
     )
-    assert [Event.parse(token) for token in tokens.split()] == list(trace)
-    assert trace.count(Action.GATHER, 3) == 2
+    assert [TraceEvent.parse(token) for token in tokens.split()] == list(trace)
+    assert trace.count(TraceAction.GATHER, 3) == 2
 
 
 @pytest.mark.parametrize(

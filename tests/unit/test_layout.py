@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell.sharding.layout import ALIGNMENT, Layout, Spec, contiguous_stride, dense_stride, lay_out
+from shardwell.sharding.layout import ALIGNMENT, Layout, TensorSpec, contiguous_stride, dense_stride, make_layout
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
 LAYOUTS = st.builds(
-    lambda shapes, labels, shards: lay_out(
-        [Spec(f"p{i}", shape, label=labels[i % len(labels)]) for i, shape in enumerate(shapes)], shards
+    lambda shapes, labels, shards: make_layout(
+        [TensorSpec(f"p{i}", shape, label=labels[i % len(labels)]) for i, shape in enumerate(shapes)], shards
     ),
     SHAPES,
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
@@ -71,7 +71,7 @@ def test_a_shard_has_at_most_two_runs_per_label(layout: Layout) -> None:
 
 
 def test_even_sizes_come_first_so_that_they_stay_aligned() -> None:
-    layout = lay_out([Spec("odd", (3,)), Spec("even", (4, 8)), Spec("bias", (16,))], 2)
+    layout = make_layout([TensorSpec("odd", (3,)), TensorSpec("even", (4, 8)), TensorSpec("bias", (16,))], 2)
     assert [slot.name for slot in layout.slots] == ["even", "bias", "odd"]
     assert all(slot.offset % ALIGNMENT == 0 for slot in layout.slots if slot.name != "odd")
 

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from shardwell.offload.staging import Backlog
+from shardwell.offload.staging import ByteThrottle
 
 LONG = 10.0  # seconds; nothing here takes that long
 
 
-def added(backlog: Backlog, num_bytes: int) -> threading.Event:
+def added(backlog: ByteThrottle, num_bytes: int) -> threading.Event:
     """An event that is set when the backlog has let that in."""
     done = threading.Event()
 
@@ -24,7 +24,7 @@ def added(backlog: Backlog, num_bytes: int) -> threading.Event:
 
 
 def test_a_full_backlog_lets_in_when_enough_has_left() -> None:
-    backlog = Backlog(100)
+    backlog = ByteThrottle(100)
     backlog.add(60)
     backlog.add(40)
     waiting = added(backlog, 50)
@@ -36,7 +36,7 @@ def test_a_full_backlog_lets_in_when_enough_has_left() -> None:
 
 @pytest.mark.parametrize("size", [101, 1000])
 def test_what_is_larger_than_the_bound_goes_alone(size: int) -> None:
-    backlog = Backlog(100)
+    backlog = ByteThrottle(100)
     backlog.add(size)
     waiting = added(backlog, 1)
     assert not waiting.wait(0.05)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.full_tensors import Place
+from shardwell.optim.full_tensors import SlicePosition
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.muon import Muon
 from tests.unit.stepping import MATRICES, Groups, close, equal, members, run, two_groups, values
@@ -40,14 +40,14 @@ class Board:
 
 @dataclass
 class Sharded:
-    """One rank's `Whole`: its tensors are stretches of parameters, in the order of the ranks."""
+    """One rank's `FullTensors`: its tensors are stretches of parameters, in the order of the ranks."""
 
     rank: int
     board: Board
-    places: dict[int, tuple[Place, int]] = field(default_factory=dict)  # id(tensor) -> parameter, first element
+    places: dict[int, tuple[SlicePosition, int]] = field(default_factory=dict)  # id(tensor) -> parameter, first element
     calls: list[str] = field(default_factory=list)
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> SlicePosition:
         return self.places[id(tensor)][0]
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -62,7 +62,7 @@ class Sharded:
     def through(self, parts: list[tuple[Tensor, Tensor]], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         self.calls.append("through")
         mine = [(*self.places[id(tensor)], flat.bfloat16().flatten()) for tensor, flat in parts]
-        pieces: dict[Place, dict[int, Tensor]] = {}
+        pieces: dict[SlicePosition, dict[int, Tensor]] = {}
         for shown in self.board.exchange(self.rank, mine):
             for place, start, piece in shown:
                 pieces.setdefault(place, {})[start] = piece
@@ -92,7 +92,7 @@ def run_sharded(
             cut = (2 * tensor.numel() + 2) // 3
             for rank, part in enumerate([slice(0, cut), slice(cut, tensor.numel())]):
                 shard = tensor.flatten()[part].clone()
-                ranks[rank].places[id(shard)] = Place(index, tuple(tensor.shape)), part.start
+                ranks[rank].places[id(shard)] = SlicePosition(index, tuple(tensor.shape)), part.start
                 shards[rank].append((index, shard, part))
                 by_rank[rank][label]["params"].append(shard)
             index += 1
@@ -141,7 +141,7 @@ def test_a_vector_in_a_muon_group_is_refused_by_its_whole_shape_and_nothing_move
     matrix, shard = values([(3, 4), (3, 4)])
     before = matrix.clone()
     optimizer = Muon([matrix, shard])
-    places = {id(matrix): (Place(0, (3, 4)), 0), id(shard): (Place(1, (12,)), 0)}
+    places = {id(matrix): (SlicePosition(0, (3, 4)), 0), id(shard): (SlicePosition(1, (12,)), 0)}
     optimizer.whole = Sharded(0, Board(1), places)
     with pytest.raises(ShardwellError, match=r"shape \[12\].*use_muon"):
         run(optimizer, [matrix, shard], 1)

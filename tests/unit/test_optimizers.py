@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ConfigError
-from shardwell.optim.full_tensors import Alone, Place
+from shardwell.optim.full_tensors import LocalFullTensors, SlicePosition
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon
@@ -147,11 +147,11 @@ def test_the_host_reads_nothing_from_the_device(make: Callable[..., Any]) -> Non
 
 
 def test_alone_numbers_tensors() -> None:
-    alone, (first, second) = Alone(), values([(2, 3), (4,)])
+    alone, (first, second) = LocalFullTensors(), values([(2, 3), (4,)])
     assert [alone.place(tensor) for tensor in (first, second, first)] == [
-        Place(0, (2, 3)),
-        Place(1, (4,)),
-        Place(0, (2, 3)),
+        SlicePosition(0, (2, 3)),
+        SlicePosition(1, (4,)),
+        SlicePosition(0, (2, 3)),
     ]
 
 

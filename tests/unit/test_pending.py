@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.memory import Account, Scratch, State
+from shardwell.memory import MemoryStats, StateKind, TemporaryBuffers
 from shardwell.memory.device import Device
-from shardwell.parallel.hierarchical import Hops
-from shardwell.parallel.work import Pending
+from shardwell.parallel.hierarchical import HierarchicalTransport
+from shardwell.parallel.work import Work
 from tests import dropped
 
 
 def test_work_that_nobody_waited_for_is_found_with_its_place() -> None:
-    scratch = Scratch(Device("cpu"), Account())
-    Pending(lambda: None)
+    scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
+    Work(lambda: None)
     gc.collect()
     (words,) = dropped.said()
     assert "nobody waited" in words
@@ -27,10 +27,10 @@ def test_work_that_nobody_waited_for_is_found_with_its_place() -> None:
 
 
 def test_work_that_was_waited_for_or_never_begun_is_no_matter() -> None:
-    scratch = Scratch(Device("cpu"), Account())
-    Pending(lambda: None).then(lambda: None).wait()
-    Pending(lambda: None).followed_by(lambda: Pending(lambda: None)).wait()
-    Pending()
+    scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
+    Work(lambda: None).then(lambda: None).wait()
+    Work(lambda: None).followed_by(lambda: Work(lambda: None)).wait()
+    Work()
     gc.collect()
     assert scratch is not None
     assert not dropped.said()
@@ -48,7 +48,7 @@ def test_what_dies_with_its_engine_is_no_matter() -> None:
 def test_memory_that_a_step_does_not_give_back_is_found_with_its_place() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     engine = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).engine
-    kept = engine._context.scratch.take(8, torch.float32, State.STAGING, "(staging)")
+    kept = engine._context.scratch.take(8, torch.float32, StateKind.STAGING, "(staging)")
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     (words,) = dropped.said()
@@ -70,9 +70,9 @@ class Route:
 def test_who_waits_for_the_second_hop_ends_the_first(host_waits: bool) -> None:
     ended: list[str] = []
     route = Route(host_waits=host_waits)
-    hops = Hops(route, route, Scratch(Device("cpu"), Account()))  # type: ignore[arg-type]
-    first = Pending(lambda: ended.append("first"))
-    both = hops._followed(first, lambda: Pending(lambda: ended.append("second")))
+    hops = HierarchicalTransport(route, route, TemporaryBuffers(Device("cpu"), MemoryStats()))  # type: ignore[arg-type]
+    first = Work(lambda: ended.append("first"))
+    both = hops._followed(first, lambda: Work(lambda: ended.append("second")))
     assert not ended, "the host waited"
     both.wait()
     assert sorted(ended) == ["first", "second"]

@@ -7,8 +7,8 @@ from torch import nn
 
 from shardwell.config import ZeroConfig
 from shardwell.engine.persistence import persistent_in
-from shardwell.sharding import cut
-from shardwell.sharding.wrap import Names
+from shardwell.sharding import wrap_model
+from shardwell.sharding.wrap import LeafRules
 
 
 def blocks(width: int, num_blocks: int) -> nn.Module:
@@ -18,7 +18,7 @@ def blocks(width: int, num_blocks: int) -> nn.Module:
 
 
 def whole(model: nn.Module, zero: ZeroConfig | None = None) -> list[str]:
-    chosen = persistent_in(cut(model, Names((), (), ())), zero or ZeroConfig(stage=3))
+    chosen = persistent_in(wrap_model(model, LeafRules((), (), ())), zero or ZeroConfig(stage=3))
     return [name for name, parameter in model.named_parameters() if id(parameter) in chosen]
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 
-from shardwell.parallel.thread_location import whereabouts
+from shardwell.parallel.thread_location import thread_location
 
 
 class Held:
@@ -25,13 +25,13 @@ def test_the_line_of_the_users_code_is_named() -> None:
     arrived.wait(10)
     time.sleep(0.05)
     assert thread.ident is not None
-    said = whereabouts(thread.ident)
+    said = thread_location(thread.ident)
     go.set()
     thread.join()
     line = wait.__code__.co_firstlineno + 2
     assert said.startswith("in user code at ")
     assert f"test_whereabouts.py:{line} (" in said
-    assert whereabouts(thread.ident) == "in code that is nobody's"
+    assert thread_location(thread.ident) == "in code that is nobody's"
 
 
 def test_nothing_that_a_thread_drops_is_freed_by_the_one_that_looks() -> None:
@@ -41,7 +41,7 @@ def test_nothing_that_a_thread_drops_is_freed_by_the_one_that_looks() -> None:
 
     def look() -> None:
         while not is_over.is_set():
-            whereabouts(ident)
+            thread_location(ident)
 
     def hold(depth: int) -> None:
         held = Held()

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import Mark
+from shardwell.memory import Event
 from shardwell.offload.worker import Worker
 
 
-class Event:
-    """As much of a device's event as a mark needs."""
+class DeviceEvent:
+    """As much of a device's event as `Event` needs."""
 
     def __init__(self) -> None:
         self._set = threading.Event()
@@ -33,9 +33,9 @@ class Event:
         self._set.wait(5)
 
 
-def marked() -> tuple[Any, Mark]:
-    event: Any = Event()
-    return event, Mark(event)
+def marked() -> tuple[Any, Event]:
+    event: Any = DeviceEvent()
+    return event, Event(event)
 
 
 def test_the_most_urgent_first_and_of_equals_the_first() -> None:

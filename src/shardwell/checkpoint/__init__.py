@@ -5,7 +5,7 @@ Files and CPU tensors only. This package knows no engine, no process group and n
 
 from shardwell.checkpoint.files import Entry, FileRecord, stream, write
 from shardwell.checkpoint.folder import Folder
-from shardwell.checkpoint.manifest import VERSION, Extent, Manifest, Piece, TensorRecord, plan
+from shardwell.checkpoint.manifest import VERSION, FileExtent, FilePiece, Manifest, TensorRecord, plan
 from shardwell.checkpoint.parsing import DTYPES
 from shardwell.checkpoint.reader import Reader
 
@@ -13,11 +13,11 @@ __all__ = [
     "DTYPES",
     "VERSION",
     "Entry",
-    "Extent",
+    "FileExtent",
+    "FilePiece",
     "FileRecord",
     "Folder",
     "Manifest",
-    "Piece",
     "Reader",
     "TensorRecord",
     "plan",

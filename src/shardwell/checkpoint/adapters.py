@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.sources.base import MODEL, Source, Stored
+from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
 from shardwell.checkpoint.sources.reading import Progress, whole
 from shardwell.errors import CheckpointError
 
@@ -68,7 +68,7 @@ class Merged:
     def __init__(self, where: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         self.where, self.values, self.bytes_read = where, values, 0
         self._tensors = {MODEL + name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        self.tensors = {name: Stored(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+        self.tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self._tensors[name].view(-1)[start:stop]

@@ -24,9 +24,9 @@ from shardwell.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from shardwell.checkpoint.adapters import WEIGHTS, adapters_of, files_of, merge
 from shardwell.checkpoint.files import Entry, stream
 from shardwell.checkpoint.folder import Folder
-from shardwell.checkpoint.manifest import Manifest, Piece, TensorRecord
+from shardwell.checkpoint.manifest import FilePiece, Manifest, TensorRecord
 from shardwell.checkpoint.parsing import failing
-from shardwell.checkpoint.sources.base import MODEL, STATE, Source, Stored
+from shardwell.checkpoint.sources.base import MODEL, STATE, Source, StoredTensor
 from shardwell.checkpoint.sources.reading import Progress, in_order, parts, weights
 from shardwell.checkpoint.sources.safetensors import CONFIG, INDEX, SINGLE
 from shardwell.errors import CheckpointError
@@ -231,7 +231,7 @@ def _batches(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
     return batches
 
 
-def _entry(name: str, stored: Stored, dtype: torch.dtype | None) -> Entry:
+def _entry(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> Entry:
     changes = dtype is not None and stored.dtype.is_floating_point
     return Entry(name, dtype if dtype is not None and changes else stored.dtype, stored.shape)
 
@@ -254,9 +254,9 @@ def _config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, A
     return {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
 
 
-def _record(name: str, stored: Stored, file: str) -> TensorRecord:
+def _record(name: str, stored: StoredTensor, file: str) -> TensorRecord:
     kind = f"state:{name.rpartition('/')[2]}" if name.startswith(STATE) else "parameter"
-    pieces = (Piece(file, name, 0, stored.numel),) if stored.numel else ()
+    pieces = (FilePiece(file, name, 0, stored.numel),) if stored.numel else ()
     return TensorRecord(stored.dtype, stored.shape, tuple(stored.order), kind, pieces)
 
 

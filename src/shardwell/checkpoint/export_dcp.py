@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwell.checkpoint.parsing import failing
-from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
+from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, StoredTensor
 from shardwell.checkpoint.sources.reading import Progress, is_contiguous, weights, whole
 from shardwell.errors import CheckpointError
 from shardwell.optim.odd_state import state_from_json
@@ -202,7 +202,7 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, (int, float)) for item in value)
 
 
-def _boxes(stored: Stored) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _boxes(stored: StoredTensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offsets and sizes of the chunks that a tensor is cut into, along its first dimension."""
     rest = stored.shape[1:]
     row = product(rest) * stored.dtype.itemsize

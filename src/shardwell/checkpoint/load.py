@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from shardwell.checkpoint.rank_contents import aliases_of, buffers_of
 from shardwell.checkpoint.reader import room
-from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, OwnSource, Source
+from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, ShardwellSource, Source
 from shardwell.checkpoint.sources.reading import into
 from shardwell.errors import CheckpointError
-from shardwell.memory.device import fault_in
+from shardwell.memory.device import prefault
 from shardwell.memory.limits import free_host_bytes
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.odd_state import state_from_json
-from shardwell.optim.param_slices import Shard
-from shardwell.sharding import Group, Unit
+from shardwell.optim.param_slices import ParamSlice
+from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.layout import Slot, contiguous_stride
 
 _THREADS = 4
@@ -36,7 +36,7 @@ _MOST_NAMES = 5  # in a message
 
 
 @dataclass(frozen=True)
-class Want:
+class ReadRequest:
     """A stretch of a stored tensor."""
 
     name: str
@@ -46,7 +46,7 @@ class Want:
     at: int = field(compare=False)  # in the destination
 
 
-class Stock:
+class StoredModel:
     """A source, looked up by the names of a model's parameters; `shared` has their other names in the model."""
 
     def __init__(self, source: Source, shared: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class Stock:
         return sorted({name for name in self._names.values() if name not in used})
 
 
-class Loading:
+class CheckpointLoader:
     """What this rank takes from a source: `fetch` reads and checks it, `apply` makes it the engine's state."""
 
     def __init__(
@@ -107,10 +107,10 @@ class Loading:
         strict: bool = True,
     ) -> None:
         self._source, self._units, self._optimizer = source, units, optimizer
-        self._stock = Stock(source, aliases_of(model, units))
+        self._stock = StoredModel(source, aliases_of(model, units))
         self._buffers = buffers_of(model)
-        self._staged: dict[Want, Tensor] = {}
-        self._states: dict[tuple[Shard, str], Tensor] = {}  # what the stretches of a shard's state are staged in
+        self._staged: dict[ReadRequest, Tensor] = {}
+        self._states: dict[tuple[ParamSlice, str], Tensor] = {}  # what the stretches of a shard's state are staged in
         self._check(strict)
 
     def _check(self, strict: bool) -> None:
@@ -139,7 +139,7 @@ class Loading:
             )
 
     @property
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Iterator[ShardedGroup]:
         return (group for unit in self._units for group in unit.groups)
 
     # -------------------------------------------------------------------------------------------------- reading
@@ -149,8 +149,8 @@ class Loading:
         self._check_odd_states()
         wants = list(self._wants())
         num_bytes = sum(want.numel * self._source.tensors[want.name].dtype.itemsize for want in wants)
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_bytes > _SHARE * free_host_bytes(ranks_here) / ranks_here:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if num_bytes > _SHARE * free_host_bytes(local_world_size) / local_world_size:
             for want in wants:
                 self._read(want)  # for the checksums; it is read again when it is needed
             return
@@ -159,66 +159,66 @@ class Loading:
             list(pool.map(self._read_into, *zip(*places, strict=True)))
         self._staged = dict(places)
 
-    def _places(self) -> Iterator[tuple[Want, Tensor]]:
+    def _places(self) -> Iterator[tuple[ReadRequest, Tensor]]:
         """All wants, and where each is to be read to."""
         for want in self._wants_of_model():
             yield want, room(want.numel, self._source.tensors[want.name].dtype, self._source.where)
         for shard, key in self._wanted_states():
-            state = fault_in(room(shard.tensor.numel(), self._dtype_of(shard, key), self._source.where))
+            state = prefault(room(shard.tensor.numel(), self._dtype_of(shard, key), self._source.where))
             self._states[shard, key] = state
             for want in self._wants_of_state(shard, key):
                 yield want, state[want.at : want.at + want.numel]
 
-    def _wants(self) -> Iterator[Want]:
+    def _wants(self) -> Iterator[ReadRequest]:
         yield from self._wants_of_model()
         for shard, key in self._wanted_states():
             yield from self._wants_of_state(shard, key)
 
-    def _wants_of_model(self) -> Iterator[Want]:
+    def _wants_of_model(self) -> Iterator[ReadRequest]:
         for group in self._groups:
             yield from self._wants_of_masters(group)
         for name, buffer in self._buffers.items():
             yield from self._want_of_buffer(name, buffer)
 
-    def _wanted_states(self) -> Iterator[tuple[Shard, str]]:
+    def _wanted_states(self) -> Iterator[tuple[ParamSlice, str]]:
         for shard in self._optimizer.shards if self._optimizer is not None else ():
             for key in sorted({key for piece in shard.pieces for key in self._stock.keys(piece.slot.name)}):
                 yield shard, key
 
-    def _dtype_of(self, shard: Shard, key: str) -> torch.dtype:
+    def _dtype_of(self, shard: ParamSlice, key: str) -> torch.dtype:
         """Of an entry of a shard's state: the masters' dtype, unless it was saved in another one than they were."""
         name = next(p.slot.name for p in shard.pieces if key in self._stock.keys(p.slot.name))
         found = self._stock.find(name)
         saved = self._source.tensors[self._stock.state(name, key)].dtype
         if (
             found is None
-            or not isinstance(self._source, OwnSource)
+            or not isinstance(self._source, ShardwellSource)
             or saved == self._source.tensors[MODEL + found].dtype
         ):
             return shard.tensor.dtype
         return saved
 
-    def _wants_of_masters(self, group: Group) -> Iterator[Want]:
+    def _wants_of_masters(self, group: ShardedGroup) -> Iterator[ReadRequest]:
         for run, _ in group.runs:
             for piece in run.pieces:
                 found = self._stock.find(piece.slot.name)
                 if found is not None:
-                    yield Want(MODEL + found, piece.slot, piece.in_parameter, piece.numel, piece.in_shard)
+                    yield ReadRequest(MODEL + found, piece.slot, piece.in_parameter, piece.numel, piece.in_shard)
 
-    def _want_of_buffer(self, name: str, buffer: Tensor) -> Iterator[Want]:
+    def _want_of_buffer(self, name: str, buffer: Tensor) -> Iterator[ReadRequest]:
         found = self._stock.find(name)
         if found is not None:
             shape = tuple(buffer.shape)
             slot = Slot(name, shape, contiguous_stride(shape), 0, buffer.numel())
-            yield Want(MODEL + found, slot, 0, slot.numel, 0)
+            yield ReadRequest(MODEL + found, slot, 0, slot.numel, 0)
 
-    def _wants_of_state(self, shard: Shard, key: str) -> Iterator[Want]:
+    def _wants_of_state(self, shard: ParamSlice, key: str) -> Iterator[ReadRequest]:
         for piece in shard.pieces:
             if key in self._stock.keys(piece.slot.name):
                 name = self._stock.state(piece.slot.name, key)
-                yield Want(name, piece.slot, piece.in_parameter, piece.numel, piece.in_shard - shard.start)
+                yield ReadRequest(name, piece.slot, piece.in_parameter, piece.numel, piece.in_shard - shard.start)
 
-    def _read(self, want: Want) -> Tensor:
+    def _read(self, want: ReadRequest) -> Tensor:
         """1D, the stretch in the parameter's own memory order."""
         stored = self._source.tensors[want.name]
         if _same_order(want.slot, stored.order):
@@ -228,13 +228,13 @@ class Loading:
         flat.as_strided(want.slot.shape, want.slot.stride).copy_(whole)
         return flat[want.start : want.start + want.numel]
 
-    def _read_into(self, want: Want, flat: Tensor) -> None:
+    def _read_into(self, want: ReadRequest, flat: Tensor) -> None:
         if _same_order(want.slot, self._source.tensors[want.name].order):
             into(self._source, want.name, want.start, flat)
         else:
             flat.copy_(self._read(want))
 
-    def _take(self, want: Want) -> Tensor:
+    def _take(self, want: ReadRequest) -> Tensor:
         staged = self._staged.pop(want, None)
         return staged if staged is not None else self._read(want)
 
@@ -258,14 +258,14 @@ class Loading:
                             self._restore(self._optimizer, unit, shard)
             self._optimizer.count_states()
 
-    def _fill(self, wants: list[Want]) -> Any:
+    def _fill(self, wants: list[ReadRequest]) -> Any:
         def fill(destination: Tensor) -> None:
             for want in wants:
                 destination[want.at : want.at + want.numel].copy_(self._take(want))
 
         return fill
 
-    def _restore(self, optimizer: ShardedOptimizer, unit: Unit, shard: Shard) -> None:
+    def _restore(self, optimizer: ShardedOptimizer, unit: Unit, shard: ParamSlice) -> None:
         """Give a shard its state. Parameters that differ in what they have do not stay together in one shard."""
         stocks = [(self._stock.keys(p.slot.name), self._stock.scalars(p.slot.name)) for p in shard.pieces]
         if any(stock != stocks[0] for stock in stocks):
@@ -294,10 +294,10 @@ class Loading:
                     if isinstance(value, dict):
                         self._odd(shard, key, value)
 
-    def _odd(self, shard: Shard, key: str, value: dict[str, Any]) -> Any:
+    def _odd(self, shard: ParamSlice, key: str, value: dict[str, Any]) -> Any:
         return state_from_json(value, shard.tensor.device, f"{self._source.where}: optimizer state {key!r}")
 
-    def _state(self, shard: Shard, key: str, before: Any) -> Tensor:
+    def _state(self, shard: ParamSlice, key: str, before: Any) -> Tensor:
         """All of an entry of a shard's state; where it was read to, if it may stay there."""
         staged = self._states.pop((shard, key), None)
         state = before if isinstance(before, Tensor) else shard.tensor

@@ -48,7 +48,7 @@ MAX_NAME = 200  # bytes of a file name: what a file system takes, less what temp
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A stretch of a tensor's elements: all of what a file holds under a key."""
 
     file: str
@@ -69,14 +69,14 @@ class TensorRecord:
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # the order of the flat elements in memory
     kind: str  # "parameter", "state:exp_avg"
-    pieces: tuple[Piece, ...]  # in order
+    pieces: tuple[FilePiece, ...]  # in order
 
     @property
     def numel(self) -> int:
         return product(self.shape)
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """Elements `first` to `last` (not included) of what a file holds under a key."""
 
     file: str
@@ -85,16 +85,16 @@ class Extent(NamedTuple):
     last: int
 
 
-def plan(record: TensorRecord, start: int, stop: int) -> list[Extent]:
+def plan(record: TensorRecord, start: int, stop: int) -> list[FileExtent]:
     """What to read for elements `start` to `stop` of a tensor, in order."""
     if not 0 <= start <= stop <= record.numel:
         raise CheckpointError(f"a {record.kind} of {record.numel} elements: asked for {start} to {stop}")
-    extents: list[Extent] = []
+    extents: list[FileExtent] = []
     index = max(bisect_right(record.pieces, start, key=lambda piece: piece.start) - 1, 0)
     while start < stop:
         piece = record.pieces[index]
         last = min(stop, piece.end)
-        extents.append(Extent(piece.file, piece.key, start - piece.start, last - piece.start))
+        extents.append(FileExtent(piece.file, piece.key, start - piece.start, last - piece.start))
         start, index = last, index + 1
     return extents
 
@@ -154,7 +154,7 @@ class Manifest:
     def merge(parts: Iterable[Manifest], where: str = NAME) -> Manifest:
         """One manifest of the parts that ranks made. What several of them say must agree; the pieces must tile."""
         tensors: dict[str, TensorRecord] = {}
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[FilePiece]] = {}
         files: dict[str, FileRecord] = {}
         values: dict[str, Any] = {}
         for part in parts:
@@ -291,7 +291,7 @@ def _check_tiling(record: TensorRecord, where: str, part: bool) -> None:
 
 
 def _check_place(
-    piece: Piece, files: Mapping[str, FileRecord], used: set[tuple[str, str]], where: str, index: int
+    piece: FilePiece, files: Mapping[str, FileRecord], used: set[tuple[str, str]], where: str, index: int
 ) -> None:
     if not is_text(piece.file) or piece.file not in files:
         raise CheckpointError(f"{where}.pieces[{index}].file: {show(piece.file)} is not among the files")
@@ -405,7 +405,7 @@ def _read_tensor(raw: Any, where: str) -> TensorRecord:
     for index, piece in enumerate(_list(fields["pieces"], f"{where}.pieces")):
         if not isinstance(piece, list) or len(piece) != 4:
             raise CheckpointError(f"{where}.pieces[{index}]: expected a list of 4, found {show(piece)}")
-        pieces.append(Piece(*piece))
+        pieces.append(FilePiece(*piece))
     return TensorRecord(
         parse_dtype(fields["dtype"], where),
         parse_shape(fields["shape"], where),

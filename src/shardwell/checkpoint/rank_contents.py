@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.checkpoint.files import Entry
-from shardwell.checkpoint.manifest import Piece, TensorRecord
+from shardwell.checkpoint.manifest import FilePiece, TensorRecord
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE
-from shardwell.kernels import Compact
+from shardwell.kernels import Moment8bit
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.odd_state import state_to_json
 from shardwell.optim.param_slices import is_elementwise, odd_keys
-from shardwell.sharding import Group, Unit, released
+from shardwell.sharding import ShardedGroup, Unit, released
 from shardwell.sharding.layout import Slot, dense_stride
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPiece:
     """A stretch of a tensor that this rank saves."""
 
     name: str
@@ -39,7 +39,7 @@ class Part:
     read: Callable[[], Tensor]  # 1D, where it lies; valid until the next part is read
 
     def record(self, file: str) -> TensorRecord:
-        pieces = (Piece(file, self.name, self.start, self.numel),) if self.numel else ()
+        pieces = (FilePiece(file, self.name, self.start, self.numel),) if self.numel else ()
         return TensorRecord(self.dtype, self.shape, self.stride, self.kind, pieces)
 
     @property
@@ -51,7 +51,7 @@ class Part:
         return self.numel * self.dtype.itemsize
 
 
-class Contents:
+class RankContents:
     """All parts of this rank, by name, and the numbers of the optimizer's state."""
 
     def __init__(
@@ -63,12 +63,12 @@ class Contents:
         rank: int,
         exclude_frozen: bool = False,
     ) -> None:
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, SavedPiece] = {}
         self.scalars: dict[str, Any] = {}
         self._rank = rank
         self._open = ExitStack()
         odd = odd_keys(optimizer.shards, optimizer.state) if optimizer is not None else set()
-        self._opened: Group | Unit | None = None  # a group's masters, or a unit's state, are readable
+        self._opened: ShardedGroup | Unit | None = None  # a group's masters, or a unit's state, are readable
         for unit in units:
             unit.wait()
             unit.take_over_edits()
@@ -87,38 +87,38 @@ class Contents:
         stride = dense_stride(shape, tensor.stride())
         same = tensor.detach().as_strided(shape, stride) if tensor.is_contiguous() else _laid_out(tensor, stride)
         flat = same.as_strided((tensor.numel(),), (1,))
-        self.parts[name] = Part(name, kind, tensor.dtype, shape, stride, 0, tensor.numel(), lambda: flat)
+        self.parts[name] = SavedPiece(name, kind, tensor.dtype, shape, stride, 0, tensor.numel(), lambda: flat)
 
     def close(self) -> None:
         """Leave masters and state as they rest."""
         self._opened = None
         self._open.close()
 
-    def _hold(self, what: Group | Unit, opening: Callable[[], AbstractContextManager[None]]) -> None:
+    def _hold(self, what: ShardedGroup | Unit, opening: Callable[[], AbstractContextManager[None]]) -> None:
         """Have something readable, in place of what was before."""
         if self._opened is not what:
             self.close()
             self._open.enter_context(opening())
             self._opened = what
 
-    def _add_masters(self, group: Group) -> None:
+    def _add_masters(self, group: ShardedGroup) -> None:
         dtype = group.precision.master
         for slot, at, start, numel in self._share(group):
             read = self._reader_of_masters(group, at, numel)
-            part = Part(MODEL + slot.name, "parameter", dtype, slot.shape, slot.stride, start, numel, read)
+            part = SavedPiece(MODEL + slot.name, "parameter", dtype, slot.shape, slot.stride, start, numel, read)
             self.parts[part.name] = part
         for slot in group.layout.slots:
             if not slot.numel and self._rank == 0:
                 self.add(MODEL + slot.name, "parameter", torch.empty(slot.shape, dtype=dtype, device="cpu"))
 
-    def _share(self, group: Group) -> Iterator[tuple[Slot, int, int, int]]:
+    def _share(self, group: ShardedGroup) -> Iterator[tuple[Slot, int, int, int]]:
         """This rank's stretches: slot, first element in this rank's masters, first element in the parameter, length."""
         place = group.context.world.place
         first = group.layout.shard_range(place)[0] - group.own[0]
         for piece in group.layout.pieces(place):
             yield piece.slot, first + piece.in_shard, piece.in_parameter, piece.numel
 
-    def _reader_of_masters(self, group: Group, at: int, numel: int) -> Callable[[], Tensor]:
+    def _reader_of_masters(self, group: ShardedGroup, at: int, numel: int) -> Callable[[], Tensor]:
         def read() -> Tensor:
             self._hold(group, group.opened_master)
             return group.master[at : at + numel]
@@ -141,7 +141,7 @@ class Contents:
                         self.scalars[name] = state_to_json(value, usual, name)
 
     def _reader_of_state(
-        self, unit: Unit, optimizer: ShardedOptimizer, value: Tensor | Compact, first: int, numel: int
+        self, unit: Unit, optimizer: ShardedOptimizer, value: Tensor | Moment8bit, first: int, numel: int
     ) -> Callable[[], Tensor]:
         def read() -> Tensor:
             self._hold(unit, lambda: optimizer.states_of(unit))
@@ -154,7 +154,7 @@ class Contents:
     ) -> None:
         """`where`: first element in the parameter, length."""
         name = f"{STATE}{slot.name}/{key}"
-        self.parts[name] = Part(name, "state", dtype, slot.shape, slot.stride, *where, read)
+        self.parts[name] = SavedPiece(name, "state", dtype, slot.shape, slot.stride, *where, read)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and released.is_kept(tensor)
+    return isinstance(tensor, nn.Parameter) and released.is_owned(tensor)
 
 
 def extra_state_of(model: nn.Module) -> dict[str, Any]:

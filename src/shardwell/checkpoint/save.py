@@ -26,9 +26,9 @@ from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 from shardwell.checkpoint.files import stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest
-from shardwell.checkpoint.rank_contents import Contents
+from shardwell.checkpoint.rank_contents import RankContents
 from shardwell.errors import CheckpointError
-from shardwell.memory import Account, Device, State, Tier
+from shardwell.memory import Device, MemoryStats, StateKind, Tier
 
 _OK, _VERDICT = "ok", "verdict"
 PATIENCE, LITTLE_PATIENCE = 600.0, 10.0  # seconds without a sign of life from ranks that write; if one has failed
@@ -39,7 +39,7 @@ _ROUND, _GRACE = 2.0, 8.0  # seconds between two looks for ranks that are gone; 
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One checkpoint to be written."""
 
     folder: Folder
@@ -54,7 +54,7 @@ class Job:
 class Saver:
     """Writes the checkpoints of one engine on this rank. At most one is on its way."""
 
-    def __init__(self, rank: int, num_ranks: int, store: Any, device: Device, account: Account) -> None:
+    def __init__(self, rank: int, num_ranks: int, store: Any, device: Device, account: MemoryStats) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         self._store = store if store is not None else HashStore()
         self._snapshot = Snapshot(device, account)
@@ -73,11 +73,11 @@ class Saver:
         is_latest: bool,
         keep_last: int | None,
         look: Callable[[], float],
-    ) -> Job:
+    ) -> SaveJob:
         self._number += 1
-        return Job(folder, tag, temporary, self._number, is_latest, keep_last, look)
+        return SaveJob(folder, tag, temporary, self._number, is_latest, keep_last, look)
 
-    def write_now(self, job: Job, contents: Contents, values: Mapping[str, Any]) -> None:
+    def write_now(self, job: SaveJob, contents: RankContents, values: Mapping[str, Any]) -> None:
         """Write and commit; returns when the checkpoint is there for all ranks, or raises on all of them."""
 
         def data(name: str) -> Tensor:
@@ -86,7 +86,7 @@ class Saver:
 
         self._write(job, contents, values, data)
 
-    def write_later(self, job: Job, contents: Contents, values: Mapping[str, Any]) -> None:
+    def write_later(self, job: SaveJob, contents: RankContents, values: Mapping[str, Any]) -> None:
         """Copy what is to be saved, and write it while training goes on. Whatever fails, all ranks hear of it later."""
         read: Callable[[str], Tensor] | None = None
         problem: Exception | None = None
@@ -144,7 +144,9 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------------- the work
 
-    def _write(self, job: Job, contents: Contents, values: Mapping[str, Any], data: Callable[[str], Tensor]) -> None:
+    def _write(
+        self, job: SaveJob, contents: RankContents, values: Mapping[str, Any], data: Callable[[str], Tensor]
+    ) -> None:
         problem = ""
         try:
             self._write_part(job, contents, values, data)
@@ -162,7 +164,7 @@ class Saver:
             raise CheckpointError(verdict)
 
     def _write_part(
-        self, job: Job, contents: Contents, values: Mapping[str, Any], data: Callable[[str], Tensor]
+        self, job: SaveJob, contents: RankContents, values: Mapping[str, Any], data: Callable[[str], Tensor]
     ) -> None:
         file = f"rank-{self._rank:05d}.safetensors"
         entries = [part.entry for part in contents.parts.values() if part.numel]
@@ -171,7 +173,7 @@ class Saver:
         manifest = Manifest(tensors, files, {**values, **contents.scalars})
         self._part_of(job, self._rank).write_text(manifest.to_json(part=True), encoding="ascii")
 
-    def _commit(self, job: Job) -> str:
+    def _commit(self, job: SaveJob) -> str:
         """Rank 0: when all have written, make it a checkpoint. Returns what all ranks shall hear."""
         verdict = _OK
         try:
@@ -195,42 +197,42 @@ class Saver:
         return verdict
 
     @staticmethod
-    def _prune(job: Job, keep_last: int) -> None:
+    def _prune(job: SaveJob, keep_last: int) -> None:
         try:
             job.folder.prune(keep_last)
         except CheckpointError as error:  # of no harm to what was committed
             warnings.warn(f"an old checkpoint is left: {error}", stacklevel=2)
 
-    def _discard(self, job: Job) -> None:
+    def _discard(self, job: SaveJob) -> None:
         if self._rank:
             return
         with contextlib.suppress(CheckpointError):  # what went wrong first is what counts
             job.folder.discard(job.temporary)
 
-    def _part_of(self, job: Job, rank: int) -> Path:
+    def _part_of(self, job: SaveJob, rank: int) -> Path:
         return job.temporary / f".part-{rank:05d}.json"
 
     # ------------------------------------------------------------------------------------------------ the store
 
     @staticmethod
-    def _key(job: Job, what: int | str) -> str:
+    def _key(job: SaveJob, what: int | str) -> str:
         return f"save/{job.number}/{what}"
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: SaveJob) -> None:
         """Of the save before, which all ranks have left behind, nothing stays in the store."""
         mine = [f"{self._rank}", f"{self._rank}/beat", f"{self._rank}/heard"]
         for what in [*mine, *([_VERDICT] if self._rank == 0 else [])]:
             with contextlib.suppress(RuntimeError):  # a kind of store that cannot forget
                 self._store.delete_key(f"save/{job.number - 1}/{what}")
 
-    def _beat(self, job: Job) -> None:
+    def _beat(self, job: SaveJob) -> None:
         """A sign of life, at most once a second."""
         now = time.monotonic()
         if now - self._beaten > 1.0:
             self._beaten = now
             self._store.set(self._key(job, f"{self._rank}/beat"), str(now))
 
-    def _wait_for(self, job: Job, who: int | str) -> str:
+    def _wait_for(self, job: SaveJob, who: int | str) -> str:
         """What a rank has to say, or rank 0's verdict."""
         key = self._key(job, who)
         beats = [self._key(job, f"{rank}/beat") for rank in range(self._num_ranks)]
@@ -254,7 +256,7 @@ class Saver:
     def _signs(self, beats: list[str]) -> str:
         return " ".join(self._store.get(beat).decode() for beat in beats if self._store.check([beat]))
 
-    def _hear(self, job: Job) -> str:
+    def _hear(self, job: SaveJob) -> str:
         try:
             verdict = self._wait_for(job, _VERDICT)
             self._store.set(self._key(job, f"{self._rank}/heard"), "")
@@ -264,7 +266,7 @@ class Saver:
                 return _OK
             return f"{job.tag}: rank 0 is gone: {error}"
 
-    def _let_others_hear(self, job: Job) -> None:
+    def _let_others_hear(self, job: SaveJob) -> None:
         heard = [self._key(job, f"{rank}/heard") for rank in range(1, self._num_ranks)]
         deadline = time.monotonic() + _LINGER
         while heard and not self._store.check(heard) and time.monotonic() < deadline:
@@ -274,11 +276,11 @@ class Saver:
 class Snapshot:
     """A copy in host memory of what is to be saved; its memory is kept for the next one."""
 
-    def __init__(self, device: Device, account: Account) -> None:
+    def __init__(self, device: Device, account: MemoryStats) -> None:
         self._device, self._account = device, account
         self._memory: Tensor | None = None
 
-    def take(self, contents: Contents) -> Callable[[str], Tensor]:
+    def take(self, contents: RankContents) -> Callable[[str], Tensor]:
         """Copy all parts. On a GPU the host goes on at once, and whoever reads the copy waits for it."""
         starts, size = {}, 0
         for name, part in contents.parts.items():
@@ -287,7 +289,7 @@ class Snapshot:
         if self._memory is None or self._memory.numel() < size:
             self._memory = None
             self._memory = self._device.empty(size, torch.uint8, Tier.HOST)
-            self._account.set(State.STAGING, "(snapshot)", Tier.HOST, size)
+            self._account.set(StateKind.STAGING, "(snapshot)", Tier.HOST, size)
         memory = self._memory
         copies = {}
         try:

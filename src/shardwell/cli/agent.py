@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwell.cli.failures import End, Restarts, can_be_cured, ends_of
+from shardwell.cli.failures import RankFailure, Restarts, can_be_cured, ends_of
 from shardwell.cli.rank import ENDED
 from shardwell.memory.device import num_gpus
 from shardwell.parallel.attendance import ended_key
@@ -33,7 +33,7 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 class Agent(LocalElasticAgent):
     """Ends all ranks of this node when one fails and starts them again, as `restarts` allows."""
 
-    ends: list[End]  # of the last failure, the rank to blame first
+    ends: list[RankFailure]  # of the last failure, the rank to blame first
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, restarts: Restarts) -> None:
         super().__init__(spec, logs)

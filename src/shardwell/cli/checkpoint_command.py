@@ -35,13 +35,13 @@ app = typer.Typer(
 )
 
 
-class Format(str, Enum):
+class ExportFormat(str, Enum):
     safetensors = "safetensors"
     dcp = "dcp"
     shardwell = "shardwell"
 
 
-class Precision(str, Enum):
+class ExportDtype(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
@@ -110,11 +110,11 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must not exist, or be empty.")],
     tag: _Tag = None,
     form: Annotated[
-        Format,
+        ExportFormat,
         typer.Option("--format", help="safetensors: what from_pretrained reads; dcp: torch's own; shardwell: ours."),
-    ] = Format.safetensors,
+    ] = ExportFormat.safetensors,
     dtype: Annotated[
-        Precision | None, typer.Option(help="Of floating tensors, for safetensors; without it, as stored.")
+        ExportDtype | None, typer.Option(help="Of floating tensors, for safetensors; without it, as stored.")
     ] = None,
     max_file_size: Annotated[str, typer.Option(help="Larger models are split over several files.")] = "5GB",
     check: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the checksums first.")] = True,
@@ -137,21 +137,21 @@ def export(
     from shardwell.checkpoint.export import to_dcp, to_own, to_safetensors
     from shardwell.checkpoint.sources.base import MODEL
 
-    dtypes = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
-    if dtype is not None and form is not Format.safetensors:
+    dtypes = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
+    if dtype is not None and form is not ExportFormat.safetensors:
         raise CheckpointError(f"--dtype {dtype.value}: only for safetensors; {form.value} keeps what is stored")
-    if form is not Format.safetensors and (merge or tokenizer is not None):
+    if form is not ExportFormat.safetensors and (merge or tokenizer is not None):
         raise CheckpointError(f"--merge and --tokenizer: only for safetensors, not for {form.value}")
     limit = _parse_size(max_file_size)
     if check:
         _check_own(path, tag)
     with _opened(path, tag) as source, _telling_warnings():
-        prefix = MODEL if form is Format.safetensors else ""
+        prefix = MODEL if form is ExportFormat.safetensors else ""
         with _bar("export", _bytes(source, prefix)) as told:
-            if form is Format.safetensors:
+            if form is ExportFormat.safetensors:
                 kind = dtypes[dtype] if dtype is not None else None
                 to_safetensors(source, out, kind, limit, told, merges=merge, tokenizer=tokenizer)
-            elif form is Format.dcp:
+            elif form is ExportFormat.dcp:
                 to_dcp(source, out, told)
             else:
                 to_own(source, out.resolve().parent, out.resolve().name, limit, told)

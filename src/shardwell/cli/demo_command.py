@@ -14,9 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from shardwell.cli.demo_report import StageResult, Verdict, compare, loss_line, results_table, save_json, save_picture
+from shardwell.cli.demo_report import (
+    StageComparison,
+    StageResult,
+    compare,
+    loss_line,
+    results_table,
+    save_json,
+    save_picture,
+)
 from shardwell.cli.failures import ending_as_the_ranks_do
-from shardwell.cli.launch import Place, launch
+from shardwell.cli.launch import LaunchTopology, launch
 from shardwell.cli.temporary_folder import kept_folder
 from shardwell.errors import ShardwellError
 
@@ -36,7 +44,7 @@ def demo(
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 over fp32 masters.")] = False,
 ) -> None:
     """Train a small GPT on this machine's CPU at each ZeRO stage: same losses, less memory."""
-    from shardwell.cli.demo_rank import Job
+    from shardwell.cli.demo_rank import DemoJob
 
     chosen = _parse_stages(stages)
     console = Console()
@@ -45,7 +53,7 @@ def demo(
     with kept_folder("shardwell-demo-") as folder:
         events = Path(folder, "events.jsonl")
         events.touch()
-        job = Job(chosen, steps, _ROWS, _LEARNING_RATE, bf16, trace, str(events))
+        job = DemoJob(chosen, steps, _ROWS, _LEARNING_RATE, bf16, trace, str(events))
         results = _train(job.to_json(), chosen, steps, ranks, events, console)
     verdict = compare(results, bf16)
     _show(console, results, verdict, ranks, bf16, trace)
@@ -90,7 +98,7 @@ def _train(job: str, stages: list[int], steps: int, ranks: int, events: Path, co
 
     console.print(f"training a byte-level GPT on {ranks} CPU rank(s) at stage {', '.join(map(str, stages))}")
     with ending_as_the_ranks_do(), progress, _listening(events, take):
-        launch(["-m", "shardwell.cli.demo_rank", job], Place(ranks), quiet_ranks=True)
+        launch(["-m", "shardwell.cli.demo_rank", job], LaunchTopology(ranks), quiet_ranks=True)
     return results
 
 
@@ -119,7 +127,9 @@ def _listening(path: Path, take: Callable[[dict[str, Any]], None]) -> Iterator[N
         thread.join()
 
 
-def _show(console: Console, results: list[StageResult], verdict: Verdict, ranks: int, bf16: bool, trace: bool) -> None:
+def _show(
+    console: Console, results: list[StageResult], verdict: StageComparison, ranks: int, bf16: bool, trace: bool
+) -> None:
     if trace:
         for result in results:
             console.print(f"\n[bold]stage {result.stage}, one step[/bold]")

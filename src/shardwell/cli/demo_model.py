@@ -15,7 +15,7 @@ VOCABULARY = 256  # bytes
 _MOST_TEXT = 4 << 20
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal attention and an MLP, each added to its input."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -45,7 +45,7 @@ class ByteGpt(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(TransformerBlock(width, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for embedding in (self.embed, self.position):

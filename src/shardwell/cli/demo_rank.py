@@ -20,13 +20,13 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.cli.demo_model import ByteGpt, rows_of_step, standard_library_text
 from shardwell.engine import Engine
-from shardwell.memory import MemoryReport, State
+from shardwell.memory import MemoryReport, StateKind
 
 CONTEXT = 128
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoJob:
     """What the command asks of its ranks."""
 
     stages: list[int]
@@ -63,7 +63,7 @@ class Reporter:
             self._file.flush()
 
 
-class AtUpdate:
+class UpdateProbe:
     """The books at the moment when all gradients of a step are averaged and nothing is updated yet."""
 
     report: MemoryReport | None = None
@@ -77,13 +77,13 @@ class AtUpdate:
         engine.optimizer.optimizer.register_step_pre_hook(look)
 
 
-def train(job: Job, stage: int, text: Tensor, rank: int, num_ranks: int, reporter: Reporter) -> None:
+def train(job: DemoJob, stage: int, text: Tensor, rank: int, num_ranks: int, reporter: Reporter) -> None:
     """One stage, from the seed to the last step."""
     torch.manual_seed(job.seed)
     model: nn.Module = ByteGpt(context=CONTEXT)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = shardwell.initialize(model=model, config=job.config(stage), device="cpu").engine
-    at_update = AtUpdate()
+    at_update = UpdateProbe()
     at_update.watch(engine)
     losses: list[float] = []
     norms: list[float] = []
@@ -127,7 +127,7 @@ def train(job: Job, stage: int, text: Tensor, rank: int, num_ranks: int, reporte
 
 def _by_state(report: MemoryReport | None) -> dict[str, int]:
     assert report is not None
-    return {state.value: report.total(state) for state in State}
+    return {state.value: report.total(state) for state in StateKind}
 
 
 def _largest_over_ranks(measured: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
@@ -139,7 +139,7 @@ def _largest_over_ranks(measured: dict[str, dict[str, int]]) -> dict[str, dict[s
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
+    job = DemoJob(**json.loads(sys.argv[1]))
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     reporter = Reporter(job.events, rank)

@@ -49,7 +49,7 @@ class StageResult:
 
 
 @dataclass(frozen=True)
-class Formula:
+class StageFormula:
     """What one stage must hold and receive, in bytes."""
 
     parameters: float
@@ -62,11 +62,11 @@ class Formula:
         return self.parameters + self.optimizer
 
 
-def formula(stage: int, num_parameters: int, num_ranks: int, bf16: bool) -> Formula:
+def formula(stage: int, num_parameters: int, num_ranks: int, bf16: bool) -> StageFormula:
     width = 2 if bf16 else 4
     share = num_parameters / num_ranks
     moves = 3 if stage == 3 and num_ranks > 1 else 2
-    return Formula(
+    return StageFormula(
         parameters=width * (share if stage == 3 else num_parameters),
         gradients=width * (share if stage >= 1 else num_parameters),
         optimizer=(12 - width) * (share if stage >= 1 else num_parameters),
@@ -75,7 +75,7 @@ def formula(stage: int, num_parameters: int, num_ranks: int, bf16: bool) -> Form
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StageComparison:
     """Whether the stages trained alike."""
 
     loss_difference: float  # the largest over all steps and stages
@@ -84,7 +84,7 @@ class Verdict:
     agrees: bool
 
 
-def compare(results: list[StageResult], bf16: bool) -> Verdict:
+def compare(results: list[StageResult], bf16: bool) -> StageComparison:
     """Hold every stage's losses and gradient norms against the first's."""
     first, tolerance = results[0], _TOLERANCE[bf16]
     loss = norm = 0.0
@@ -92,7 +92,7 @@ def compare(results: list[StageResult], bf16: bool) -> Verdict:
         loss = max(loss, *(abs(a - b) for a, b in zip(first.losses, other.losses, strict=True)))
         pairs = zip(first.gradient_norms, other.gradient_norms, strict=True)
         norm = max(norm, *(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs))
-    return Verdict(loss, norm, tolerance, max(loss, norm) <= tolerance)
+    return StageComparison(loss, norm, tolerance, max(loss, norm) <= tolerance)
 
 
 def results_table(results: list[StageResult], num_ranks: int, bf16: bool) -> Table:
@@ -128,7 +128,7 @@ def _deviation(found: float, wanted: float) -> Text:
     return Text(f"{percent:+.2f} %", "green" if abs(percent) < 0.5 else "yellow" if abs(percent) < 5 else "red")
 
 
-def loss_line(results: list[StageResult], verdict: Verdict) -> Text:
+def loss_line(results: list[StageResult], verdict: StageComparison) -> Text:
     first = results[0]
     word = ("pass", "bold green") if verdict.agrees else ("FAIL", "bold red")
     others = ", ".join(str(result.stage) for result in results[1:])
@@ -142,7 +142,7 @@ def loss_line(results: list[StageResult], verdict: Verdict) -> Text:
     return Text.assemble(fell, compared, word)
 
 
-def save_json(path: Path, results: list[StageResult], verdict: Verdict, **settings: Any) -> None:
+def save_json(path: Path, results: list[StageResult], verdict: StageComparison, **settings: Any) -> None:
     import torch
 
     stages = []

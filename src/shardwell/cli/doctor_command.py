@@ -147,7 +147,7 @@ def kernels() -> dict[str, Any]:
 
 def disk(path: Path | None) -> dict[str, Any]:
     """Who can move bytes between memory and drives; for a directory also how fast, which writes to it."""
-    from shardwell.offload.disk_queue import DiskSettings, choose, fastest, measure, unusable
+    from shardwell.offload.disk_queue import AioSettings, choose, fastest, measure, unusable
 
     reasons = unusable()
     found: dict[str, Any] = {"unusable": reasons, "path": None if path is None else str(path)}
@@ -155,8 +155,8 @@ def disk(path: Path | None) -> dict[str, Any]:
         return found
     engines = [name for name in ("io_uring", "threads") if name not in reasons] or ["python"]
     if "SHARDWELL_IO" in os.environ:
-        engines = [choose([path], DiskSettings()).engine]
-    speeds = measure([path], DiskSettings(), _DISK_BYTES, engines)
+        engines = [choose([path], AioSettings()).engine]
+    speeds = measure([path], AioSettings(), _DISK_BYTES, engines)
     return {**found, "engine": fastest(speeds), "speeds": speeds}
 
 

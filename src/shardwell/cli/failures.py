@@ -24,7 +24,7 @@ _NOT_CURED = {"ConfigError", "SyntaxError", "ImportError"}  # by a restart: the 
 
 
 @dataclass(frozen=True)
-class End:
+class RankFailure:
     """How one rank failed."""
 
     rank: int
@@ -74,7 +74,7 @@ NEVER = Restarts()
 class RanksFailedError(ShardwellError):
     """One or more ranks failed; `ends` has the first of them first."""
 
-    def __init__(self, ends: Sequence[End]) -> None:
+    def __init__(self, ends: Sequence[RankFailure]) -> None:
         super().__init__(f"rank {ends[0].rank} failed first: {ends[0].cause}")
         self.ends = tuple(ends)
 
@@ -103,35 +103,35 @@ class RunInterruptedError(ShardwellError):
         self.exit_code = 128 + number
 
 
-def in_order(ends: Sequence[End]) -> list[End]:
+def in_order(ends: Sequence[RankFailure]) -> list[RankFailure]:
     """The rank to blame first: what the launcher ended, and errors that only tell of another rank, come last."""
 
-    def blame(end: End) -> tuple[bool, bool, float]:
+    def blame(end: RankFailure) -> tuple[bool, bool, float]:
         return end.was_ended, end.reports_a_peer, end.when - (0.0 if end.message else _HEAD_START)
 
     return sorted(ends, key=blame)
 
 
-def can_be_cured(ends: Sequence[End]) -> bool:
+def can_be_cured(ends: Sequence[RankFailure]) -> bool:
     """Whether a restart may help: not if every rank that failed by itself did so by an error that will come again."""
     own = [end for end in ends if not end.was_ended and not end.reports_a_peer]
     return not own or any(_NOT_CURED.isdisjoint(end.kinds) for end in own)
 
 
-def ends_of(failures: Mapping[int, ProcessFailure], logs: str) -> list[End]:
+def ends_of(failures: Mapping[int, ProcessFailure], logs: str) -> list[RankFailure]:
     """What torch's agent knows of the ranks that failed, the one to blame first."""
     return in_order([_end(rank, failure, logs) for rank, failure in failures.items()])
 
 
-def _end(rank: int, failure: ProcessFailure, logs: str) -> End:
+def _end(rank: int, failure: ProcessFailure, logs: str) -> RankFailure:
     message: Any = failure.error_file_data.get("message") if Path(failure.error_file).is_file() else None
     code, local_rank = failure.exitcode, failure.local_rank
     if isinstance(message, dict):
         extra = message["extraInfo"]
         when, kinds = float(extra.get("seconds", failure.timestamp)), tuple(extra.get("kinds", ()))
-        return End(rank, code, message["message"], extra["py_callstack"], when, kinds, local_rank)
+        return RankFailure(rank, code, message["message"], extra["py_callstack"], when, kinds, local_rank)
     words = _last_words(logs, local_rank)
-    return End(rank, code, "", words, float(failure.timestamp), local_rank=local_rank)
+    return RankFailure(rank, code, "", words, float(failure.timestamp), local_rank=local_rank)
 
 
 def _last_words(logs: str, local_rank: int) -> str:

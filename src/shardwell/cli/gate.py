@@ -63,13 +63,13 @@ class Background:
         self._loop.close()
 
 
-class Guest:
+class Connection:
     """A node, as long as its launcher is connected."""
 
     _numbers = itertools.count()
 
     def __init__(self, address: str, is_host: bool) -> None:
-        self.order = (not is_host, address, next(Guest._numbers))
+        self.order = (not is_host, address, next(Connection._numbers))
 
 
 class Gate:
@@ -127,7 +127,7 @@ class Gate:
             refusal = f"--nnodes {wish.get('nodes')}: the node where the others meet was started with {self._nodes}"
             await channel.send(json.dumps({"refused": refusal}).encode())
             return
-        guest = Guest(address, wish.get("host") is True)
+        guest = Connection(address, wish.get("host") is True)
         try:
             await channel.send(json.dumps({"run": self._run}).encode())
             while True:
@@ -136,7 +136,7 @@ class Gate:
         finally:
             self._rounds.leave(guest, time.monotonic())
 
-    def _answer(self, guest: Guest, asked: Any) -> dict[str, Any]:
+    def _answer(self, guest: Connection, asked: Any) -> dict[str, Any]:
         if asked == "join":
             self._rounds.join(guest)
         elif asked == "close":

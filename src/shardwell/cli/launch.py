@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from shardwell.cli.agent import Agent
-    from shardwell.cli.rendezvous import Alone, Meeting
+    from shardwell.cli.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous
 
 _RANK = Path(__file__).with_name("rank.py")
 _MEET = 600  # seconds within which all nodes have to come
@@ -40,10 +40,10 @@ _LINGER = 2.0  # seconds that a node stays after a failure: the others may meet 
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchTopology:
     """How many ranks run here, and how they meet ranks on other nodes."""
 
-    ranks_here: int
+    local_world_size: int
     min_nodes: int = 1
     max_nodes: int = 1
     master_addr: str = ""
@@ -59,7 +59,9 @@ class Place:
         return "localhost:0" if self.is_alone else f"{self.master_addr}:{self.master_port}"
 
 
-def launch(command: Sequence[str], place: Place, restarts: Restarts = NEVER, *, quiet_ranks: bool = False) -> None:
+def launch(
+    command: Sequence[str], place: LaunchTopology, restarts: Restarts = NEVER, *, quiet_ranks: bool = False
+) -> None:
     """Run `command` (`script args...` or `-m module args...`) on every rank; returns when all have succeeded.
 
     When a rank fails the others are ended. All are started again as `restarts` allows, then `RanksFailedError` is
@@ -90,7 +92,7 @@ def launch(command: Sequence[str], place: Place, restarts: Restarts = NEVER, *, 
             raise RunInterruptedError(signal.SIGINT) from None
 
 
-def _run(agent: Agent, place: Place) -> None:
+def _run(agent: Agent, place: LaunchTopology) -> None:
     """Until all ranks have succeeded, or failed once too often."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
@@ -106,12 +108,17 @@ def _run(agent: Agent, place: Place) -> None:
         raise RanksFailedError(agent.ends)
 
 
-def _spec(command: Sequence[str], place: Place, restarts: Restarts, meeting: Alone | Meeting) -> WorkerSpec:
+def _spec(
+    command: Sequence[str],
+    place: LaunchTopology,
+    restarts: Restarts,
+    meeting: SingleNodeRendezvous | MultiNodeRendezvous,
+) -> WorkerSpec:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     return WorkerSpec(
         role="ranks",
-        local_world_size=place.ranks_here,
+        local_world_size=place.local_world_size,
         entrypoint=sys.executable,
         args=(str(_RANK), *command),
         rdzv_handler=meeting,
@@ -119,16 +126,18 @@ def _spec(command: Sequence[str], place: Place, restarts: Restarts, meeting: Alo
     )
 
 
-def _meeting(place: Place, secret: bytes | None) -> Alone | Meeting:
-    from shardwell.cli.rendezvous import Alone, Meeting, Times
+def _meeting(place: LaunchTopology, secret: bytes | None) -> SingleNodeRendezvous | MultiNodeRendezvous:
+    from shardwell.cli.rendezvous import MultiNodeRendezvous, RendezvousTimes, SingleNodeRendezvous
 
     if place.is_alone:
-        return Alone()
+        return SingleNodeRendezvous()
     nodes = (place.min_nodes, place.max_nodes)
-    return Meeting(place.master_addr, place.master_port, nodes, secret, Times(_MEET, place.join_time))
+    return MultiNodeRendezvous(
+        place.master_addr, place.master_port, nodes, secret, RendezvousTimes(_MEET, place.join_time)
+    )
 
 
-def _own_address(place: Place) -> str:
+def _own_address(place: LaunchTopology) -> str:
     """What other nodes call this one: the address from which it reaches the meeting point."""
     if place.is_alone:
         return "127.0.0.1"
@@ -165,7 +174,7 @@ def _says_loopback(name: str) -> bool:
         return False
 
 
-def _check_secret(place: Place, secret: bytes | None) -> None:
+def _check_secret(place: LaunchTopology, secret: bytes | None) -> None:
     """Nodes that may come and go at any time are let in by a secret; without one, whoever comes could take a place."""
     if place.is_alone or secret is not None:
         return
@@ -185,12 +194,12 @@ def _check_secret(place: Place, secret: bytes | None) -> None:
 
 
 @contextlib.contextmanager
-def _environment(place: Place, secret: bytes | None, address: str) -> Iterator[None]:
+def _environment(place: LaunchTopology, secret: bytes | None, address: str) -> Iterator[None]:
     """What the ranks find in their environment, besides what torch's agent puts there."""
     from shardwell.parallel.attendance import VARIABLE as ROLL_CALL
 
     news = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // place.ranks_here))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // place.local_world_size))),
         LAUNCHER: str(os.getpid()),
         ROLL_CALL: "1",
     }
@@ -223,7 +232,7 @@ def _interface(address: str) -> str | None:
     return None
 
 
-def _why_nodes_did_not_meet(error: Exception, place: Place) -> str:
+def _why_nodes_did_not_meet(error: Exception, place: LaunchTopology) -> str:
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
     if isinstance(error, RendezvousTimeoutError):

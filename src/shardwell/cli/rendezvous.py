@@ -1,4 +1,6 @@
-"""Where the launchers of a job meet, as torch's elastic agent sees it: `Alone` on one node, `Meeting` with others.
+"""Where the launchers of a job meet, as torch's elastic agent sees it.
+
+`SingleNodeRendezvous` serves a job of one node, `MultiNodeRendezvous` a job of several.
 
 Torch's own meeting of several nodes keeps its state in a store that anybody can write, and unpickles what it finds
 there. So there is none of it here: the nodes meet at a gate (`gate.py`). On each node the store of the ranks has a
@@ -43,7 +45,7 @@ _STRANGE = 8.0  # seconds until a gate that turns this node away is believed: a 
 
 
 @dataclass(frozen=True)
-class Times:
+class RendezvousTimes:
     """How long nodes wait for each other, in seconds."""
 
     meet: float  # within which the least have to come
@@ -67,7 +69,7 @@ class _Handler(RendezvousHandler):
         return self._run_id
 
 
-class Alone(_Handler):
+class SingleNodeRendezvous(_Handler):
     """One node: nobody to meet, and a new store for each start, because ranks would take old words for answers."""
 
     def __init__(self) -> None:
@@ -94,10 +96,12 @@ class Alone(_Handler):
         self._store = None
 
 
-class Meeting(_Handler):
+class MultiNodeRendezvous(_Handler):
     """Several nodes, a fixed number or a range of them."""
 
-    def __init__(self, address: str, port: int, nodes: tuple[int, int], secret: bytes | None, times: Times) -> None:
+    def __init__(
+        self, address: str, port: int, nodes: tuple[int, int], secret: bytes | None, times: RendezvousTimes
+    ) -> None:
         self._address, self._port, self._times = address, port, times
         self._nodes = ":".join(map(str, nodes))
         self._key = key_of(secret)

@@ -22,7 +22,7 @@ class Node(Protocol):
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodeRank:
     """A node's place in a round."""
 
     round: int
@@ -36,7 +36,7 @@ class Rounds:
     def __init__(self, least: int, most: int, join_time: float) -> None:
         self._least, self._most, self._join_time = least, most, join_time
         self._number = 0
-        self._seats: dict[Node, Seat] = {}  # of the round that runs
+        self._seats: dict[Node, NodeRank] = {}  # of the round that runs
         self._waiting: list[Node] = []
         self._deadline: float | None = None  # of the round that forms
         self._lost_at: float | None = None  # when the first node of the round that runs was lost
@@ -55,7 +55,7 @@ class Rounds:
         if node in self._waiting:
             self._waiting.remove(node)
 
-    def seat(self, node: Node) -> Seat | None:
+    def seat(self, node: Node) -> NodeRank | None:
         return self._seats.get(node)
 
     def num_waiting(self, now: float) -> int:
@@ -73,7 +73,7 @@ class Rounds:
             return None
         chosen = sorted(self._waiting, key=lambda node: node.order)[: self._most]
         self._number += 1
-        self._seats = {node: Seat(self._number, rank, len(chosen)) for rank, node in enumerate(chosen)}
+        self._seats = {node: NodeRank(self._number, rank, len(chosen)) for rank, node in enumerate(chosen)}
         self._waiting = [node for node in self._waiting if node not in self._seats]
         self._deadline = self._lost_at = None
         return self._number

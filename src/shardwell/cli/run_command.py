@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardwell.cli.failures import Restarts, ending_as_the_ranks_do
-from shardwell.cli.launch import Place, launch
+from shardwell.cli.launch import LaunchTopology, launch
 from shardwell.errors import ShardwellError
 
 
@@ -43,9 +43,9 @@ def run(
     With --max-restarts they are started again: a script that calls engine.load_checkpoint at its start goes on.
     """
     fewest, most = parse_nodes(nnodes)
-    ranks_here = num_ranks or _one_per_gpu()
-    _check(script[0], module, most, master_addr, ranks_here, min_ranks)
-    place = Place(ranks_here, fewest, most, master_addr, master_port, join_time)
+    local_world_size = num_ranks or _one_per_gpu()
+    _check(script[0], module, most, master_addr, local_world_size, min_ranks)
+    place = LaunchTopology(local_world_size, fewest, most, master_addr, master_port, join_time)
     with ending_as_the_ranks_do():
         launch(["-m", *script] if module else script, place, Restarts(max_restarts, min_ranks, min_uptime))
 
@@ -59,15 +59,17 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def _check(script: str, module: bool, max_nodes: int, master_addr: str, ranks_here: int, min_ranks: int | None) -> None:
+def _check(
+    script: str, module: bool, max_nodes: int, master_addr: str, local_world_size: int, min_ranks: int | None
+) -> None:
     if not module and not Path(script).is_file():
         raise ShardwellError(f"there is no script '{script}'. To run an installed module: shardwell run -m {script}")
     if max_nodes > 1 and not master_addr:
         raise ShardwellError(f"{max_nodes} nodes need to know where to meet: pass --master-addr, the host name of one")
     if min_ranks is not None and max_nodes > 1:
         raise ShardwellError("--min-ranks is for one node; several nodes go on with fewer nodes: --nnodes MIN:MAX")
-    if min_ranks is not None and min_ranks > ranks_here:
-        raise ShardwellError(f"--min-ranks {min_ranks} is more than the {ranks_here} rank(s) of this node")
+    if min_ranks is not None and min_ranks > local_world_size:
+        raise ShardwellError(f"--min-ranks {min_ranks} is more than the {local_world_size} rank(s) of this node")
 
 
 def _one_per_gpu() -> int:

@@ -1,17 +1,17 @@
 """The configuration: read once at the edge into frozen types, every value with its origin."""
 
-from shardwell.config.explain import Line, explain, table
+from shardwell.config.explain import ExplainLine, explain, table
 from shardwell.config.field_types import SCHEDULERS
 from shardwell.config.load import load
 from shardwell.config.notes import Note
 from shardwell.config.remarks import remarks, told
 from shardwell.config.schema import (
+    ActivationCheckpointingConfig,
     AioConfig,
     AutocastConfig,
     Bf16Config,
-    Block,
-    CheckpointingConfig,
     Config,
+    ConfigBlock,
     DataTypesConfig,
     Fp16Config,
     LeafModuleConfig,
@@ -25,16 +25,16 @@ from shardwell.config.schema import (
 
 __all__ = [
     "SCHEDULERS",
+    "ActivationCheckpointingConfig",
     "AioConfig",
     "AutocastConfig",
     "Bf16Config",
-    "Block",
-    "CheckpointingConfig",
     "Config",
+    "ConfigBlock",
     "DataTypesConfig",
+    "ExplainLine",
     "Fp16Config",
     "LeafModuleConfig",
-    "Line",
     "Note",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",

@@ -13,12 +13,12 @@ from rich.text import Text
 from shardwell.config.schema import Config, leaves
 
 
-class LeftOpen(str):
+class UnsetValue(str):
     """Says whose default holds for an argument that "auto" left open."""
 
 
 @dataclass(frozen=True)
-class Line:
+class ExplainLine:
     """One key of the effective configuration."""
 
     key: str  # dotted
@@ -26,12 +26,12 @@ class Line:
     origin: str
 
 
-def explain(config: Config) -> list[Line]:
+def explain(config: Config) -> list[ExplainLine]:
     """Every key in the order of the schema, then the arguments that "auto" left open."""
     values = dict(leaves(config))
-    lines = [Line(key, value, config.origins.get(key, "default")) for key, value in values.items()]
+    lines = [ExplainLine(key, value, config.origins.get(key, "default")) for key, value in values.items()]
     return lines + [
-        Line(key, LeftOpen(f"the {key.partition('.')[0]}'s own default"), origin)
+        ExplainLine(key, UnsetValue(f"the {key.partition('.')[0]}'s own default"), origin)
         for key, origin in config.origins.items()
         if key not in values
     ]
@@ -45,6 +45,6 @@ def table(config: Config) -> Table:
     drawn.add_column("origin", overflow="fold")
     for line in explain(config):
         style = "dim" if line.origin == "default" else "bold"
-        value = line.value if isinstance(line.value, LeftOpen) else json.dumps(line.value, default=str)
+        value = line.value if isinstance(line.value, UnsetValue) else json.dumps(line.value, default=str)
         drawn.add_row(Text(line.key, style=style), Text(value, style=style), Text(line.origin, style=style))
     return drawn

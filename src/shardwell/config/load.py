@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from shardwell.config import optimizers, schedules, unsupported
 from shardwell.config.field_types import flag, number
 from shardwell.config.notes import Note
-from shardwell.config.schema import Block, Config, admits_auto, block_of, leaves, may_be_absent
+from shardwell.config.schema import Config, ConfigBlock, admits_auto, block_of, leaves, may_be_absent
 from shardwell.config.source import printable, read
 from shardwell.config.suggestions import PARAMS, suggest
 from shardwell.config.translate import translated
@@ -152,7 +152,7 @@ def _finish(config: Config, found: Findings, origins: dict[str, str], world_size
 # --- keys -------------------------------------------------------------------------------------------------------
 
 
-def _screen(raw: Mapping[str, Any], block: type[Block], prefix: str, found: Findings) -> dict[str, Any]:
+def _screen(raw: Mapping[str, Any], block: type[ConfigBlock], prefix: str, found: Findings) -> dict[str, Any]:
     """The part of `raw` that `block` can be validated from; everything else becomes a finding."""
     for name, times in getattr(raw, "repeated", {}).items():
         found.add(f"{prefix}{name}", f"written {times} times in the same object; keep one")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pydantic.fields import FieldInfo
 
 from shardwell.config.notes import Note
-from shardwell.config.schema import Block, Config, leaves
+from shardwell.config.schema import Config, ConfigBlock, leaves
 
 _NO_EFFECT = "No effect: "
 _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
@@ -84,10 +84,10 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
             yield key, "nothing rests on disk"
 
 
-def _fields(block: Block, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def _fields(block: ConfigBlock, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, info in type(block).model_fields.items():
         value = getattr(block, name)
-        if isinstance(value, Block):
+        if isinstance(value, ConfigBlock):
             yield from _fields(value, f"{prefix}{name}.")
         elif not isinstance(value, dict):
             yield prefix + name, info

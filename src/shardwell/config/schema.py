@@ -39,33 +39,33 @@ from shardwell.config.field_types import (
 from shardwell.config.notes import Note
 
 
-class Block(BaseModel):
+class ConfigBlock(BaseModel):
     """One JSON object of the configuration; frozen, and closed to keys that it does not list."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class OptimizerConfig(Block):
+class OptimizerConfig(ConfigBlock):
     """Which optimizer to build, for a caller that did not pass one."""
 
     type: StrictStr = Field(min_length=1, description="Name of the optimizer, such as AdamW.")
     params: dict[str, Any] = Field(default={}, description="Arguments of the optimizer; one left out has its default.")
 
 
-class SchedulerConfig(Block):
+class SchedulerConfig(ConfigBlock):
     """Which learning-rate schedule to build, for a caller that did not pass one."""
 
     type: Schedule = Field(description="Name of the schedule, such as WarmupLR.")
     params: dict[str, Any] = Field(default={}, description="Arguments of the schedule; one left out has its default.")
 
 
-class Bf16Config(Block):
+class Bf16Config(ConfigBlock):
     """Compute in bfloat16 over fp32 master weights."""
 
     enabled: Flag = Field(default=False, description="Run forward and backward in bfloat16.")
 
 
-class Fp16Config(Block):
+class Fp16Config(ConfigBlock):
     """Compute in float16 over fp32 master weights, with a loss scale."""
 
     enabled: Flag = Field(default=False, description="Run forward and backward in float16.")
@@ -82,7 +82,7 @@ class Fp16Config(Block):
     min_loss_scale: Real = Field(default=1.0, description="Smallest dynamic scale.")
 
 
-class AutocastConfig(Block):
+class AutocastConfig(ConfigBlock):
     """torch.autocast, entered by the engine for each forward."""
 
     enabled: Flag = Field(default=False, description="Run forward in torch.autocast over fp32 weights.")
@@ -92,13 +92,13 @@ class AutocastConfig(Block):
     )
 
 
-class DataTypesConfig(Block):
+class DataTypesConfig(ConfigBlock):
     """Dtypes of what the engine keeps between calls."""
 
     grad_accum_dtype: Dtype | None = Field(default=None, description="Dtype gradients add up in; null means fp32.")
 
 
-class CheckpointingConfig(Block):
+class ActivationCheckpointingConfig(ConfigBlock):
     """How inputs of recomputed blocks are kept until backward."""
 
     partition_activations: Flag = Field(
@@ -114,7 +114,7 @@ class CheckpointingConfig(Block):
     profile: Flag = Field(default=False, description="No effect: use torch.profiler.")
 
 
-class SavingConfig(Block):
+class CheckpointConfig(ConfigBlock):
     """How checkpoints are saved and loaded."""
 
     tag_validation: TagValidation = Field(
@@ -129,7 +129,7 @@ class SavingConfig(Block):
     )
 
 
-class OffloadOptimizerConfig(Block):
+class OffloadOptimizerConfig(ConfigBlock):
     """Where the optimizer's state rests."""
 
     device: Device = Field(default="none", description="Where optimizer state rests: the GPU, the host, or disk.")
@@ -150,7 +150,7 @@ class OffloadOptimizerConfig(Block):
     )
 
 
-class OffloadParamConfig(Block):
+class OffloadParamConfig(ConfigBlock):
     """Where the parameters' shards rest."""
 
     device: Device = Field(default="none", description="Where parameter shards rest: the GPU, the host, or disk.")
@@ -168,7 +168,7 @@ class OffloadParamConfig(Block):
     )
 
 
-class AioConfig(Block):
+class AioConfig(ConfigBlock):
     """How bytes move between host memory and drives."""
 
     block_size: PositiveCount = Field(default=1_048_576, description="Bytes of one read or write, and of a stripe.")
@@ -179,7 +179,7 @@ class AioConfig(Block):
     use_gds: Flag = Field(default=False, description="From drives straight to the GPU; only false is built.")
 
 
-class LeafModuleConfig(Block):
+class LeafModuleConfig(ConfigBlock):
     """Which modules are gathered and released as one unit."""
 
     classes: tuple[StrictStr, ...] = Field(default=(), description="Class names whose instances are one unit each.")
@@ -187,7 +187,7 @@ class LeafModuleConfig(Block):
     name_suffixes: tuple[StrictStr, ...] = Field(default=(), description="Modules whose name ends so are units.")
 
 
-class ZeroConfig(Block):
+class ZeroConfig(ConfigBlock):
     """What is sharded over the ranks, and how its pieces move."""
 
     stage: Stage = Field(default=0, description="0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters sharded.")
@@ -248,7 +248,7 @@ class ZeroConfig(Block):
     leaf_module: LeafModuleConfig = Field(default=LeafModuleConfig(), description="Which modules are one unit.")
 
 
-class CodecsConfig(Block):
+class CodecsConfig(ConfigBlock):
     """How what travels, or rests frozen, is encoded."""
 
     weights: CodecKind = Field(default="int8", description="Parameters, with zero_quantized_weights.")
@@ -262,7 +262,7 @@ class CodecsConfig(Block):
     )
 
 
-class ShardwellConfig(Block):
+class ShardwellConfig(ConfigBlock):
     """What only shardwell has."""
 
     divergence_timeout: PositiveReal = Field(
@@ -332,7 +332,7 @@ class ShardwellConfig(Block):
     )
 
 
-class Config(Block):
+class Config(ConfigBlock):
     """The whole effective configuration."""
 
     train_batch_size: PositiveCount | None = Field(
@@ -370,10 +370,12 @@ class Config(Block):
     fp16: Fp16Config = Field(default=Fp16Config(), description="float16 training.")
     torch_autocast: AutocastConfig = Field(default=AutocastConfig(), description="torch.autocast by the engine.")
     data_types: DataTypesConfig = Field(default=DataTypesConfig(), description="Dtypes kept between calls.")
-    activation_checkpointing: CheckpointingConfig = Field(
-        default=CheckpointingConfig(), description="How checkpointed inputs are kept."
+    activation_checkpointing: ActivationCheckpointingConfig = Field(
+        default=ActivationCheckpointingConfig(), description="How checkpointed inputs are kept."
     )
-    checkpoint: SavingConfig = Field(default=SavingConfig(), description="How checkpoints are saved and loaded.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="How checkpoints are saved and loaded."
+    )
     aio: AioConfig = Field(default=AioConfig(), description="How bytes move to and from drives.")
     zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="What is sharded, and how it moves.")
     shardwell: ShardwellConfig = Field(default=ShardwellConfig(), description="What only shardwell has.")
@@ -396,7 +398,7 @@ class Config(Block):
         copy._origins = dict(origins)
         return copy
 
-    def with_block(self, name: str, block: Block) -> Config:
+    def with_block(self, name: str, block: ConfigBlock) -> Config:
         """A copy with another block of this name; values keep their origins."""
         copy = self.model_copy(update={name: block})
         copy._origins, copy._notes = dict(self._origins), self._notes
@@ -418,10 +420,10 @@ class Config(Block):
         return plain
 
 
-def block_of(field: FieldInfo) -> type[Block] | None:
+def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
     """The block class that a field holds, or None for a field that holds a plain value."""
     for candidate in (field.annotation, *get_args(field.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Block):
+        if isinstance(candidate, type) and issubclass(candidate, ConfigBlock):
             return candidate
     return None
 
@@ -437,11 +439,11 @@ def may_be_absent(field: FieldInfo) -> bool:
     return not field.is_required() and type(None) not in get_args(field.annotation)
 
 
-def leaves(block: Block, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(block: ConfigBlock, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every (dotted key, value) of the block, in the order of the classes; arguments in params are keys too."""
     for name in type(block).model_fields:
         key, value = prefix + name, getattr(block, name)
-        if isinstance(value, Block):
+        if isinstance(value, ConfigBlock):
             yield from leaves(value, f"{key}.")
         elif isinstance(value, dict):
             yield from ((f"{key}.{inner}", item) for inner, item in value.items())
@@ -449,11 +451,11 @@ def leaves(block: Block, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _set_in_python(block: Block, prefix: str = "") -> set[str]:
+def _set_in_python(block: ConfigBlock, prefix: str = "") -> set[str]:
     keys: set[str] = set()
     for name in block.model_fields_set:
         value = getattr(block, name)
-        if isinstance(value, Block):
+        if isinstance(value, ConfigBlock):
             keys |= _set_in_python(value, f"{prefix}{name}.")
         elif isinstance(value, dict):
             keys |= {f"{prefix}{name}.{inner}" for inner in value}
@@ -463,7 +465,7 @@ def _set_in_python(block: Block, prefix: str = "") -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Block):
+    if isinstance(value, ConfigBlock):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

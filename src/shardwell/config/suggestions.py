@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from shardwell.config import unsupported
-from shardwell.config.schema import Block, Config, block_of
+from shardwell.config.schema import Config, ConfigBlock, block_of
 
 # Objects whose keys are arguments of something else, which checks them; each may be "auto". With the names to suggest.
 PARAMS: dict[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ def _nearest(name: str, keys: list[str]) -> list[str]:
     return containing if len(containing) == 1 else [last[other] for other in close] or containing
 
 
-def all_keys(block: type[Block] = Config, prefix: str = "") -> Iterator[str]:
+def all_keys(block: type[ConfigBlock] = Config, prefix: str = "") -> Iterator[str]:
     """Every key that a file may have, with dots."""
     for name, info in block.model_fields.items():
         yield prefix + name

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwell.config.field_types import flag, plain
 from shardwell.config.notes import Note
-from shardwell.config.schema import Block, Config, block_of
+from shardwell.config.schema import Config, ConfigBlock, block_of
 from shardwell.config.text import Object
 
 _ZERO = "zero_optimization."
@@ -122,7 +122,7 @@ def translated(raw: Mapping[str, Any]) -> Translation:
 
 def _copied(value: Any) -> Any:
     """Dictionaries of our own all the way down, with plain values; they remember what was written twice."""
-    if isinstance(value, Block):
+    if isinstance(value, ConfigBlock):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, list):
         return [_copied(item) for item in value]
@@ -148,7 +148,7 @@ def _take(content: Mapping[str, Any], key: str) -> Any:
 
 
 def _is_known(key: str) -> bool:
-    block: type[Block] | None = Config
+    block: type[ConfigBlock] | None = Config
     for name in key.split("."):
         if block is None or name not in block.model_fields:
             return False
@@ -156,7 +156,7 @@ def _is_known(key: str) -> bool:
     return True
 
 
-def _blocks(block: type[Block], prefix: str) -> list[tuple[str, type[Block]]]:
+def _blocks(block: type[ConfigBlock], prefix: str) -> list[tuple[str, type[ConfigBlock]]]:
     found = []
     for name, info in block.model_fields.items():
         inner = block_of(info)

@@ -2,6 +2,6 @@
 
 from shardwell.engine.engine import Engine
 from shardwell.engine.initialization import Initialized, initialize
-from shardwell.runtime.trace import Action, Event, Trace
+from shardwell.runtime.trace import Trace, TraceAction, TraceEvent
 
-__all__ = ["Action", "Engine", "Event", "Initialized", "Trace", "initialize"]
+__all__ = ["Engine", "Initialized", "Trace", "TraceAction", "TraceEvent", "initialize"]

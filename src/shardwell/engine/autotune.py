@@ -20,12 +20,12 @@ from torch import Tensor
 
 from shardwell.config import Config
 from shardwell.kernels.quantize import BLOCK, Codec
-from shardwell.memory import State
+from shardwell.memory import StateKind
 from shardwell.memory.statistics import human
-from shardwell.offload.placement import Kind as GroupKind
-from shardwell.offload.placement import States
-from shardwell.parallel import Kind, Pending
-from shardwell.sharding import Context
+from shardwell.offload.placement import GroupKey as GroupKind
+from shardwell.offload.placement import ModelStates
+from shardwell.parallel import TrafficKind, Work
+from shardwell.sharding import EngineContext
 
 WORTH_IT = 0.9  # of the time without it
 _MOST = 1 << 20  # elements of a shard
@@ -38,17 +38,17 @@ _TOKEN, _PROBE = "TRIAL", "(trial)"
 _BLOCK = "zero_optimization"
 WEIGHTS, GRADIENTS, COPIES = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
 
-Move = Callable[[Tensor], Pending]  # of a flat buffer
+Move = Callable[[Tensor], Work]  # of a flat buffer
 
 
-class Choice(NamedTuple):
+class AutotuneChoice(NamedTuple):
     """What "auto" becomes, and why."""
 
     value: bool | int
     why: str
 
 
-class Times(NamedTuple):
+class Timing(NamedTuple):
     """Seconds of a move without what is tried, and with it."""
 
     without: float
@@ -62,17 +62,17 @@ class Times(NamedTuple):
         return f"a {move} takes {1e3 * self.with_it:.2f} ms {with_it}, {1e3 * self.without:.2f} ms {without}"
 
 
-class Shard(NamedTuple):
+class TrialShard(NamedTuple):
     """A rank's part of a group."""
 
     kind: GroupKind
     numel: int
 
 
-def settled(settings: Config, context: Context, states: States) -> Config:
+def autotune(settings: Config, context: EngineContext, states: ModelStates) -> Config:
     """The configuration with a value in place of every "auto" that is tried, and the times as its origin."""
-    zero, trial = settings.zero_optimization, Trial(settings, context, states)
-    chosen: dict[str, Choice] = {}
+    zero, trial = settings.zero_optimization, Autotuner(settings, context, states)
+    chosen: dict[str, AutotuneChoice] = {}
     if zero.zero_quantized_weights == "auto":
         chosen[WEIGHTS] = trial.weights()
     if zero.zero_quantized_gradients == "auto":
@@ -91,14 +91,14 @@ def settled(settings: Config, context: Context, states: States) -> Config:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Autotuner:
     """What could be turned on, with the ranks, the links and the model that it is for."""
 
     settings: Config
-    context: Context
-    states: States
+    context: EngineContext
+    states: ModelStates
 
-    def weights(self) -> Choice:
+    def weights(self) -> AutotuneChoice:
         """Whether parameters are gathered encoded."""
         rests_encoded = self.settings.zero_optimization.zero_quantized_nontrainable_weights  # and so travels, if frozen
 
@@ -107,47 +107,47 @@ class Trial:
 
         found = self._largest(3, travels)
         if isinstance(found, str):
-            return Choice(False, found)
+            return AutotuneChoice(False, found)
         dtype = found.kind.precision.compute
         times = self._compare(self._gather(None), self._gather(self._codec), dtype, found.numel)
-        return Choice(times.are_worth_it, times.told("gather", "encoded", "as it is"))
+        return AutotuneChoice(times.are_worth_it, times.told("gather", "encoded", "as it is"))
 
-    def gradients(self) -> Choice:
+    def gradients(self) -> AutotuneChoice:
         """Whether gradients are reduced encoded."""
         found = self._largest(2, lambda kind: kind.trains and Codec.takes(kind.precision.compute))
         if isinstance(found, str):
-            return Choice(False, found)
+            return AutotuneChoice(False, found)
         precision, codecs = found.kind.precision, self.settings.shardwell.codecs
         dtype = precision.wire.dtype or precision.compute
         into = torch.promote_types(precision.compute, dtype)
         encoded = self._reduce(into, (Codec(codecs.inside), Codec(codecs.between)))
         times = self._compare(self._reduce(into, None), encoded, dtype, found.numel)
-        return Choice(times.are_worth_it, times.told("reduce", "encoded", "as it is"))
+        return AutotuneChoice(times.are_worth_it, times.told("reduce", "encoded", "as it is"))
 
-    def copies(self, encoded: bool) -> Choice:
+    def copies(self, encoded: bool) -> AutotuneChoice:
         """Whether parameters have a second copy in the node, if gathers over all ranks are `encoded` or not."""
         found, hops = self._largest(3, lambda _: True), self.context.world.hops
         if isinstance(found, str):
-            return Choice(1, found)
+            return AutotuneChoice(1, found)
         if hops is None:
-            return Choice(1, "no nodes of several ranks, all alike")
+            return AutotuneChoice(1, "no nodes of several ranks, all alike")
         if (why := self._too_large(hops.inside.mesh.size)) is not None:
-            return Choice(1, why)
+            return AutotuneChoice(1, why)
         dtype = found.kind.precision.compute
         plain = self._gather(self._codec if encoded and Codec.takes(dtype) else None)
-        times = self._compare(plain, lambda flat: hops.inside.gather(flat, None, Kind.SETUP), dtype, found.numel)
+        times = self._compare(plain, lambda flat: hops.inside.gather(flat, None, TrafficKind.SETUP), dtype, found.numel)
         size = hops.inside.mesh.size if times.are_worth_it else 1
-        return Choice(size, times.told("gather", "in the node", "over all ranks"))
+        return AutotuneChoice(size, times.told("gather", "in the node", "over all ranks"))
 
     # ---------------------------------------------------------------------------------------------- the model
 
-    def _split(self) -> list[Shard]:
+    def _split(self) -> list[TrialShard]:
         """Of each group that is not whole on every rank."""
         groups = [group for kinds in self.states.units.values() for group in kinds.items()]
         size = self.context.world.mesh.size
-        return [Shard(kind, -(-numel // size)) for kind, numel in groups if numel and not kind.persistent]
+        return [TrialShard(kind, -(-numel // size)) for kind, numel in groups if numel and not kind.persistent]
 
-    def _largest(self, least_stage: int, travels: Callable[[GroupKind], bool]) -> Shard | str:
+    def _largest(self, least_stage: int, travels: Callable[[GroupKind], bool]) -> TrialShard | str:
         """The largest shard that `travels`, or why nothing is tried."""
         stage, world = self.settings.zero_optimization.stage, self.context.world
         if world.mesh.size == 1:
@@ -177,21 +177,21 @@ class Trial:
         return Codec(self.settings.shardwell.codecs.weights)
 
     def _gather(self, codec: Codec | None) -> Move:
-        return lambda flat: self.context.world.gather(flat, None, Kind.SETUP, codec)
+        return lambda flat: self.context.world.gather(flat, None, TrafficKind.SETUP, codec)
 
     def _reduce(self, dtype: torch.dtype, codecs: tuple[Codec, Codec] | None) -> Move:
         world, scratch = self.context.world, self.context.scratch
 
-        def move(flat: Tensor) -> Pending:
-            into = scratch.take(flat.numel() // world.mesh.size, dtype, State.STAGING, _PROBE)
-            reduced = world.reduce(flat, into, 1 / world.mesh.size, False, None, codecs, Kind.SETUP)
+        def move(flat: Tensor) -> Work:
+            into = scratch.take(flat.numel() // world.mesh.size, dtype, StateKind.STAGING, _PROBE)
+            reduced = world.reduce(flat, into, 1 / world.mesh.size, False, None, codecs, TrafficKind.SETUP)
             return reduced.then(lambda: scratch.give(into))
 
         return move
 
     # ---------------------------------------------------------------------------------------------- the clock
 
-    def _compare(self, plain: Move, other: Move, dtype: torch.dtype, numel: int) -> Times:
+    def _compare(self, plain: Move, other: Move, dtype: torch.dtype, numel: int) -> Timing:
         """Seconds of each: the best of some rounds, on the slowest rank."""
         numel = self._affordable(plain, dtype, min(numel, _MOST))
         times = [math.inf, math.inf]
@@ -199,7 +199,7 @@ class Trial:
             for which, move in enumerate((plain, other)):
                 seconds = self._seconds(move, dtype, numel)
                 times[which] = min(times[which], seconds) if turn else math.inf  # the first warms up
-        return Times(self._slowest(times[0]), self._slowest(times[1]))
+        return Timing(self._slowest(times[0]), self._slowest(times[1]))
 
     def _affordable(self, move: Move, dtype: torch.dtype, most: int) -> int:
         """Elements of a shard that travel in about the time that there is."""
@@ -212,7 +212,7 @@ class Trial:
     def _seconds(self, move: Move, dtype: torch.dtype, numel: int) -> float:
         """That a move takes on this rank, if all begin at once."""
         world, device, scratch = self.context.world, self.context.device, self.context.scratch
-        flat = scratch.take(numel * world.mesh.size, dtype, State.STAGING, _PROBE)
+        flat = scratch.take(numel * world.mesh.size, dtype, StateKind.STAGING, _PROBE)
         flat.fill_(1)
         world.barrier(_TOKEN)
         device.now().synchronize()

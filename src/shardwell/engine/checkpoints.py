@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.checkpoint.folder import Folder
-from shardwell.checkpoint.load import Loading
+from shardwell.checkpoint.load import CheckpointLoader
 from shardwell.checkpoint.manifest import Manifest
-from shardwell.checkpoint.rank_contents import Contents, aliases_of, extra_state_of
+from shardwell.checkpoint.rank_contents import RankContents, aliases_of, extra_state_of
 from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
-from shardwell.checkpoint.sources import SCALAR, OwnSource, Source, is_foreign, locate_own, open_source
+from shardwell.checkpoint.sources import SCALAR, ShardwellSource, Source, is_foreign, locate_own, open_source
 from shardwell.checkpoint.user_folder import folder_named, nothing_in
 from shardwell.engine import hf_files
 from shardwell.engine.checkpoint_checks import check_names, check_scalars, check_values
@@ -32,7 +32,7 @@ from shardwell.engine.checkpoint_values import check_kind, of_optimizer, random_
 from shardwell.engine.consistency import at_a_load
 from shardwell.errors import CheckpointError, DivergenceError
 from shardwell.json_values import decode, encode
-from shardwell.parallel import Collectives, Kind
+from shardwell.parallel import Collectives, TrafficKind
 from shardwell.parallel.consistency import check_alike
 from shardwell.version import __version__
 
@@ -43,7 +43,7 @@ _ERROR, _TEXT, _NONE = "error ", "text ", "none"
 _ENCODED = ("optimizer", "scheduler", "extra", "client")  # values that may name tensors
 
 
-class Checkpoints:
+class EngineCheckpoints:
     """Saves and loads one engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -85,7 +85,7 @@ class Checkpoints:
             root = self._named(given, "save_dir")
             _check_whole_steps(engine)
             _settle(engine)
-            contents = Contents(
+            contents = RankContents(
                 engine.module,
                 engine._flow.units,
                 engine.optimizer,
@@ -147,7 +147,9 @@ class Checkpoints:
         """Raise what went wrong in the background."""
         self._saver.check()
 
-    def _values(self, engine: Engine, contents: Contents, client_state: Any, exclude_frozen: bool) -> dict[str, Any]:
+    def _values(
+        self, engine: Engine, contents: RankContents, client_state: Any, exclude_frozen: bool
+    ) -> dict[str, Any]:
         """What this rank saves besides tensors; all but its random state is rank 0's."""
         rank = engine.global_rank
         values = {f"rng/{rank}": encode(random_state(engine), "random state", _put(contents, f"rng/{rank}"))}
@@ -244,14 +246,14 @@ class Checkpoints:
     def _open(self, root: str, tag: str | None) -> Source | None:
         """Rank 0 looks and reads the manifest; the others are told. None if there is no checkpoint yet."""
 
-        mine: list[OwnSource] = []
+        mine: list[ShardwellSource] = []
 
         def look() -> str | None:
             own = locate_own(root, tag) if os.path.exists(root) else None
             if own is not None:
                 folder, chosen = own
                 path, manifest = folder.path(chosen), folder.open(chosen)
-                mine.append(OwnSource(path, manifest, shares=True))
+                mine.append(ShardwellSource(path, manifest, shares=True))
                 return json.dumps({"path": str(path), "manifest": manifest.text()})
             if is_foreign(root):
                 return json.dumps({})
@@ -271,7 +273,7 @@ class Checkpoints:
         if mine:
             return mine[0]
         manifest = Manifest.from_json(told["manifest"], told["path"])
-        return OwnSource(Path(told["path"]), manifest, shares=True)
+        return ShardwellSource(Path(told["path"]), manifest, shares=True)
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:
         source: Source | None = None
@@ -313,7 +315,7 @@ class Checkpoints:
             check_kind(optimizer, source)
             check_names(source.values, source.where)
             check_scalars(source.values, SCALAR, source.where)
-            loading = Loading(source, engine.module, engine._flow.units, optimizer, strict=strict)
+            loading = CheckpointLoader(source, engine.module, engine._flow.units, optimizer, strict=strict)
             loading.fetch()
             wanted = {**dict.fromkeys(_ENCODED), f"rng/{engine.global_rank}": None}
             decoded = {
@@ -409,11 +411,11 @@ def _share(world: Collectives, text: str, source: int = 0) -> str:
     device = world.device.torch_device
     mine = text.encode()
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
-    world.broadcast(size, source, Kind.SETUP, "TEXT")
+    world.broadcast(size, source, TrafficKind.SETUP, "TEXT")
     letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if world.mesh.rank == source and mine:
         letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    world.broadcast(letters, source, Kind.SETUP, "TEXT")
+    world.broadcast(letters, source, TrafficKind.SETUP, "TEXT")
     return bytes(letters.cpu().numpy()).decode()
 
 
@@ -437,7 +439,7 @@ def _check_whole_steps(engine: Engine) -> None:
         )
 
 
-def _put(contents: Contents, prefix: str) -> Callable[[Tensor], str]:
+def _put(contents: RankContents, prefix: str) -> Callable[[Tensor], str]:
     """Saves tensors among the contents, under numbered names."""
     count = 0
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.config import Block, Config
-from shardwell.optim import Recipe
+from shardwell.config import Config, ConfigBlock
+from shardwell.optim import OptimizerFactory
 from shardwell.optim.factory import NO_LABEL
 from shardwell.parallel.consistency import Section
-from shardwell.sharding import Cut
+from shardwell.sharding import UnitSpec
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared as they are once bu
 
 
 def before_building(
-    settings: Config, model: nn.Module, cuts: Sequence[Cut], recipe: Recipe | None
+    settings: Config, model: nn.Module, cuts: Sequence[UnitSpec], recipe: OptimizerFactory | None
 ) -> dict[str, Section]:
     """What decides how units are built."""
     return {
@@ -68,7 +68,7 @@ def once_built(engine: Engine) -> dict[str, Section]:
     }
 
 
-def at_a_refit(cuts: Sequence[Cut]) -> dict[str, Section]:
+def at_a_refit(cuts: Sequence[UnitSpec]) -> dict[str, Section]:
     """The model as it is now."""
     return {
         "parameter": {
@@ -102,13 +102,13 @@ def optimizer_in_words(optimizer: Optimizer) -> dict[str, str]:
     return words
 
 
-def _settings(block: Block, prefix: str = "") -> dict[str, str]:
+def _settings(block: ConfigBlock, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for name, field in type(block).model_fields.items():
         key, value = prefix + name, getattr(block, name)
         if key in _OWN or key in _LATER or (field.description or "").startswith(_NO_EFFECT):
             continue
-        if isinstance(value, Block):
+        if isinstance(value, ConfigBlock):
             found |= _settings(value, f"{key}.")
         elif isinstance(value, dict):
             found |= {f"{key}.{inner}": json.dumps(item, default=repr) for inner, item in sorted(value.items())}
@@ -117,7 +117,7 @@ def _settings(block: Block, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _parameters(model: nn.Module, recipe: Recipe | None) -> dict[str, str]:
+def _parameters(model: nn.Module, recipe: OptimizerFactory | None) -> dict[str, str]:
     found = {}
     for name, parameter in model.named_parameters():
         label = NO_LABEL if recipe is None else recipe.label(parameter)

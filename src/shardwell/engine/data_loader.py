@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwell.errors import CheckpointError, ShardwellError
-from shardwell.runtime.inputs import moved
+from shardwell.runtime.inputs import to_device
 
 
 class ShardedLoader:
@@ -62,7 +62,7 @@ class ShardedLoader:
         loop = self._loop
         for batch in self._batches():
             self.position += self._stride
-            yield moved(batch, self._device)
+            yield to_device(batch, self._device)
             if self._loop != loop:
                 raise ShardwellError(
                     "the data loader went on with an earlier loop, although another began or its state was loaded; "

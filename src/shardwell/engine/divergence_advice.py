@@ -11,7 +11,7 @@ _SAME = "Make all ranks run the same modules in the same order"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward that could be hooked
 
 
-def way_out(model: nn.Module, stage: int, ours: str, theirs: str) -> str:
+def divergence_advice(model: nn.Module, stage: int, ours: str, theirs: str) -> str:
     """The last sentence of an error, for two tokens of which each rank was about to run one."""
     names = [_unit_of(token) for token in (ours, theirs)]
     if any(name is None for name in names):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwell.engine.engine import Engine
 from shardwell.errors import ShardwellError
-from shardwell.optim.param_access import Access
-from shardwell.sharding import Group
+from shardwell.optim.param_access import ParamAccess
+from shardwell.sharding import ShardedGroup
 
 
 class ExponentialMovingAverage:
@@ -78,7 +78,7 @@ class ExponentialMovingAverage:
         keeps = not rank0_only or self._engine.global_rank == 0
         for group, average in self._averages.items():
             for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
-                found = Access(parameter).assembled(average)
+                found = ParamAccess(parameter).assembled(average)
                 if keeps:
                     whole[slot.name] = found.to("cpu", copy=True)
         return {"decay": self.decay, "num_updates": self.num_updates, "parameters": whole}
@@ -105,10 +105,10 @@ class ExponentialMovingAverage:
 
     # --------------------------------------------------------------------------------------------------- details
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[ShardedGroup]:
         return [group for unit in self._engine._flow.units for group in unit.trainable]
 
-    def _copy_of(self, group: Group) -> Tensor:
+    def _copy_of(self, group: ShardedGroup) -> Tensor:
         with group.opened_master():
             return group.master.detach().to(self._device or group.master.device, copy=True)
 

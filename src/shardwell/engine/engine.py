@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardwell.config import Config
 from shardwell.engine import exit_notice
 from shardwell.engine.carried_scale import carrying, scaled_output, unscaled_input
-from shardwell.engine.checkpoints import Checkpoints
+from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.engine.compilation import compile_units, uncompiled
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
@@ -23,23 +23,23 @@ from shardwell.engine.join import Join, joined
 from shardwell.engine.precision import autocast_of, mixed_dtype
 from shardwell.engine.startup_report import print_progress
 from shardwell.engine.teardown import DESTROYED, ModelBefore
-from shardwell.engine.unsupported_uses import StepWatch, ready_for_accelerate, refuse_pickling
-from shardwell.engine.user_data_loader import GivenLoader
+from shardwell.engine.unsupported_uses import StepCallWatch, ready_for_accelerate, refuse_pickling
+from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
-from shardwell.offload.plan import STEPS_UNTIL_KNOWN, Offload
+from shardwell.offload.plan import STEPS_UNTIL_KNOWN, OffloadPlan
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.loss_scale import LossScale, NoScale
-from shardwell.parallel import Agreement, Ledger, TrafficReport
-from shardwell.runtime.budget import room_for_frozen
-from shardwell.runtime.fingerprint import Fingerprint
+from shardwell.parallel import Agreement, TrafficReport, TrafficStats
+from shardwell.runtime.budget import frozen_budget
+from shardwell.runtime.fingerprint import ModelFingerprint
 from shardwell.runtime.hooks import attach, remove
 from shardwell.runtime.inputs import Inputs, mover
 from shardwell.runtime.pytree import map_tensors
-from shardwell.runtime.rebuild import Builder, refit
-from shardwell.runtime.scheduler import Flow
+from shardwell.runtime.rebuild import UnitBuilder, refit
+from shardwell.runtime.scheduler import Scheduler
 from shardwell.runtime.trace import Trace
-from shardwell.sharding import Context
+from shardwell.sharding import EngineContext
 from shardwell.sharding.edits import look
 
 
@@ -53,23 +53,23 @@ class Engine(nn.Module):
     module: nn.Module
     optimizer: ShardedOptimizer | None
     _before: ModelBefore
-    offload: Offload  # what is updated on the host, and when that commits
+    offload: OffloadPlan  # what is updated on the host, and when that commits
     startup_report: str = ""  # what `initialize` had to say: see `report.py`
     lr_scheduler: Any
-    _flow: Flow
-    _context: Context
-    _ledger: Ledger
+    _flow: Scheduler
+    _context: EngineContext
+    _ledger: TrafficStats
     _agreement: Agreement
 
     def __init__(
         self,
         model: nn.Module,
         config: Config,
-        flow: Flow,
-        context: Context,
-        ledger: Ledger,
+        flow: Scheduler,
+        context: EngineContext,
+        ledger: TrafficStats,
         agreement: Agreement,
-        builder: Builder,
+        builder: UnitBuilder,
     ) -> None:
         super().__init__()
         self.module = model
@@ -79,17 +79,17 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
-        self.training_dataloader: ShardedLoader | GivenLoader | None = None
+        self.training_dataloader: ShardedLoader | UserDataLoader | None = None
         self._flow, self._context, self._ledger, self._agreement = flow, context, ledger, agreement
         self._builder = builder
-        self._fingerprint = Fingerprint(model)
+        self._fingerprint = ModelFingerprint(model)
         self._handles = {unit: attach(flow, unit) for unit in flow.units}
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
-        self._watch: StepWatch | None = StepWatch()
+        self._watch: StepCallWatch | None = StepCallWatch()
         self._scale: LossScale = NoScale()
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
-        self._checkpoints = Checkpoints(self)
+        self._checkpoints = EngineCheckpoints(self)
         self._is_destroyed = False
         self._join: Join | None = None  # a loop over uneven data
         exit_notice.watch(self)
@@ -202,7 +202,7 @@ class Engine(nn.Module):
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.global_steps == 1:
-            self._flow.keep_frozen(room_for_frozen(self.config, self._flow.units, self._context))
+            self._flow.keep_frozen(frozen_budget(self.config, self._flow.units, self._context))
         if self.global_steps == STEPS_UNTIL_KNOWN and self.config.zero_optimization.offload_optimizer.ratio == "auto":
             self.offload = self.offload.fill_device(self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
@@ -371,7 +371,7 @@ class Engine(nn.Module):
         for unit in units:
             if unit not in self._handles:
                 self._handles[unit] = attach(self._flow, unit)
-        self._fingerprint = Fingerprint(self.module)
+        self._fingerprint = ModelFingerprint(self.module)
         if self.optimizer is not None:
             self.optimizer.count_states()
 

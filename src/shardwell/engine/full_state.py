@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.param_access import Access
+from shardwell.optim.param_access import ParamAccess
 from shardwell.sharding import Unit, released
 from shardwell.sharding.gathered_parameters import GatheredParameters
 
@@ -36,7 +36,7 @@ def snapshot(units: Iterable[Unit], *, keeps: bool) -> dict[str, Tensor]:
     for unit in units:
         for group in unit.groups:
             for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
-                value = Access(parameter).master()
+                value = ParamAccess(parameter).master()
                 if keeps:
                     is_half = value.dtype in (torch.float16, torch.bfloat16)
                     found[slot.name] = value.to("cpu", torch.float32 if is_half else value.dtype, copy=True)
@@ -50,8 +50,8 @@ def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, stric
         raise ShardwellError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")
     with torch.no_grad():
         for key in mine:
-            if key in given and isinstance(mine[key], nn.Parameter) and released.is_kept(mine[key]):
-                Access(mine[key]).set_master(given[key])
+            if key in given and isinstance(mine[key], nn.Parameter) and released.is_owned(mine[key]):
+                ParamAccess(mine[key]).set_master(given[key])
             elif key in given and isinstance(mine[key], Tensor):
                 if mine[key].shape != given[key].shape:
                     raise ShardwellError(

@@ -97,7 +97,7 @@ class _NamesOnly(TorchFunctionMode):
     """State dictionaries of modules are for their names, so that parameters whose values are away may be in them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and released.is_kept(args[0]):
+        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and released.is_owned(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))
 

@@ -16,44 +16,44 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwell import checkpointing
 from shardwell.config import Config, SchedulerConfig, load
-from shardwell.engine.autotune import settled
+from shardwell.engine.autotune import autotune
 from shardwell.engine.consistency import before_building, once_built
 from shardwell.engine.data_loader import ShardedLoader
-from shardwell.engine.divergence_advice import way_out
+from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
 from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.persistence import persistent_in
 from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype, settle_precision
-from shardwell.engine.startup_report import Given, announce
+from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore
-from shardwell.engine.user_data_loader import GivenLoader, loader_like, with_batch_of
+from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import Account, Device, Scratch
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.memory.device import default_device
-from shardwell.offload.param_swap import Pages
-from shardwell.offload.placement import Formula, Kind, States
-from shardwell.offload.plan import Offload, commit_policy, open_disk, plan_offload, settle_commit
-from shardwell.offload.staging import Aligned
-from shardwell.optim import Recipe, ShardedOptimizer, lr_schedules, recipe_for
+from shardwell.offload.param_swap import ReadBuffers
+from shardwell.offload.placement import GroupKey, ModelStates, StateFormula
+from shardwell.offload.plan import OffloadPlan, commit_policy, open_disk, plan_offload, settle_commit
+from shardwell.offload.staging import AlignedAllocator
+from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
-from shardwell.optim.loss_scale import DynamicScale, LossScale, NoScale, Rules
-from shardwell.optim.optimizer import Terms
-from shardwell.optim.overflow_check import Nonfinite
+from shardwell.optim.loss_scale import DynamicScale, LossScale, NoScale, ScaleRules
+from shardwell.optim.optimizer import StepOptions
+from shardwell.optim.overflow_check import NonfiniteNorm
 from shardwell.optim.user_optimizer import redirect, watch_optimizers
-from shardwell.parallel import Agreement, Axis, Collectives, Ledger, start_process_group
+from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats, start_process_group
 from shardwell.parallel.consistency import check_alike
-from shardwell.parallel.hierarchical import Hops, ranks_per_node
-from shardwell.parallel.mesh import Mesh, across_mesh, node_mesh, smallest_node, world_mesh
-from shardwell.runtime.rebuild import Builder
-from shardwell.runtime.scheduler import Flow, Limits
-from shardwell.sharding import Context, Cut, Group, Precision, Unit, cut, row_for
-from shardwell.sharding.group import Member
+from shardwell.parallel.hierarchical import HierarchicalTransport, ranks_per_node
+from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
+from shardwell.runtime.rebuild import UnitBuilder
+from shardwell.runtime.scheduler import PrefetchLimits, Scheduler
+from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for, wrap_model
+from shardwell.sharding.group import GroupMember
 from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
-from shardwell.sharding.spec import Wire, Wish
-from shardwell.sharding.wrap import Names
+from shardwell.sharding.spec import CommPrecision, SpecOverrides
+from shardwell.sharding.wrap import LeafRules
 
 
 class Initialized(NamedTuple):
@@ -61,7 +61,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: ShardedOptimizer | None
-    training_dataloader: ShardedLoader | GivenLoader | None
+    training_dataloader: ShardedLoader | UserDataLoader | None
     lr_scheduler: Any
 
 
@@ -105,7 +105,7 @@ def initialize(
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         context, ledger = _context(home, world, settings, agreement)
         block = settings.optimizer if optimizer is None else None  # the code wins
-        recipe = recipe_for(optimizer, model, model_parameters, block, home)
+        recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(model, settings, recipe, context, ledger)
         if recipe is not None:
             engine.optimizer = _optimizer(recipe, engine, engine._flow, engine._context)
@@ -114,18 +114,20 @@ def initialize(
         check_alike(context.world, "initialize", once_built(engine))
         ledger.close_step()
         agreement.turn_page()
-        engine.startup_report = announce(engine, Given(optimizer is not None, lr_scheduler is not None))
+        engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
-def _engine(model: nn.Module, settings: Config, recipe: Recipe | None, context: Context, ledger: Ledger) -> Engine:
+def _engine(
+    model: nn.Module, settings: Config, recipe: OptimizerFactory | None, context: EngineContext, ledger: TrafficStats
+) -> Engine:
     """Cut the model into units and build them, if all ranks are about to build the same; the optimizer comes later."""
     agreement = context.world.agreement
     assert agreement is not None
     cuts = _cut(model, settings)
     check_alike(context.world, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
-    settings = settled(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
+    settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
@@ -134,7 +136,7 @@ def _engine(model: nn.Module, settings: Config, recipe: Recipe | None, context: 
     kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
     place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
     flow = _flow(units, settings, context)
-    builder = Builder(
+    builder = UnitBuilder(
         lambda: _cut(model, settings),
         lambda one, cuts, trained: _groups(
             one,
@@ -145,7 +147,7 @@ def _engine(model: nn.Module, settings: Config, recipe: Recipe | None, context: 
             trained,
         ),
         lambda engine, recipe: _optimizer(recipe, engine, flow, context),
-        lambda given: recipe_for(given, model, None, None, context.device),
+        lambda given: factory_for(given, model, None, None, context.device),
         recipe,
     )
     engine = Engine(model, settings, flow, context, ledger, agreement, builder)
@@ -164,12 +166,12 @@ def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
 
     def advise(ours: str, theirs: str) -> str:
         living = reference()
-        return "" if living is None else way_out(living, stage, ours, theirs)
+        return "" if living is None else divergence_advice(living, stage, ours, theirs)
 
     return advise
 
 
-def _meet_the_user(engine: Engine, flow: Flow) -> None:
+def _meet_the_user(engine: Engine, flow: Scheduler) -> None:
     """Let what users do to gradients and to optimizers of their own reach the engine."""
     flow.adopt, flow.reducer.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
     if not engine._context.device.is_virtual:
@@ -178,10 +180,10 @@ def _meet_the_user(engine: Engine, flow: Flow) -> None:
     watch_optimizers()
 
 
-def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
+def _flow(units: list[Unit], settings: Config, context: EngineContext) -> Scheduler:
     zero = settings.zero_optimization
     prefetches = zero.stage3_prefetch_bucket_size > 0
-    limits = Limits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    limits = PrefetchLimits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     below = [unit.numel for unit in units if unit.releasable and unit.name]
     needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root is there all along
     if context.world.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
@@ -191,17 +193,17 @@ def _flow(units: list[Unit], settings: Config, context: Context) -> Flow:
             limits.live,
             needed,
         )
-    flow = Flow(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
+    flow = Scheduler(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
     flow.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
     return flow
 
 
-def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> ShardedOptimizer:
+def _optimizer(recipe: OptimizerFactory, engine: Engine, flow: Scheduler, context: EngineContext) -> ShardedOptimizer:
     settings = engine.config
-    terms = Terms(
+    terms = StepOptions(
         engine._scale,
         settings.gradient_clipping,
-        Nonfinite(settings.shardwell.nonfinite),
+        NonfiniteNorm(settings.shardwell.nonfinite),
         settings.zero_optimization.offload_optimizer.buffer_count,
         settings.shardwell.moments == "8bit",
     )
@@ -225,9 +227,11 @@ def _optimizer(recipe: Recipe, engine: Engine, flow: Flow, context: Context) -> 
     return optimizer
 
 
-def _context(home: Device, world: Mesh, settings: Config, agreement: Agreement) -> tuple[Context, Ledger]:
-    account, ledger = Account(), Ledger()
-    scratch = Scratch(home, account)
+def _context(
+    home: Device, world: RankGroup, settings: Config, agreement: Agreement
+) -> tuple[EngineContext, TrafficStats]:
+    account, ledger = MemoryStats(), TrafficStats()
+    scratch = TemporaryBuffers(home, account)
     everyone = Collectives(world, home, ledger, scratch)
     routes = {Axis.WORLD: everyone}
 
@@ -242,13 +246,13 @@ def _context(home: Device, world: Mesh, settings: Config, agreement: Agreement) 
     if nodes.has_nodes:
         inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(nodes), across_mesh(nodes)))
         inside.agreement = across.agreement = agreement
-        everyone.hops = Hops(inside, across, scratch)
+        everyone.hops = HierarchicalTransport(inside, across, scratch)
     asked = settings.zero_optimization.zero_hpz_partition_size
     everyone.mesh = _with_nodes(nodes, asked) if asked != "auto" and _ranks_per_copy(settings, world.size) else nodes
-    return Context(home, account, scratch, routes), ledger
+    return EngineContext(home, account, scratch, routes), ledger
 
 
-def _open_nodes(context: Context, settings: Config, ledger: Ledger, agreement: Agreement) -> None:
+def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, agreement: Agreement) -> None:
     """Connect the ranks of each node, if they split a second copy of the parameters."""
     mesh = context.world.mesh
     if _ranks_per_copy(settings, mesh.size):
@@ -270,20 +274,20 @@ def _ranks_per_loss(settings: Config, world: Collectives) -> int:
     return world.hops.inside.mesh.size if world.hops is not None else int(world.mesh.size > 1)
 
 
-def _with_nodes(world: Mesh, ranks_per_node: int) -> Mesh:
+def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
     """The same ranks, with nodes as the configuration has them."""
-    if world.rank == 0 and world.ranks_here < world.size and world.ranks_here % ranks_per_node:
+    if world.rank == 0 and world.local_world_size < world.size and world.local_world_size % ranks_per_node:
         logging.getLogger("shardwell").warning(
             "zero_optimization.zero_hpz_partition_size %d: some second copies are split over ranks of two nodes, since "
             "a node has %d. Gathers in backward leave it then; use %d, or a number that divides it.",
             ranks_per_node,
-            world.ranks_here,
-            world.ranks_here,
+            world.local_world_size,
+            world.local_world_size,
         )
     return replace(world, node_size=min(ranks_per_node, world.size))
 
 
-def _with_disk(context: Context, settings: Config) -> Context:
+def _with_disk(context: EngineContext, settings: Config) -> EngineContext:
     """With the drives that something rests on, and what passes through host memory from there."""
     disk = None if context.device.is_virtual else open_disk(settings)
     if disk is not None and context.world.agreement is not None:
@@ -291,12 +295,16 @@ def _with_disk(context: Context, settings: Config) -> Context:
     block = settings.zero_optimization.offload_param
     if disk is None or block.device != "nvme":
         return replace(context, disk=disk)
-    pinned = Aligned(context.device, context.account, pinned=context.device.is_cuda)
-    return replace(context, disk=disk, pages=Pages(disk, pinned, block.buffer_count))
+    pinned = AlignedAllocator(context.device, context.account, pinned=context.device.is_cuda)
+    return replace(context, disk=disk, pages=ReadBuffers(disk, pinned, block.buffer_count))
 
 
 def build_units(
-    cuts: list[Cut], settings: Config, recipe: Recipe | None, context: Context, offload: Offload
+    cuts: list[UnitSpec],
+    settings: Config,
+    recipe: OptimizerFactory | None,
+    context: EngineContext,
+    offload: OffloadPlan,
 ) -> list[Unit]:
     """Move the parameters of a model into groups, one unit at a time, those that rest deepest first.
 
@@ -308,22 +316,22 @@ def build_units(
     return sorted(units, key=lambda unit: unit.index)
 
 
-def _cut(model: nn.Module, settings: Config) -> list[Cut]:
+def _cut(model: nn.Module, settings: Config) -> list[UnitSpec]:
     leaf = settings.zero_optimization.leaf_module
-    return cut(model, Names(leaf.classes, leaf.names, leaf.name_suffixes))
+    return wrap_model(model, LeafRules(leaf.classes, leaf.names, leaf.name_suffixes))
 
 
 def _groups(
-    one: Cut,
+    one: UnitSpec,
     settings: Config,
-    recipe: Recipe | None,
-    places: Places,
-    context: Context,
+    recipe: OptimizerFactory | None,
+    places: _Placements,
+    context: EngineContext,
     trained: Set[int] = frozenset(),
-) -> list[Group]:
+) -> list[ShardedGroup]:
     zero, own = settings.zero_optimization, settings.shardwell
     place = places.offload.places[one.name]
-    wish = Wish(
+    wish = SpecOverrides(
         second_copy_in_node=Axis.NODE in context.comm,
         parameter_tier=place.parameters,
         optimizer_tier=place.optimizer,
@@ -337,7 +345,7 @@ def _groups(
     groups = []
     kinds = _kinds(one, settings, recipe, context.world.mesh.size, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
-        row = row_for(
+        row = spec_for(
             zero.stage,
             persistent=kind.persistent,
             num_ranks=context.world.mesh.size,
@@ -345,7 +353,7 @@ def _groups(
             wish=wish.of(kind.precision.compute, kind.trains),
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
-        groups.append(Group(name, one.name, members, row, kind.precision, context))
+        groups.append(ShardedGroup(name, one.name, members, row, kind.precision, context))
     return groups
 
 
@@ -356,36 +364,36 @@ def _rest_codec(settings: Config) -> Codec | None:
 
 
 def _kinds(
-    one: Cut,
+    one: UnitSpec,
     settings: Config,
-    recipe: Recipe | None,
+    recipe: OptimizerFactory | None,
     num_ranks: int,
     persistent: set[int],
     trained: Set[int] = frozenset(),
-) -> dict[Kind, list[Member]]:
+) -> dict[GroupKey, list[GroupMember]]:
     """A unit's parameters, by the group that they belong to."""
     mixed = mixed_dtype(settings)
     accumulate = dtype_of(settings.data_types.grad_accum_dtype)
     wire = _wire(settings, num_ranks)
-    kinds: defaultdict[Kind, list[Member]] = defaultdict(list)
+    kinds: defaultdict[GroupKey, list[GroupMember]] = defaultdict(list)
     for name, parameter in one.parameters:
         label = recipe.label(parameter) if recipe is not None else NO_LABEL
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
-        precision = Precision.of(dtype, mixed, trains, accumulate, wire)
-        kind = Kind(precision, trains, id(parameter) in persistent)
-        kinds[kind].append(Member(name, parameter, label, trains))
+        precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
+        kind = GroupKey(precision, trains, id(parameter) in persistent)
+        kinds[kind].append(GroupMember(name, parameter, label, trains))
     return kinds
 
 
 def _states(
-    cuts: list[Cut],
+    cuts: list[UnitSpec],
     settings: Config,
-    recipe: Recipe | None,
-    context: Context,
+    recipe: OptimizerFactory | None,
+    context: EngineContext,
     persistent: set[int],
     trained: Set[int] = frozenset(),
-) -> States:
+) -> ModelStates:
     """What the model holds, in numbers."""
     num_ranks = context.world.mesh.size
     units = {
@@ -395,7 +403,7 @@ def _states(
         }
         for one in cuts
     }
-    formula = Formula(
+    formula = StateFormula(
         settings.zero_optimization.stage,
         num_ranks,
         settings.shardwell.shard_at_world_one,
@@ -407,28 +415,28 @@ def _states(
         _rest_codec(settings),
         _ranks_per_loss(settings, context.world),
     )
-    return States(units, formula)
+    return ModelStates(units, formula)
 
 
 @dataclass(frozen=True)
-class Places:
+class _Placements:
     """What does not rest as the stage alone would have it."""
 
     persistent: set[int]  # ids of small parameters that stay whole
-    offload: Offload
+    offload: OffloadPlan
 
 
 def _places(
-    cuts: list[Cut],
+    cuts: list[UnitSpec],
     settings: Config,
-    recipe: Recipe | None,
-    context: Context,
-    offload: Offload,
+    recipe: OptimizerFactory | None,
+    context: EngineContext,
+    offload: OffloadPlan,
     trained: Set[int] = frozenset(),
-) -> Places:
+) -> _Placements:
     persistent = persistent_in(cuts, settings.zero_optimization)
     states = _states(cuts, settings, recipe, context, persistent, trained)
-    return Places(persistent, offload.again(states, settings))
+    return _Placements(persistent, offload.again(states, settings))
 
 
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -468,18 +476,18 @@ def _loss_scale(settings: Config) -> LossScale:
     fp16 = settings.fp16
     if fp16.loss_scale > 0:
         return LossScale(fp16.loss_scale)
-    rules = Rules(fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale)
+    rules = ScaleRules(fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale)
     return DynamicScale(2.0**fp16.initial_scale_power, rules)
 
 
-def _wire(settings: Config, num_ranks: int) -> Wire:
+def _wire(settings: Config, num_ranks: int) -> CommPrecision:
     predivide = float(num_ranks) if settings.prescale_gradients else settings.gradient_predivide_factor
-    return Wire(dtype_of(settings.communication_data_type), predivide)
+    return CommPrecision(dtype_of(settings.communication_data_type), predivide)
 
 
 def _loader(
     data: Dataset[Any] | DataLoader[Any] | None, engine: Engine, collate_fn: Any
-) -> ShardedLoader | GivenLoader | None:
+) -> ShardedLoader | UserDataLoader | None:
     if data is None:
         return None
     where = engine.global_rank, engine.world_size, engine.device

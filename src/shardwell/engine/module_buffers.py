@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwell.sharding import Context
+from shardwell.sharding import EngineContext
 
 
 def place_buffers(
-    model: nn.Module, context: Context, dtype: torch.dtype | None, kept: Sequence[str], *, kept_by_user: bool
+    model: nn.Module, context: EngineContext, dtype: torch.dtype | None, kept: Sequence[str], *, kept_by_user: bool
 ) -> None:
     """Move buffers to the device, floating ones to `dtype` as `model.to(dtype)` would; rank 0's values for everyone.
 

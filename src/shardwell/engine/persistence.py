@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from shardwell.config import ZeroConfig
-from shardwell.sharding import Cut
+from shardwell.sharding import UnitSpec
 
 _SMALL = 100_000  # elements: what is as large is worth a gather in any model
 _SHARE = 0.01  # of a model: what small parameters may cost in all if nobody says how much
 
 
-def persistent_in(cuts: list[Cut], zero: ZeroConfig) -> set[int]:
+def persistent_in(cuts: list[UnitSpec], zero: ZeroConfig) -> set[int]:
     """Their ids, smallest first while their sum keeps under the model's threshold.
 
     "auto" has a bound of its own: a small model consists of small parameters, and nothing of it would be split.

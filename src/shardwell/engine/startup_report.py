@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwell.config import Config, Note, remarks, told
 from shardwell.engine.precision import mixed_dtype
-from shardwell.memory import State, Tier
+from shardwell.memory import StateKind, Tier
 from shardwell.memory.statistics import MemoryReport, human
-from shardwell.offload.plan import Offload
+from shardwell.offload.plan import OffloadPlan
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
@@ -26,14 +26,14 @@ _ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on di
 
 
 @dataclass(frozen=True)
-class Given:
+class UserArguments:
     """What was handed to `initialize` beside the configuration."""
 
     optimizer: bool
     schedule: bool
 
 
-def announce(engine: Engine, given: Given) -> str:
+def announce(engine: Engine, given: UserArguments) -> str:
     """Log it on rank 0; returns all of it."""
     hurting, rest = told(_notes(engine, given))
     if engine.global_rank == 0:
@@ -44,7 +44,7 @@ def announce(engine: Engine, given: Given) -> str:
     return "\n".join([*hurting, *rest])
 
 
-def _notes(engine: Engine, given: Given) -> Iterator[Note]:
+def _notes(engine: Engine, given: UserArguments) -> Iterator[Note]:
     config, offload = engine.config, engine.offload
     yield from _said_twice(config, given, has_optimizer=engine.optimizer is not None)
     yield from remarks(config)
@@ -59,7 +59,7 @@ def _notes(engine: Engine, given: Given) -> Iterator[Note]:
         yield Note(str(offload))
 
 
-def _said_twice(config: Config, given: Given, *, has_optimizer: bool) -> Iterator[Note]:
+def _said_twice(config: Config, given: UserArguments, *, has_optimizer: bool) -> Iterator[Note]:
     if given.optimizer and config.optimizer is not None:
         yield Note(
             f"optimizer: the one that was passed to initialize holds, not {config.optimizer.type} of the file", True
@@ -119,7 +119,7 @@ def _narrow(engine: Engine) -> Iterator[Note]:
         )
 
 
-def _unreached(config: Config, offload: Offload) -> Iterator[Note]:
+def _unreached(config: Config, offload: OffloadPlan) -> Iterator[Note]:
     """Tiers that were asked for and get nothing."""
     param = config.zero_optimization.offload_param
     places = offload.places.values()
@@ -139,10 +139,10 @@ def _unreached(config: Config, offload: Offload) -> Iterator[Note]:
             )
 
 
-def _resting(memory: MemoryReport, offload: Offload) -> Note:
+def _resting(memory: MemoryReport, offload: OffloadPlan) -> Note:
     """Where every byte rests."""
     sizes: Counter[tuple[str, Tier]] = Counter()
-    names = {State.PARAMETERS: "parameters", State.OPTIMIZER: "optimizer state"}
+    names = {StateKind.PARAMETERS: "parameters", StateKind.OPTIMIZER: "optimizer state"}
     for (state, _, tier), size in memory.now.items():
         if state in names:
             sizes[names[state], tier] += size

@@ -10,8 +10,8 @@ from torch import nn
 
 from shardwell.optim import ShardedOptimizer
 from shardwell.runtime.rebuild import take_apart
-from shardwell.runtime.scheduler import Flow
-from shardwell.sharding import Context, Unit
+from shardwell.runtime.scheduler import Scheduler
+from shardwell.sharding import EngineContext, Unit
 
 DESTROYED = "this engine was destroyed: hand its model to initialize again"
 
@@ -24,7 +24,13 @@ class ModelBefore:
         self._buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
 
     def end(
-        self, model: nn.Module, flow: Flow, optimizer: ShardedOptimizer | None, context: Context, *, whole: bool
+        self,
+        model: nn.Module,
+        flow: Scheduler,
+        optimizer: ShardedOptimizer | None,
+        context: EngineContext,
+        *,
+        whole: bool,
     ) -> None:
         """Give the model back, whole if that is wanted and can be, and let go of everything else."""
         is_whole = whole and _can_gather(context)
@@ -46,7 +52,7 @@ class ModelBefore:
 
     @torch.no_grad()
     def _give_back(
-        self, model: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer | None, context: Context
+        self, model: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer | None, context: EngineContext
     ) -> None:
         """Make parameters whole, one unit after the other, and forget the optimizer's state. All ranks must do so.
 
@@ -64,7 +70,7 @@ class ModelBefore:
             buffer.data = buffer.data.to(self._buffers.get(name, buffer.dtype))
 
 
-def _can_gather(context: Context) -> bool:
+def _can_gather(context: EngineContext) -> bool:
     """Whether all ranks can be expected to come along: not if one has failed, or this one is about to."""
     has_failed = context.world.agreement is not None and context.world.agreement.has_failed
     return not has_failed and sys.exc_info()[0] is None

@@ -43,13 +43,13 @@ def refuse_pickling(engine: Engine, protocol: Any = None) -> NoReturn:
     )
 
 
-class StepWatch:
+class StepCallWatch:
     """Until the first step: notices a training loop that never makes one, so that its loss stays what it is."""
 
     def __init__(self) -> None:
         self._num_waiting = 0  # forwards in a row that found gradients waiting
 
-    def saw_forward(self, engine: Engine) -> StepWatch | None:
+    def saw_forward(self, engine: Engine) -> StepCallWatch | None:
         """Called before a forward; None when there is nothing to watch for any more. Warns once."""
         optimizer = engine.optimizer
         if optimizer is None or getattr(optimizer.inner, "_opt_called", False):

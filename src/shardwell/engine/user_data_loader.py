@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from shardwell.config import Config
 from shardwell.engine.data_loader import ShardedLoader, check_position
 from shardwell.errors import CheckpointError, ConfigError
-from shardwell.runtime.inputs import moved
+from shardwell.runtime.inputs import to_device
 
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _OPTIONS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
@@ -43,7 +43,7 @@ def loader_like(
     num_ranks: int,
     device: torch.device,
     collate_fn: Callable[[list[Any]], Any] | None,
-) -> ShardedLoader | GivenLoader:
+) -> ShardedLoader | UserDataLoader:
     """The loader of an engine that was given one. `batch_size` is the configuration's, if it names one, and wins."""
 
     def say(text: str, *values: Any) -> None:
@@ -55,7 +55,7 @@ def loader_like(
             raise ConfigError("collate_fn: the DataLoader in training_data has its own; pass it there")
         batches = type(given.batch_sampler or given.sampler).__name__
         say("it is used as it is, and its %s decides which samples each rank gets", batches)
-        return GivenLoader(given, rank, num_ranks, device)
+        return UserDataLoader(given, rank, num_ranks, device)
     mine = batch_size or given.batch_size or 1
     if given.batch_size != mine:
         say("batches have %d samples, as the configuration says, not its %s", mine, given.batch_size)
@@ -81,7 +81,7 @@ def _can_be_shared(given: DataLoader[Any]) -> bool:
     return type(sampler) is SequentialSampler
 
 
-class GivenLoader:
+class UserDataLoader:
     """Batches of a loader as it gives them, on the engine's device. Its position counts batches of this rank."""
 
     epoch: int
@@ -105,7 +105,7 @@ class GivenLoader:
                 set_epoch(self.epoch)
         for batch in itertools.islice(iter(self._loader), self.position, None):
             self.position += 1
-            yield moved(batch, self._device)
+            yield to_device(batch, self._device)
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | None]:

@@ -17,25 +17,33 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.kernels.library import ISAS, Library, UnusableLibraryError, find
-from shardwell.kernels.moment8bit import Compact
+from shardwell.kernels.moment8bit import Moment8bit
 from shardwell.kernels.reference import Reference
-from shardwell.kernels.rules import Adagrad, Adam, Like, Lion, Rule, Sgd
-from shardwell.kernels.update_args import BLOCK, GRADIENTS, Halves, Moments8, NewState, Stretch, check
+from shardwell.kernels.rules import AdagradRule, AdamRule, Like, LionRule, Rule, SgdRule
+from shardwell.kernels.update_args import (
+    BLOCK,
+    GRADIENTS,
+    Moments8bitArgs,
+    OutOfPlaceState,
+    SplitMaster,
+    UpdateArgs,
+    check,
+)
 
 __all__ = [
     "BLOCK",
-    "Adagrad",
-    "Adam",
-    "Compact",
-    "Description",
-    "Halves",
+    "AdagradRule",
+    "AdamRule",
+    "KernelInfo",
     "Like",
-    "Lion",
-    "Moments8",
-    "NewState",
+    "LionRule",
+    "Moment8bit",
+    "Moments8bitArgs",
+    "OutOfPlaceState",
     "Rule",
-    "Sgd",
-    "Stretch",
+    "SgdRule",
+    "SplitMaster",
+    "UpdateArgs",
     "add",
     "compiled",
     "crc32",
@@ -49,7 +57,7 @@ Backend = Library | Reference
 
 
 @dataclass(frozen=True)
-class Description:
+class KernelInfo:
     """Which kernels run."""
 
     native: bool
@@ -60,10 +68,10 @@ class Description:
         return f"compiled, {self.isa}" if self.native else f"torch operations ({self.reason})"
 
 
-def update(rule: Rule, stretch: Stretch, threads: int | None = None) -> None:
+def update(rule: Rule, stretch: UpdateArgs, threads: int | None = None) -> None:
     """Apply one step. All tensors of the stretch must stay alive and alone until it returns; no lock is held."""
-    if isinstance(stretch.state, Moments8):
-        if not isinstance(rule, Adam):
+    if isinstance(stretch.state, Moments8bitArgs):
+        if not isinstance(rule, AdamRule):
             raise ShardwellError(f"{type(rule).__name__}: found 8-bit moments, which only Adam has")
     elif len(stretch.state) != rule.num_states:
         raise ShardwellError(
@@ -109,7 +117,7 @@ def compiled() -> Library | None:
     return backend if isinstance(backend, Library) else None
 
 
-def describe() -> Description:
+def describe() -> KernelInfo:
     """Which kernels run, and why not others."""
     return _chosen()[1]
 
@@ -122,22 +130,22 @@ def _threads(threads: int | None) -> int:
 
 
 @functools.cache
-def _chosen() -> tuple[Backend, Description]:
+def _chosen() -> tuple[Backend, KernelInfo]:
     return choose(os.environ.get("SHARDWELL_NATIVE", ""), os.environ.get("SHARDWELL_NATIVE_ISA", ""))
 
 
-def choose(wish: str, isa: str) -> tuple[Backend, Description]:
+def choose(wish: str, isa: str) -> tuple[Backend, KernelInfo]:
     """The backend for what the environment says."""
     if wish not in ("", "0", "1"):
         raise ShardwellError(f"SHARDWELL_NATIVE: found '{wish}', expected 0 (never), 1 (always) or nothing")
     if isa not in ("", *ISAS):
         raise ShardwellError(f"SHARDWELL_NATIVE_ISA: found '{isa}', expected one of {', '.join(ISAS)}, or nothing")
     if wish == "0":
-        return Reference(), Description(False, Reference.isa, "SHARDWELL_NATIVE=0")
+        return Reference(), KernelInfo(False, Reference.isa, "SHARDWELL_NATIVE=0")
     try:
         library = Library(find(__path__), isa or None)
     except UnusableLibraryError as error:
         if wish == "1":
             raise
-        return Reference(), Description(False, Reference.isa, str(error))
-    return library, Description(True, library.isa)
+        return Reference(), KernelInfo(False, Reference.isa, str(error))
+    return library, KernelInfo(True, library.isa)

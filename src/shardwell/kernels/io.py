@@ -25,7 +25,7 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 @dataclass(frozen=True)
-class Shape:
+class IoQueueShape:
     """How many blocks of which size are in flight at once."""
 
     block: int  # bytes of one read or write
@@ -36,7 +36,7 @@ class Shape:
     overlap_events: bool = True
 
 
-class Part(NamedTuple):
+class IoPart(NamedTuple):
     """Bytes that are contiguous in a file and in memory.
 
     Address and offset are multiples of SECTOR; the size need not be: then the file is read or written up to the next
@@ -50,7 +50,7 @@ class Part(NamedTuple):
     lane: int
 
 
-class Outcome(NamedTuple):
+class IoOutcome(NamedTuple):
     """How far a request has come, and the first of its errors."""
 
     is_done: bool
@@ -61,18 +61,18 @@ class Outcome(NamedTuple):
     seconds: float = 0.0  # from when it was submitted until it was done
 
 
-class Request(Protocol):
+class IoRequest(Protocol):
     """What was submitted. Its memory must stay until it is done."""
 
-    def wait(self, milliseconds: int) -> Outcome:
+    def wait(self, milliseconds: int) -> IoOutcome:
         """Returns when it is done, or after that time."""
         ...
 
 
-class Queue(Protocol):
+class IoQueue(Protocol):
     """Takes requests, which end in any order. Reads begin in order, urgent ones first, and so do writes, by turns."""
 
-    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> Request: ...
+    def submit(self, is_write: bool, parts: Sequence[IoPart], *, urgent: bool = False) -> IoRequest: ...
 
     def close(self) -> None:
         """Waits for all that was submitted."""
@@ -133,7 +133,7 @@ class IoLibrary:
         """0 if this process may use io_uring, else errno."""
         return int(self._library.shardwell_io_uring())
 
-    def open(self, engine: int, shape: Shape) -> LibraryQueue:
+    def open(self, engine: int, shape: IoQueueShape) -> LibraryQueue:
         """Raises OSError if the system refuses."""
         call = _Shape(engine=engine, **vars(shape))
         error = _INT()
@@ -150,7 +150,7 @@ class LibraryQueue:
         self._library = library
         self._address: int | None = address
 
-    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> LibraryRequest:
+    def submit(self, is_write: bool, parts: Sequence[IoPart], *, urgent: bool = False) -> LibraryRequest:
         call = (_Part * len(parts))(*(_Part(*part) for part in parts))
         address = self._library.shardwell_io_submit(self._address, is_write, urgent, call, len(parts))
         if address is None:
@@ -169,10 +169,10 @@ class LibraryRequest:
     def __init__(self, library: ctypes.CDLL, address: int) -> None:
         self._library, self._address, self._process = library, address, os.getpid()
 
-    def wait(self, milliseconds: int) -> Outcome:
+    def wait(self, milliseconds: int) -> IoOutcome:
         found = _Outcome()
         is_done = self._library.shardwell_io_wait(self._address, milliseconds, ctypes.byref(found))
-        return Outcome(bool(is_done), found.completed, found.error, found.part, found.offset, found.seconds)
+        return IoOutcome(bool(is_done), found.completed, found.error, found.part, found.offset, found.seconds)
 
     def __del__(self) -> None:
         if self._process == os.getpid():  # in a fork, nobody would unlock what the threads had locked

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwell.kernels.io import ENDED_EARLY, SECTOR, Outcome, Part, Shape
+from shardwell.kernels.io import ENDED_EARLY, SECTOR, IoOutcome, IoPart, IoQueueShape
 
 _LEAST = 512  # what a sector is to the least of drives
 
@@ -30,10 +30,10 @@ class ThreadRequest:
         self._error = (0, 0, 0)
         self._begun, self._seconds = time.monotonic(), 0.0
 
-    def wait(self, milliseconds: int) -> Outcome:
+    def wait(self, milliseconds: int) -> IoOutcome:
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._left == 0, milliseconds / 1000)
-            return Outcome(is_done, self._owner.completed, *self._error, self._seconds)
+            return IoOutcome(is_done, self._owner.completed, *self._error, self._seconds)
 
     def end(self, error: int, part: int, offset: int) -> None:
         self._owner.completed += 1
@@ -48,7 +48,7 @@ class ThreadRequest:
 class ThreadQueue:
     """Each thread of a lane has one block in flight."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: IoQueueShape) -> None:
         self.completed = 0
         self._shape = shape
         self._lanes = [_Lane() for _ in range(shape.lanes)]
@@ -58,7 +58,7 @@ class ThreadQueue:
                 self._threads.append(threading.Thread(target=_serve, args=(lane,), name="disk", daemon=True))
                 self._threads[-1].start()
 
-    def submit(self, is_write: bool, parts: Sequence[Part], *, urgent: bool = False) -> ThreadRequest:
+    def submit(self, is_write: bool, parts: Sequence[IoPart], *, urgent: bool = False) -> ThreadRequest:
         cuts = [(index, cut) for index, part in enumerate(parts) for cut in _cut(part, self._shape.block)]
         request = ThreadRequest(self, len(cuts))
         for index, cut in cuts:
@@ -78,7 +78,7 @@ class _Block:
     request: ThreadRequest
     index: int  # of its part
     is_write: bool
-    part: Part  # all of it is one block
+    part: IoPart  # all of it is one block
 
     def run(self) -> None:
         try:
@@ -122,7 +122,7 @@ def _serve(lane: _Lane) -> None:
         block.run()
 
 
-def _cut(part: Part, block: int) -> Iterator[Part]:
+def _cut(part: IoPart, block: int) -> Iterator[IoPart]:
     """Blocks of whole sectors, and what is left at the end."""
     whole = part.size // SECTOR * SECTOR
     for at in range(0, whole, block):
@@ -131,7 +131,7 @@ def _cut(part: Part, block: int) -> Iterator[Part]:
         yield part._replace(offset=part.offset + whole, address=part.address + whole, size=part.size - whole)
 
 
-def _move(part: Part, is_write: bool) -> tuple[int, int]:
+def _move(part: IoPart, is_write: bool) -> tuple[int, int]:
     """The error, and where in the file."""
     with contextlib.ExitStack() as stack:
         memory = memoryview((ctypes.c_char * part.size).from_address(part.address)).cast("B")

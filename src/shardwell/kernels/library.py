@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.kernels.rules import Adagrad, Adam, Lion, Rule, Sgd
-from shardwell.kernels.update_args import Halves, Moments8, NewState, Stretch
+from shardwell.kernels.rules import AdagradRule, AdamRule, LionRule, Rule, SgdRule
+from shardwell.kernels.update_args import Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs
 
 ABI_VERSION = 6
 NAME = "libshardwell_native.so"
@@ -25,10 +25,10 @@ ISAS = ("scalar", "avx2", "avx512")  # each with its number, the best last
 
 _NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _FUNCTIONS: dict[type, str] = {
-    Adam: "shardwell_adam",
-    Sgd: "shardwell_sgd",
-    Adagrad: "shardwell_adagrad",
-    Lion: "shardwell_lion",
+    AdamRule: "shardwell_adam",
+    SgdRule: "shardwell_sgd",
+    AdagradRule: "shardwell_adagrad",
+    LionRule: "shardwell_lion",
 }
 _CODERS = {name: f"shardwell_{name}" for name in ("encode", "decode", "decode_sum")}
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -45,7 +45,7 @@ class _Slot(ctypes.Structure):
     ]
 
 
-class _Stretch(ctypes.Structure):
+class _UpdateArgs(ctypes.Structure):
     _fields_: ClassVar = [
         ("numel", _SIZE),
         ("gradient", _POINTER),
@@ -59,7 +59,7 @@ class _Stretch(ctypes.Structure):
     ]
 
 
-class Coded(ctypes.Structure):
+class QuantizedRows(ctypes.Structure):
     """Rows of numbers and their codes, along two dimensions."""
 
     _fields_: ClassVar = [
@@ -134,7 +134,7 @@ class Library:
     def isa(self) -> str:
         return ISAS[self._isa]
 
-    def update(self, rule: Rule, stretch: Stretch, threads: int) -> None:
+    def update(self, rule: Rule, stretch: UpdateArgs, threads: int) -> None:
         function = getattr(self._library, _FUNCTIONS[type(rule)])
         call, numbers = _lowered(stretch), rule.numbers()
         function(ctypes.byref(call), ctypes.byref(numbers), self._isa, threads)
@@ -156,7 +156,7 @@ class Library:
         view = np.frombuffer(data, np.uint8)
         return int(self._library.shardwell_crc32(value, view.ctypes.data, view.nbytes, self._isa))
 
-    def code(self, name: str, call: Coded, threads: int) -> None:
+    def code(self, name: str, call: QuantizedRows, threads: int) -> None:
         """Encode, decode, or decode and sum up rows."""
         getattr(self._library, _CODERS[name])(ctypes.byref(call), self._isa, threads)
 
@@ -174,23 +174,23 @@ def find(folders: Iterable[str]) -> Path:
     raise UnusableLibraryError(f"{NAME} was not built: install shardwell again where there is a C++ compiler")
 
 
-def _lowered(stretch: Stretch) -> _Stretch:
-    call = _Stretch(numel=stretch.numel, factor=stretch.factor, seed=stretch.seed & 0xFFFFFFFF)
+def _lowered(stretch: UpdateArgs) -> _UpdateArgs:
+    call = _UpdateArgs(numel=stretch.numel, factor=stretch.factor, seed=stretch.seed & 0xFFFFFFFF)
     call.gradient, call.gradient_type = stretch.gradient.data_ptr(), _NUMBERS[stretch.gradient.dtype]
-    in_place = NewState(stretch.master, stretch.state)
+    in_place = OutOfPlaceState(stretch.master, stretch.state)
     call.old, call.now = _slot(in_place), _slot(stretch.new or in_place)
     if stretch.out is not None:
         call.out, call.out_type = stretch.out.data_ptr(), _NUMBERS[stretch.out.dtype]
     return call
 
 
-def _slot(held: NewState) -> _Slot:
+def _slot(held: OutOfPlaceState) -> _Slot:
     slot = _Slot()
-    if isinstance(held.master, Halves):
+    if isinstance(held.master, SplitMaster):
         slot.high, slot.low = held.master.high.data_ptr(), held.master.low.data_ptr()
     else:
         slot.master = held.master.data_ptr()
-    if isinstance(held.state, Moments8):
+    if isinstance(held.state, Moments8bitArgs):
         for index in range(2):
             slot.codes[index] = held.state.codes[index].data_ptr()
             slot.exponents[index] = held.state.exponents[index].data_ptr()

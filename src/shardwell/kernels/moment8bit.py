@@ -15,7 +15,7 @@ _CHUNK = 2**18  # elements at once, a multiple of BLOCK: temporaries stay small
 
 
 @dataclass(frozen=True, eq=False)
-class Compact:
+class Moment8bit:
     """The codes of a 1-D stretch, and an exponent for each block of them."""
 
     codes: Tensor
@@ -26,7 +26,7 @@ class Compact:
     ndim = 1
 
     @classmethod
-    def zeros(cls, numel: int, *, is_second: bool) -> Compact:
+    def zeros(cls, numel: int, *, is_second: bool) -> Moment8bit:
         blocks = cls.num_blocks(numel)
         codes, exponents = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (numel, blocks))
         return cls(codes, exponents, is_second)
@@ -36,7 +36,7 @@ class Compact:
         return -(-numel // BLOCK)
 
     @classmethod
-    def of(cls, values: Tensor, *, is_second: bool) -> Compact:
+    def of(cls, values: Tensor, *, is_second: bool) -> Moment8bit:
         return cls.zeros(values.numel(), is_second=is_second).copy_(values)
 
     @property
@@ -67,7 +67,7 @@ class Compact:
         start, stop, _ = span.indices(self.numel())
         return self.codes[start:stop], self.exponents[start // BLOCK : -(-stop // BLOCK)]
 
-    def copy_(self, values: Tensor) -> Compact:
+    def copy_(self, values: Tensor) -> Moment8bit:
         """Take over values; what has no code is rounded, up or down at random. Values of codes are what they were."""
         encode = moments8.encode_second if self.is_second else moments8.encode_first
         for part in _chunks(0, self.numel()):
@@ -85,7 +85,7 @@ class Compact:
         if not bool(wrong.any()):
             return
         before, exponents = self.parts(span)
-        other = Compact.zeros(values.numel(), is_second=self.is_second)
+        other = Moment8bit.zeros(values.numel(), is_second=self.is_second)
         encode = moments8.encode_second if self.is_second else moments8.encode_first
         above = (exponents.int() + 1).clamp(max=254).to(torch.uint8)
         encode(other.codes, other.exponents, slice(0, values.numel()), values, 0, above)
@@ -94,21 +94,21 @@ class Compact:
         each = better.repeat_interleave(BLOCK)[: values.numel()]
         before[each] = other.codes[each]
 
-    def cut(self, first: int, numel: int) -> Compact:
+    def cut(self, first: int, numel: int) -> Moment8bit:
         """A stretch of it, in memory of its own."""
-        return Compact.of(self[first : first + numel], is_second=self.is_second)
+        return Moment8bit.of(self[first : first + numel], is_second=self.is_second)
 
-    def clone(self) -> Compact:
-        return Compact(self.codes.clone(), self.exponents.clone(), self.is_second)
+    def clone(self) -> Moment8bit:
+        return Moment8bit(self.codes.clone(), self.exponents.clone(), self.is_second)
 
-    def detach(self) -> Compact:
+    def detach(self) -> Moment8bit:
         """Another one of the same memory."""
-        return Compact(self.codes.detach(), self.exponents.detach(), self.is_second)
+        return Moment8bit(self.codes.detach(), self.exponents.detach(), self.is_second)
 
-    def empty_like(self) -> Compact:
-        return Compact(torch.empty_like(self.codes), torch.empty_like(self.exponents), self.is_second)
+    def empty_like(self) -> Moment8bit:
+        return Moment8bit(torch.empty_like(self.codes), torch.empty_like(self.exponents), self.is_second)
 
-    def exchange(self, other: Compact) -> None:
+    def exchange(self, other: Moment8bit) -> None:
         """Change places in memory."""
         for mine, its in ((self.codes, other.codes), (self.exponents, other.exponents)):
             before, mine.data = mine.data, its.data

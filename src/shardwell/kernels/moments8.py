@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwell.kernels.update_args import BLOCK, Moments8
+from shardwell.kernels.update_args import BLOCK, Moments8bitArgs
 
 _MAGNITUDE, _ALL = 0x7FFFFFFF, 0xFFFFFFFF
 _DROPPED = 20  # bits of an fp32 number that a code leaves out
@@ -13,7 +13,7 @@ _BELOW = 2**_DROPPED - 1
 _SPAN1, _SPAN2 = 15, 31  # exponents below the block's that have codes
 
 
-def decode(moments: Moments8, span: slice) -> tuple[Tensor, Tensor]:
+def decode(moments: Moments8bitArgs, span: slice) -> tuple[Tensor, Tensor]:
     """Both moments of the elements in `span`, which begins with a block, as fp32."""
     (codes1, codes2), (exponents1, exponents2) = moments.codes, moments.exponents
     return decode_first(codes1, exponents1, span), decode_second(codes2, exponents2, span)
@@ -29,7 +29,7 @@ def decode_second(codes: Tensor, exponents: Tensor, span: slice) -> Tensor:
     return _floats((codes[span].long() + _bases(exponents, span, _SPAN2)) << _DROPPED)
 
 
-def encode(moments: Moments8, span: slice, first: Tensor, second: Tensor, seed: int) -> None:
+def encode(moments: Moments8bitArgs, span: slice, first: Tensor, second: Tensor, seed: int) -> None:
     """Store both moments of the elements in `span`, which begins with a block."""
     encode_first(moments.codes[0], moments.exponents[0], span, first, seed)
     encode_second(moments.codes[1], moments.exponents[1], span, second, seed)

@@ -22,12 +22,20 @@ from torch import Tensor
 from shardwell import kernels
 from shardwell.errors import ShardwellError
 from shardwell.kernels import quantize_host, quantize_reference
-from shardwell.kernels.quantized_format import BLOCK, VALUES, Kind, check, check_places, num_code_bytes, num_scale_bytes
+from shardwell.kernels.quantized_format import (
+    BLOCK,
+    VALUES,
+    Kind,
+    check,
+    check_alignment,
+    num_code_bytes,
+    num_scale_bytes,
+)
 
 __all__ = ["BLOCK", "Codec", "Kind"]
 
 
-class Kernels(Protocol):
+class CodecKernels(Protocol):
     """What each implementation has: functions of a kind and of tensors that fit and are not empty."""
 
     def encode(self, kind: Kind, source: Tensor, out: Tensor) -> None: ...
@@ -81,7 +89,7 @@ class Codec:
         if data.ndim < 2 or data.shape[0] == 0:
             raise ShardwellError(f"data: found shape {list(data.shape)}, expected one message or more of whole rows")
         self._check("out", out, "data", data[0], data.device, torch.float32)
-        check_places("data", data)
+        check_alignment("data", data)
         if out.numel() > 0 and not out.is_meta:
             _kernels(out.device).decode_sum(self.kind, data, out, factor, add)
 
@@ -111,10 +119,10 @@ class Codec:
         check(values_name, values, tuple(values.shape), device, *(dtypes or VALUES))
         shape = (*values.shape[:-1], self.num_bytes(values.shape[-1]))
         check(data_name, data, shape, device, torch.uint8)
-        check_places(data_name, data)
+        check_alignment(data_name, data)
 
 
-def _kernels(device: torch.device) -> Kernels:
+def _kernels(device: torch.device) -> CodecKernels:
     if device.type == "cuda":
         from shardwell.kernels import quantize_triton
 

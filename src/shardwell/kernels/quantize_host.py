@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwell import kernels
-from shardwell.kernels.library import Coded, Library
+from shardwell.kernels.library import Library, QuantizedRows
 from shardwell.kernels.quantized_format import SHARE, Kind, rows_of
 
 _KINDS: tuple[Kind, ...] = tuple(SHARE)  # each with its number
@@ -40,7 +40,7 @@ def run(
     library = library or kernels.compiled()
     assert library is not None
     for rows in rows_of(values, data):
-        call = Coded(kind=_KINDS.index(kind), factor=factor, add=add)
+        call = QuantizedRows(kind=_KINDS.index(kind), factor=factor, add=add)
         call.take(rows.values, rows.data)
         call.num_messages, call.message_stride = messages
         library.code(name, call, threads or torch.get_num_threads())

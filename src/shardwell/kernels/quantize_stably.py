@@ -12,7 +12,7 @@ _ROUNDS = 3  # of encoding what was decoded, after which all scales stay as they
 
 
 @torch.no_grad()
-def encode(codec: Codec, values: Tensor, codes: Tensor) -> None:
+def quantize_stably(codec: Codec, values: Tensor, codes: Tensor) -> None:
     """Encode fp32 numbers (1D) so that what is decoded to fp32 gives the same codes again.
 
     A codec rounds scales up, so the greatest number of a block may get less than the largest code, and what is decoded

@@ -49,7 +49,7 @@ def _padded(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowView:
     """What a kernel walks over: rows of values and of data that lie along two dimensions."""
 
     values: Tensor  # outer, inner, elements
@@ -60,7 +60,7 @@ class Rows:
         return self.values.shape[2]
 
 
-def rows_of(values: Tensor, data: Tensor) -> Iterator[Rows]:
+def rows_of(values: Tensor, data: Tensor) -> Iterator[RowView]:
     """All rows of two tensors with the same leading dimensions; dimensions that lie in one piece become one."""
     merged: list[list[int]] = []  # size, and stride in each tensor
     for size, *strides in zip(values.shape[:-1], values.stride()[:-1], data.stride()[:-1], strict=True):
@@ -77,7 +77,7 @@ def rows_of(values: Tensor, data: Tensor) -> Iterator[Rows]:
         for place, tensor in enumerate((values, data), 1)
     ]
     for index in itertools.product(*map(range, sizes[:-2])):
-        yield Rows(pair[0][index], pair[1][index])
+        yield RowView(pair[0][index], pair[1][index])
 
 
 def check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, *dtypes: torch.dtype) -> None:
@@ -96,7 +96,7 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.devic
         )
 
 
-def check_places(name: str, data: Tensor) -> None:
+def check_alignment(name: str, data: Tensor) -> None:
     """Refuse rows of codes that do not begin at multiples of 16 bytes."""
     if data.is_meta or data.numel() == 0:
         return

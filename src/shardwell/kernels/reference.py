@@ -20,17 +20,17 @@ from torch import Tensor
 from shardwell.kernels import moments8, rounding
 from shardwell.kernels.rules import (
     LIKES,
-    Adagrad,
-    AdagradNumbers,
-    Adam,
-    AdamNumbers,
-    Lion,
-    LionNumbers,
+    AdagradCoefficients,
+    AdagradRule,
+    AdamCoefficients,
+    AdamRule,
+    LionCoefficients,
+    LionRule,
     Rule,
-    Sgd,
-    SgdNumbers,
+    SgdCoefficients,
+    SgdRule,
 )
-from shardwell.kernels.update_args import Halves, Moments8, NewState, Stretch
+from shardwell.kernels.update_args import Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs
 
 _CHUNK = 2**18  # elements at once, a multiple of the block of 8-bit moments: temporaries stay small
 _BELOW_MIDDLE = 2**28 - 1  # bits of a double that are 0 in the middle of two fp32 numbers
@@ -42,7 +42,7 @@ class Reference:
     isa = "torch"
 
     @torch.no_grad()
-    def update(self, rule: Rule, stretch: Stretch, threads: int) -> None:
+    def update(self, rule: Rule, stretch: UpdateArgs, threads: int) -> None:
         if stretch.new is not None:
             _copy(stretch.master, stretch.state, stretch.new)
             stretch = replace(stretch, master=stretch.new.master, state=stretch.new.state, new=None)
@@ -70,33 +70,33 @@ def _chunks(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + _CHUNK, numel))
 
 
-def _copy(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8, new: NewState) -> None:
+def _copy(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs, new: OutOfPlaceState) -> None:
     for old, copy in zip(_tensors(master, state), _tensors(*new), strict=True):
         copy.copy_(old)
 
 
-def _tensors(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8) -> list[Tensor]:
+def _tensors(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs) -> list[Tensor]:
     return [
-        *(master if isinstance(master, Halves) else (master,)),
-        *((*state.codes, *state.exponents) if isinstance(state, Moments8) else state),
+        *(master if isinstance(master, SplitMaster) else (master,)),
+        *((*state.codes, *state.exponents) if isinstance(state, Moments8bitArgs) else state),
     ]
 
 
-def _update(rule: Rule, stretch: Stretch, span: slice) -> None:
+def _update(rule: Rule, stretch: UpdateArgs, span: slice) -> None:
     gradient = stretch.gradient[span].float() * stretch.factor
     halves = stretch.master
-    if isinstance(halves, Halves):
+    if isinstance(halves, SplitMaster):
         master = rounding.join(halves.high[span], halves.low[span], torch.empty_like(gradient))
     else:
         master = halves[span]
-    if isinstance(stretch.state, Moments8):
-        assert isinstance(rule, Adam)
+    if isinstance(stretch.state, Moments8bitArgs):
+        assert isinstance(rule, AdamRule)
         first, second = moments8.decode(stretch.state, span)
         _adam(rule.numbers(), master, gradient, first, second)
         moments8.encode(stretch.state, span, first, second, stretch.seed)
     else:
         _apply(rule, master, gradient, [state[span] for state in stretch.state])
-    if isinstance(halves, Halves):
+    if isinstance(halves, SplitMaster):
         rounding.split(master, halves.high[span], halves.low[span])
     if stretch.out is not None:
         rounding.narrow(master, stretch.out[span])
@@ -104,17 +104,17 @@ def _update(rule: Rule, stretch: Stretch, span: slice) -> None:
 
 def _apply(rule: Rule, master: Tensor, gradient: Tensor, state: list[Tensor]) -> None:
     match rule:
-        case Adam():
+        case AdamRule():
             _adam(rule.numbers(), master, gradient, *state)
-        case Sgd():
+        case SgdRule():
             _sgd(rule.numbers(), master, gradient, *state)
-        case Adagrad():
+        case AdagradRule():
             _adagrad(rule.numbers(), master, gradient, *state)
-        case Lion():
+        case LionRule():
             _lion(rule.numbers(), master, gradient, *state)
 
 
-def _adam(numbers: AdamNumbers, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+def _adam(numbers: AdamCoefficients, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
     gradient = _coupled(gradient, master, numbers.coupled)
     squares = gradient * gradient
     match LIKES[numbers.like]:
@@ -137,7 +137,7 @@ def _adam(numbers: AdamNumbers, master: Tensor, gradient: Tensor, first: Tensor,
         master.add_(first * numbers.step_size / denominator)
 
 
-def _sgd(numbers: SgdNumbers, master: Tensor, gradient: Tensor, momentum: Tensor | None = None) -> None:
+def _sgd(numbers: SgdCoefficients, master: Tensor, gradient: Tensor, momentum: Tensor | None = None) -> None:
     gradient = _coupled(gradient, master, numbers.coupled)
     if momentum is not None:
         momentum.copy_(gradient if numbers.first else _fma(gradient, numbers.weight, momentum * numbers.momentum))
@@ -145,13 +145,13 @@ def _sgd(numbers: SgdNumbers, master: Tensor, gradient: Tensor, momentum: Tensor
     master.copy_(_fma(gradient, numbers.rate, master))
 
 
-def _adagrad(numbers: AdagradNumbers, master: Tensor, gradient: Tensor, total: Tensor) -> None:
+def _adagrad(numbers: AdagradCoefficients, master: Tensor, gradient: Tensor, total: Tensor) -> None:
     gradient = _coupled(gradient, master, numbers.coupled)
     total.copy_(_fma(gradient, gradient, total))
     master.add_(gradient * numbers.rate / (_root(total) + numbers.eps))
 
 
-def _lion(numbers: LionNumbers, master: Tensor, gradient: Tensor, momentum: Tensor) -> None:
+def _lion(numbers: LionCoefficients, master: Tensor, gradient: Tensor, momentum: Tensor) -> None:
     direction = _lerp(momentum, gradient, numbers.weight1).sign()
     master.mul_(numbers.decay).add_(direction * numbers.rate)
     momentum.copy_(_lerp(momentum, gradient, numbers.weight2))

@@ -18,7 +18,7 @@ class _Numbers(ctypes.Structure):
     """fp32 fields, and int32 flags."""
 
 
-class AdamNumbers(_Numbers):
+class AdamCoefficients(_Numbers):
     _fields_: ClassVar = [
         ("beta1", ctypes.c_float),
         ("weight1", ctypes.c_float),
@@ -43,7 +43,7 @@ class AdamNumbers(_Numbers):
     like: int
 
 
-class SgdNumbers(_Numbers):
+class SgdCoefficients(_Numbers):
     _fields_: ClassVar = [
         ("rate", ctypes.c_float),
         ("momentum", ctypes.c_float),
@@ -60,14 +60,14 @@ class SgdNumbers(_Numbers):
     first: int
 
 
-class AdagradNumbers(_Numbers):
+class AdagradCoefficients(_Numbers):
     _fields_: ClassVar = [("rate", ctypes.c_float), ("eps", ctypes.c_float), ("coupled", ctypes.c_float)]
     rate: float
     eps: float
     coupled: float
 
 
-class LionNumbers(_Numbers):
+class LionCoefficients(_Numbers):
     _fields_: ClassVar = [
         ("weight1", ctypes.c_float),
         ("weight2", ctypes.c_float),
@@ -81,7 +81,7 @@ class LionNumbers(_Numbers):
 
 
 @dataclass(frozen=True)
-class Adam:
+class AdamRule:
     """Adam in torch's formulation; AdamW if the weight decay is decoupled. State: first and second moment.
 
     torch itself rounds in three ways, and `like` says whose bits to give: those of its foreach operations on CUDA (the
@@ -100,9 +100,9 @@ class Adam:
     def num_states(self) -> int:
         return 2
 
-    def numbers(self) -> AdamNumbers:
+    def numbers(self) -> AdamCoefficients:
         beta1, beta2 = self.betas
-        numbers = AdamNumbers(
+        numbers = AdamCoefficients(
             beta1=beta1,
             weight1=1 - beta1,
             beta2=beta2,
@@ -127,7 +127,7 @@ def _fp32(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class Sgd:
+class SgdRule:
     """SGD. State: the momentum, if there is one; `first` says that it holds nothing yet."""
 
     lr: float
@@ -141,8 +141,8 @@ class Sgd:
     def num_states(self) -> int:
         return 1 if self.momentum else 0
 
-    def numbers(self) -> SgdNumbers:
-        return SgdNumbers(
+    def numbers(self) -> SgdCoefficients:
+        return SgdCoefficients(
             rate=-self.lr,
             momentum=self.momentum,
             weight=1 - self.dampening,
@@ -153,7 +153,7 @@ class Sgd:
 
 
 @dataclass(frozen=True)
-class Adagrad:
+class AdagradRule:
     """Adagrad. State: the sum of squares."""
 
     lr: float
@@ -166,13 +166,13 @@ class Adagrad:
     def num_states(self) -> int:
         return 1
 
-    def numbers(self) -> AdagradNumbers:
+    def numbers(self) -> AdagradCoefficients:
         rate = -self.lr / (1 + (self.step - 1) * self.lr_decay)
-        return AdagradNumbers(rate=rate, eps=self.eps, coupled=self.weight_decay)
+        return AdagradCoefficients(rate=rate, eps=self.eps, coupled=self.weight_decay)
 
 
 @dataclass(frozen=True)
-class Lion:
+class LionRule:
     """Lion, as `shardwell.optim.lion`. State: the momentum."""
 
     lr: float
@@ -183,9 +183,11 @@ class Lion:
     def num_states(self) -> int:
         return 1
 
-    def numbers(self) -> LionNumbers:
+    def numbers(self) -> LionCoefficients:
         beta1, beta2 = self.betas
-        return LionNumbers(weight1=1 - beta1, weight2=1 - beta2, rate=-self.lr, decay=1 - self.lr * self.weight_decay)
+        return LionCoefficients(
+            weight1=1 - beta1, weight2=1 - beta2, rate=-self.lr, decay=1 - self.lr * self.weight_decay
+        )
 
 
-Rule = Adam | Sgd | Adagrad | Lion
+Rule = AdamRule | SgdRule | AdagradRule | LionRule

@@ -15,7 +15,7 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
 
-class Halves(NamedTuple):
+class SplitMaster(NamedTuple):
     """An fp32 master as `shardwell.kernels.rounding.split` leaves it."""
 
     high: Tensor  # bf16
@@ -23,7 +23,7 @@ class Halves(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moments8:
+class Moments8bitArgs:
     """Adam's moments in 8 bits: a code for each element, an exponent for each block of 256. Zeros are zero.
 
     With M the greatest first and V the greatest second moment of a block, what is stored is off by at most
@@ -40,7 +40,7 @@ class Moments8:
     exponents: tuple[Tensor, Tensor]  # uint8
 
     @classmethod
-    def zeros(cls, numel: int) -> Moments8:
+    def zeros(cls, numel: int) -> Moments8bitArgs:
         blocks = -(-numel // BLOCK)
 
         def pair(length: int) -> tuple[Tensor, Tensor]:
@@ -50,15 +50,15 @@ class Moments8:
         return cls(pair(numel), pair(blocks))
 
 
-class NewState(NamedTuple):
+class OutOfPlaceState(NamedTuple):
     """Where an update goes if not in place: other memory, in the form of the old master and state."""
 
-    master: Tensor | Halves
-    state: tuple[Tensor, ...] | Moments8 = ()
+    master: Tensor | SplitMaster
+    state: tuple[Tensor, ...] | Moments8bitArgs = ()
 
 
 @dataclass(frozen=True)
-class Stretch:
+class UpdateArgs:
     """Elements to update.
 
     The gradient is multiplied by `factor`. Master and state are updated in place; with `new`, they are only read, and
@@ -67,12 +67,12 @@ class Stretch:
     """
 
     gradient: Tensor
-    master: Tensor | Halves
-    state: tuple[Tensor, ...] | Moments8 = ()
+    master: Tensor | SplitMaster
+    state: tuple[Tensor, ...] | Moments8bitArgs = ()
     factor: float = 1.0
     out: Tensor | None = None
     seed: int = 0
-    new: NewState | None = None
+    new: OutOfPlaceState | None = None
 
     def __post_init__(self) -> None:
         check("gradient", self.gradient, self.numel, *GRADIENTS)
@@ -91,13 +91,15 @@ class Stretch:
         return self.gradient.numel()
 
 
-def _check_slot(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8, numel: int, prefix: str = "") -> None:
-    if isinstance(master, Halves):
+def _check_slot(
+    master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs, numel: int, prefix: str = ""
+) -> None:
+    if isinstance(master, SplitMaster):
         check(f"high half of the {prefix}master", master.high, numel, torch.bfloat16)
         check(f"low half of the {prefix}master", master.low, numel, torch.int16)
     else:
         check(f"{prefix}master", master, numel, torch.float32)
-    if isinstance(state, Moments8):
+    if isinstance(state, Moments8bitArgs):
         for name, codes, exponents in zip(("first", "second"), state.codes, state.exponents, strict=True):
             check(f"codes of the {prefix}{name} moment", codes, numel, torch.uint8)
             check(f"exponents of the {prefix}{name} moment", exponents, -(-numel // BLOCK), torch.uint8)
@@ -106,9 +108,9 @@ def _check_slot(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8, n
             check(f"{prefix}state {index}", one, numel, torch.float32)
 
 
-def _form(master: Tensor | Halves, state: tuple[Tensor, ...] | Moments8) -> str:
-    kept = "8-bit moments" if isinstance(state, Moments8) else f"{len(state)} tensors of state"
-    return f"a master {'in halves' if isinstance(master, Halves) else 'in fp32'} and {kept}"
+def _form(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs) -> str:
+    kept = "8-bit moments" if isinstance(state, Moments8bitArgs) else f"{len(state)} tensors of state"
+    return f"a master {'in halves' if isinstance(master, SplitMaster) else 'in fp32'} and {kept}"
 
 
 def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:

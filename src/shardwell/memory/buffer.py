@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shardwell.memory.device import Device
-from shardwell.memory.statistics import Account, State, Tier
+from shardwell.memory.statistics import MemoryStats, StateKind, Tier
 
 
-class Buffer:
+class FlatBuffer:
     """Storage that is entered in the books. `drop` frees the bytes under all views, `grow` takes them again, unfilled.
 
     Freeing goes through the storage because autograd saves views of parameters: replacing the tensor would keep every
@@ -22,8 +22,8 @@ class Buffer:
     def __init__(
         self,
         device: Device,
-        account: Account,
-        entry: tuple[State, str, Tier],
+        account: MemoryStats,
+        entry: tuple[StateKind, str, Tier],
         numel: int,
         dtype: torch.dtype,
         *,

@@ -1,7 +1,7 @@
 """The device seam: the only module that knows cpu, cuda and meta apart.
 
-A `Lane` is an order of work beside the main one (a CUDA stream; on cpu and meta the main order itself, where the
-process group's own threads are the overlap). A `Mark` is a point on a lane that another lane can wait for.
+A `Stream` is an order of work beside the main one (a CUDA stream; on cpu and meta the main order itself, where the
+process group's own threads are the overlap). An `Event` is a point on a stream that another stream can wait for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAGE, _WORTH_IT = 4096, 1 << 21
 _keeps_pages = False  # malloc was asked to
 
 
-class Passing(Protocol):
+class Waitable(Protocol):
     """Something that the host can wait for."""
 
     @property
@@ -40,10 +40,10 @@ class Passing(Protocol):
 
 
 @dataclass(frozen=True)
-class All:
+class AllOf:
     """Passed when all of some others have."""
 
-    of: Sequence[Passing]
+    of: Sequence[Waitable]
 
     @property
     def has_passed(self) -> bool:
@@ -55,7 +55,7 @@ class All:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Event:
     """A point on a lane. Waiting orders the current lane behind it; the host goes on."""
 
     event: torch.cuda.Event | None = None
@@ -75,7 +75,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Lane:
+class Stream:
     """An order of work of its own."""
 
     stream: torch.cuda.Stream | None = None
@@ -91,7 +91,7 @@ class Lane:
             yield
 
     @contextlib.contextmanager
-    def after(self, mark: Mark) -> Iterator[None]:
+    def after(self, mark: Event) -> Iterator[None]:
         """Put work on this lane, behind a mark on another one. Any thread may do so."""
         if self.stream is None:
             yield
@@ -100,36 +100,36 @@ class Lane:
             mark.wait()
             yield
 
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
         if self.stream is None:
-            return Mark()
+            return Event()
         event = torch.cuda.Event()
         event.record(self.stream)
-        return Mark(event)
+        return Event(event)
 
 
 class Device:
     """A torch device and what differs between kinds of device."""
 
     torch_device: torch.device
-    gathers: Lane
-    lifts: Lane  # of shards, ahead of their gathers
-    reduces: Lane
-    copies: Lane  # to the host and back
-    uploads: Lane  # of updated parameters
+    gathers: Stream
+    lifts: Stream  # of shards, ahead of their gathers
+    reduces: Stream
+    copies: Stream  # to the host and back
+    uploads: Stream  # of updated parameters
 
     def __init__(self, device: torch.device | str, *, keep_pages: bool = True) -> None:
         where = torch.device(device)
         is_bare_cuda = where.type == "cuda" and str(where) == "cuda"
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if is_bare_cuda else where
         if self.is_cuda:
-            self.gathers = Lane(torch.cuda.Stream(self.torch_device))
-            self.lifts = Lane(torch.cuda.Stream(self.torch_device))
-            self.reduces = Lane(torch.cuda.Stream(self.torch_device))
-            self.copies = Lane(torch.cuda.Stream(self.torch_device))
-            self.uploads = Lane(torch.cuda.Stream(self.torch_device))
+            self.gathers = Stream(torch.cuda.Stream(self.torch_device))
+            self.lifts = Stream(torch.cuda.Stream(self.torch_device))
+            self.reduces = Stream(torch.cuda.Stream(self.torch_device))
+            self.copies = Stream(torch.cuda.Stream(self.torch_device))
+            self.uploads = Stream(torch.cuda.Stream(self.torch_device))
         else:
-            self.gathers = self.lifts = self.reduces = self.copies = self.uploads = Lane()
+            self.gathers = self.lifts = self.reduces = self.copies = self.uploads = Stream()
             if keep_pages and self.torch_device.type == "cpu":
                 keep_freed_pages()
 
@@ -173,30 +173,30 @@ class Device:
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((), value, dtype=dtype, device=self.torch_device)
 
-    def read_later(self, value: Tensor) -> Later:
+    def read_later(self, value: Tensor) -> AsyncScalar:
         """Start copying a small tensor to the host without waiting for it."""
         if self.is_cuda:
             copy = torch.empty_like(value, device="cpu", pin_memory=True)
             copy.copy_(value, non_blocking=True)
-            return Later(copy, self.now())
-        return Later(value, Mark())
+            return AsyncScalar(copy, self.now())
+        return AsyncScalar(value, Event())
 
-    def now(self) -> Mark:
+    def now(self) -> Event:
         """The point that the current lane has been given work up to."""
         if not self.is_cuda:
-            return Mark()
+            return Event()
         event = torch.cuda.Event()
         event.record()
-        return Mark(event)
+        return Event(event)
 
-    def copy_to_host(self, source: Tensor) -> tuple[Tensor, Mark]:
+    def copy_to_host(self, source: Tensor) -> tuple[Tensor, Event]:
         """Start copying a 1-D tensor; the source must not be freed or changed before the mark has passed."""
         copy = self.empty(source.numel(), source.dtype, Tier.HOST)
         with self.copies.after_current():
             copy.copy_(source, non_blocking=True)
         return copy, self.copies.mark()
 
-    def copy_from_host(self, source: Tensor) -> tuple[Tensor, Mark]:
+    def copy_from_host(self, source: Tensor) -> tuple[Tensor, Event]:
         """Start copying a 1-D tensor back; the copy may be read after the mark, and be freed at any time.
 
         Its memory is the lane's own. Whoever takes it next is on the lane too, behind the current lane's work so far.
@@ -255,11 +255,11 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Later:
+class AsyncScalar:
     """A value on its way to the host."""
 
     value: Tensor
-    mark: Mark
+    mark: Event
 
     def get(self) -> Tensor:
         self.mark.synchronize()
@@ -322,7 +322,7 @@ def returning_freed_pages(where: torch.device) -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-def fault_in(memory: Tensor) -> Tensor:
+def prefault(memory: Tensor) -> Tensor:
     """Have the kernel give new host memory its pages at once, which is cheaper than one at a time.
 
     A hint: where it is not understood, nothing happens.

@@ -17,10 +17,10 @@ _ROOT = Path("/")
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63
 
 
-def free_host_bytes(ranks_here: int = 1, root: Path = _ROOT) -> float:
+def free_host_bytes(local_world_size: int = 1, root: Path = _ROOT) -> float:
     """Bytes that the ranks of this machine may still take together; their limits are taken to be this process' own."""
     found = [float(psutil.virtual_memory().available), *_free_in_groups(root)]
-    return max(0.0, min([*found, *(ranks_here * room for room in _free_by_ulimit(root))]))
+    return max(0.0, min([*found, *(local_world_size * room for room in _free_by_ulimit(root))]))
 
 
 def all_host_bytes(root: Path = _ROOT) -> float:

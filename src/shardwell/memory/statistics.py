@@ -26,7 +26,7 @@ class Tier(enum.Enum):
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
-class State(enum.Enum):
+class StateKind(enum.Enum):
     """What bytes are for."""
 
     PARAMETERS = "parameters"
@@ -37,7 +37,7 @@ class State(enum.Enum):
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
-Entry = tuple[State, str, Tier]
+Entry = tuple[StateKind, str, Tier]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MemoryReport:
     now: dict[Entry, int]
     peak: dict[Entry, int]  # the books at the moment when their total was largest
 
-    def total(self, state: State | None = None, *, at_peak: bool = False) -> int:
+    def total(self, state: StateKind | None = None, *, at_peak: bool = False) -> int:
         """All bytes, or those of one state."""
         books = self.peak if at_peak else self.now
         return sum(size for (kind, _, _), size in books.items() if state is None or kind is state)
@@ -85,7 +85,7 @@ class MemoryReport:
 
 
 @dataclass
-class Account:
+class MemoryStats:
     """The books of one engine."""
 
     _now: defaultdict[Entry, int] = field(default_factory=lambda: defaultdict(int))
@@ -94,7 +94,7 @@ class Account:
     _peak_total: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)  # memory is also freed by workers
 
-    def add(self, state: State, unit: str, tier: Tier, size: int) -> None:
+    def add(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
         with self._lock:
             self._now[state, unit, tier] += size
             self._total += size
@@ -102,14 +102,14 @@ class Account:
                 self._peak_total = self._total
                 self._peak = {}  # copied lazily: the next decrease writes it down
 
-    def remove(self, state: State, unit: str, tier: Tier, size: int) -> None:
+    def remove(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
         with self._lock:
             self._write_down_peak()
             self._now[state, unit, tier] -= size
             self._total -= size
             assert self._now[state, unit, tier] >= 0, f"{unit} gave back more {state.value} than it held"
 
-    def set(self, state: State, unit: str, tier: Tier, size: int) -> None:
+    def set(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
         """Enter a size that is measured as a whole, such as an optimizer's state."""
         with self._lock:
             held = self._now[state, unit, tier]

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from shardwell.memory.device import Device
-from shardwell.memory.statistics import Account, State, Tier
+from shardwell.memory.statistics import MemoryStats, StateKind, Tier
 
 
-class Scratch:
+class TemporaryBuffers:
     """Hands out 1-D tensors and takes them back, by the books."""
 
-    def __init__(self, device: Device, account: Account) -> None:
+    def __init__(self, device: Device, account: MemoryStats) -> None:
         self._device = device
         self._account = account
-        self._out: dict[int, tuple[Tensor, State, str]] = {}
+        self._out: dict[int, tuple[Tensor, StateKind, str]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, state: State, unit: str) -> Tensor:
+    def take(self, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
         """An unfilled tensor."""
         return self.adopt(self._device.empty(numel, dtype), state, unit)
 
-    def adopt(self, tensor: Tensor, state: State, unit: str) -> Tensor:
+    def adopt(self, tensor: Tensor, state: StateKind, unit: str) -> Tensor:
         """Enter a tensor that somebody else made, as if it had been taken here."""
         self._out[id(tensor)] = tensor, state, unit
         self._account.add(state, unit, Tier.DEVICE, tensor.numel() * tensor.element_size())

@@ -22,7 +22,7 @@ _NOT_THERE = ("amsgrad", "maximize", "differentiable")
 
 
 @dataclass(frozen=True)
-class Kernel:
+class HostKernel:
     """One kind of optimizer."""
 
     keys: tuple[str, ...]  # of the state, in the order that the rule takes
@@ -36,7 +36,7 @@ class Kernel:
         """The state before the first step."""
         if not self.eight_bits:
             return self.birth(master, options)
-        zeros = {key: kernels.Compact.zeros(master.numel(), is_second=key == _MOMENTS[1]) for key in _MOMENTS}
+        zeros = {key: kernels.Moment8bit.zeros(master.numel(), is_second=key == _MOMENTS[1]) for key in _MOMENTS}
         return {"step": torch.tensor(0.0, device="cpu"), **zeros}
 
     def packed(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Kernel:
         if not self.eight_bits:
             return state
         kept = {
-            key: kernels.Compact.of(state[key], is_second=key == _MOMENTS[1])
+            key: kernels.Moment8bit.of(state[key], is_second=key == _MOMENTS[1])
             for key in _MOMENTS
             if isinstance(state.get(key), Tensor)
         }
@@ -52,23 +52,25 @@ class Kernel:
 
     def step(
         self,
-        master: Tensor | kernels.Halves,
+        master: Tensor | kernels.SplitMaster,
         gradient: Tensor,
         state: dict[str, Any],
-        target: Target,
+        target: UpdateTarget,
         span: slice = slice(None),
     ) -> None:
         """Compute one step over a stretch of masters, or a span of it; `advance` makes it count."""
         rule, spare, out = self._rule(target.options, state), target.new, target.out[span]
-        if isinstance(master, kernels.Halves):  # the upper half is the parameter
-            halves = kernels.Halves(master.high[span], master.low[span])
+        if isinstance(master, kernels.SplitMaster):  # the upper half is the parameter
+            halves = kernels.SplitMaster(master.high[span], master.low[span])
             kept, seed = self._kept(state, span), _seed(state, span)
-            kernels.update(rule, kernels.Stretch(gradient[span], halves, kept, target.factor, None, seed), self.threads)
+            kernels.update(
+                rule, kernels.UpdateArgs(gradient[span], halves, kept, target.factor, None, seed), self.threads
+            )
             return
         narrow = out if out.dtype.itemsize == 2 else None
-        new = kernels.NewState(spare.master[span], self._kept(spare.state, span)) if spare is not None else None
+        new = kernels.OutOfPlaceState(spare.master[span], self._kept(spare.state, span)) if spare is not None else None
         kept, seed = self._kept(state, span), _seed(state, span)
-        stretch = kernels.Stretch(gradient[span], master[span], kept, target.factor, narrow, seed, new)
+        stretch = kernels.UpdateArgs(gradient[span], master[span], kept, target.factor, narrow, seed, new)
         kernels.update(rule, stretch, self.threads)
         stepped = (master if spare is None else spare.master)[span]
         if narrow is None and out.data_ptr() != stepped.data_ptr():
@@ -77,16 +79,16 @@ class Kernel:
     def _rule(self, options: Options, state: dict[str, Any]) -> kernels.Rule:
         """With the bits that torch's optimizer would give on the device."""
         rule = self.rule(options, state)
-        if not isinstance(rule, kernels.Adam) or not self.beside_gpu:
+        if not isinstance(rule, kernels.AdamRule) or not self.beside_gpu:
             return rule
         return replace(rule, like="cuda_fused" if options.get("fused") else "cuda")
 
-    def _kept(self, state: dict[str, Any], span: slice) -> tuple[Tensor, ...] | kernels.Moments8:
+    def _kept(self, state: dict[str, Any], span: slice) -> tuple[Tensor, ...] | kernels.Moments8bitArgs:
         kept = [state[key] for key in self.keys if state.get(key) is not None]
         if not self.eight_bits:
             return tuple(value[span] for value in kept)
         (codes1, exponents1), (codes2, exponents2) = (moment.parts(span) for moment in kept)
-        return kernels.Moments8((codes1, codes2), (exponents1, exponents2))
+        return kernels.Moments8bitArgs((codes1, codes2), (exponents1, exponents2))
 
     @staticmethod
     def advance(state: dict[str, Any]) -> None:
@@ -102,7 +104,7 @@ def _seed(state: dict[str, Any], span: slice) -> int:
 
 
 @dataclass(frozen=True)
-class Spare:
+class SpareState:
     """Memory like that of a stretch of masters and of its state."""
 
     master: Tensor
@@ -110,16 +112,18 @@ class Spare:
 
 
 @dataclass(frozen=True)
-class Target:
+class UpdateTarget:
     """How a step is taken, and where it goes."""
 
     options: Options
     factor: float  # of the gradient
     out: Tensor  # new parameters, in the compute dtype
-    new: Spare | None = None  # new masters and state; None: in place
+    new: SpareState | None = None  # new masters and state; None: in place
 
 
-def kernel_for(inner: Optimizer, threads: int, *, eight_bits: bool = False, beside_gpu: bool = False) -> Kernel | None:
+def kernel_for(
+    inner: Optimizer, threads: int, *, eight_bits: bool = False, beside_gpu: bool = False
+) -> HostKernel | None:
     """How to step on the host what `inner` steps; None if that is not known."""
     if eight_bits and not isinstance(inner, torch.optim.Adam):
         raise ShardwellError(
@@ -128,13 +132,13 @@ def kernel_for(inner: Optimizer, threads: int, *, eight_bits: bool = False, besi
     if any(group.get(name) for group in inner.param_groups for name in _NOT_THERE):
         return None
     known = _KERNELS.get(type(inner))
-    return None if known is None else Kernel(*known, threads, eight_bits, beside_gpu)
+    return None if known is None else HostKernel(*known, threads, eight_bits, beside_gpu)
 
 
 def _adam(decoupled: bool) -> RuleOf:
     def rule(options: Options, state: dict[str, Any]) -> kernels.Rule:
         apart = decoupled or bool(options.get("decoupled_weight_decay"))
-        return kernels.Adam(
+        return kernels.AdamRule(
             float(options["lr"]),
             int(state["step"]) + 1,
             _pair(options["betas"]),
@@ -157,7 +161,7 @@ def _zeros(*keys: str, counts: bool) -> Born:
 
 def _sgd(options: Options, state: dict[str, Any]) -> kernels.Rule:
     first = bool(state.get("first", False))
-    return kernels.Sgd(
+    return kernels.SgdRule(
         float(options["lr"]),
         options["momentum"],
         options["dampening"],
@@ -172,7 +176,7 @@ def _sgd_birth(master: Tensor, options: Options) -> dict[str, Any]:
 
 
 def _adagrad(options: Options, state: dict[str, Any]) -> kernels.Rule:
-    return kernels.Adagrad(
+    return kernels.AdagradRule(
         float(options["lr"]), int(state["step"]) + 1, options["lr_decay"], options["eps"], options["weight_decay"]
     )
 
@@ -185,7 +189,7 @@ def _adagrad_birth(master: Tensor, options: Options) -> dict[str, Any]:
 
 
 def _lion(options: Options, state: dict[str, Any]) -> kernels.Rule:
-    return kernels.Lion(float(options["lr"]), _pair(options["betas"]), options["weight_decay"])
+    return kernels.LionRule(float(options["lr"]), _pair(options["betas"]), options["weight_decay"])
 
 
 def _pair(betas: Any) -> tuple[float, float]:

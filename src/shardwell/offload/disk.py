@@ -21,18 +21,18 @@ from types import TracebackType
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.kernels.io import SECTOR, Outcome, Part, Queue, Request
+from shardwell.kernels.io import SECTOR, IoOutcome, IoPart, IoQueue, IoRequest
 from shardwell.memory.statistics import human
 from shardwell.offload.disk_file import DiskFile, rounded
-from shardwell.offload.disk_queue import Choice, DiskSettings, aligned, check, choose, open_queue, settle
+from shardwell.offload.disk_queue import AioSettings, IoEngineChoice, aligned, check, choose, open_queue, settle
 
-__all__ = ["DiskSettings", "DiskTier", "Extent", "Transfer", "aligned"]
+__all__ = ["AioSettings", "DiskExtent", "DiskTier", "DiskTransfer", "aligned"]
 
 Tell = Callable[[ShardwellError], object]
 
 
 @dataclass(frozen=True)
-class Region:
+class FileRegion:
     """Where the stripes of an extent lie that are in one file."""
 
     lane: int  # the number of the file
@@ -41,12 +41,12 @@ class Region:
 
 
 @dataclass(frozen=True, eq=False)
-class Extent:
+class DiskExtent:
     """A stretch of the tier. Stripe number i is in region i % len(regions), behind those before it."""
 
     num_bytes: int
     stripe: int
-    regions: tuple[Region, ...]
+    regions: tuple[FileRegion, ...]
 
     def places(self, start: int, size: int) -> Iterator[tuple[int, int, int, int]]:
         """(lane, offset in its file, offset in memory, size) of the pieces of a stretch, in order."""
@@ -60,23 +60,23 @@ class Extent:
             start += length
 
 
-class Transfer:
+class DiskTransfer:
     """A read or write on its way. The memory must not be touched until it is done."""
 
     def __init__(
         self,
-        request: Request,
-        extent: Extent,
+        request: IoRequest,
+        extent: DiskExtent,
         memory: Tensor,
-        about: tuple[bool, list[Part], tuple[Path, ...], float],
+        about: tuple[bool, list[IoPart], tuple[Path, ...], float],
         tell: Tell | None,
     ) -> None:
         self.extent = extent
         self._tell = tell
         self._about = about  # what `check` needs to tell what went wrong
         self._memory: Tensor | None = memory  # stays alive as long as the drives work on it
-        self._request: Request | None = request
-        self._outcome: Outcome | None = None
+        self._request: IoRequest | None = request
+        self._outcome: IoOutcome | None = None
         self._is_stuck = False
 
     @property
@@ -107,7 +107,7 @@ class Transfer:
         """Block until it is done; raises a ShardwellError if it failed, or if the drives have stopped answering."""
         self.end()
         with _told(self._tell):
-            check(self._outcome or Outcome(False, 0), *self._about)
+            check(self._outcome or IoOutcome(False, 0), *self._about)
 
     def end(self) -> bool:
         """Block until it is done, well or not; False if the drives have stopped answering."""
@@ -118,7 +118,7 @@ class Transfer:
             self._note(outcome)
         return self.is_done
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: IoOutcome) -> None:
         if outcome.is_done:
             self._outcome = outcome  # first: another thread may look
             self._request = self._memory = None
@@ -127,8 +127,8 @@ class Transfer:
 class DiskTier:
     """Files of this process alone, one on each path; they are gone when it ends, however it ends."""
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], settings: DiskSettings | None = None) -> None:
-        self.settings = settings or DiskSettings()
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], settings: AioSettings | None = None) -> None:
+        self.settings = settings or AioSettings()
         self.tell: Tell | None = None  # whom to tell of errors before they go up, on any thread
         self.paths = tuple(Path(path) for path in paths)
         if not self.paths:
@@ -137,15 +137,15 @@ class DiskTier:
         try:
             for path in self.paths:
                 self._files.append(DiskFile(path))
-            self.choice: Choice = choose(self.paths, self.settings)
+            self.choice: IoEngineChoice = choose(self.paths, self.settings)
             self._queue = open_queue(self.choice.engine, len(self.paths), self.settings)
         except BaseException:
             for file in self._files:
                 file.close()
             raise
         self._lock = threading.RLock()
-        self._extents: set[Extent] = set()
-        self._pending: deque[Transfer] = deque()
+        self._extents: set[DiskExtent] = set()
+        self._pending: deque[DiskTransfer] = deque()
         self._finalizer = weakref.finalize(self, _shut, os.getpid(), self._queue, self._files, self._pending)
 
     @property
@@ -158,7 +158,7 @@ class DiskTier:
         """No path goes through the page cache."""
         return all(file.is_direct for file in self._files)
 
-    def allocate(self, num_bytes: int) -> Extent:
+    def allocate(self, num_bytes: int) -> DiskExtent:
         """Space for so many bytes, reserved, not filled. A full disk is an error that changes nothing."""
         if num_bytes < 0:
             raise ShardwellError(f"an extent of {num_bytes} bytes; expected 0 or more")
@@ -166,31 +166,31 @@ class DiskTier:
             self._check_open()
             stripe = self.settings.block_size
             order = sorted(range(len(self._files)), key=lambda lane: self._files[lane].size)
-            regions: list[Region] = []
+            regions: list[FileRegion] = []
             try:
                 with _told(self.tell):
                     for place, lane in enumerate(order):
                         size = _share(num_bytes, stripe, place, len(order))
-                        regions.append(Region(lane, self._files[lane].take(size) if size else 0, size))
+                        regions.append(FileRegion(lane, self._files[lane].take(size) if size else 0, size))
             except ShardwellError:
                 self._give(regions)
                 raise
-            extent = Extent(num_bytes, stripe, tuple(regions))
+            extent = DiskExtent(num_bytes, stripe, tuple(regions))
             self._extents.add(extent)
             return extent
 
-    def read(self, extent: Extent, start: int, memory: Tensor, *, urgent: bool = False) -> Transfer:
+    def read(self, extent: DiskExtent, start: int, memory: Tensor, *, urgent: bool = False) -> DiskTransfer:
         """Begin to fill `memory` with what the extent holds from byte `start` on; what is urgent comes first."""
         return self._begin(False, extent, start, memory, urgent)
 
-    def write(self, extent: Extent, start: int, memory: Tensor) -> Transfer:
+    def write(self, extent: DiskExtent, start: int, memory: Tensor) -> DiskTransfer:
         """Begin to keep `memory` in the extent, from byte `start` on.
 
         Its size must be a multiple of SECTOR unless it ends where the extent does: drives write whole sectors.
         """
         return self._begin(True, extent, start, memory)
 
-    def free(self, extent: Extent) -> None:
+    def free(self, extent: DiskExtent) -> None:
         """Take an extent back, once its transfers have ended."""
         with self._lock:
             self._check_extent(extent)
@@ -213,23 +213,27 @@ class DiskTier:
     ) -> None:
         self.close()
 
-    def _begin(self, is_write: bool, extent: Extent, start: int, memory: Tensor, urgent: bool = False) -> Transfer:
+    def _begin(
+        self, is_write: bool, extent: DiskExtent, start: int, memory: Tensor, urgent: bool = False
+    ) -> DiskTransfer:
         with self._lock:
             self._check_extent(extent)
             size = _check(is_write, extent, start, memory)
             address = memory.data_ptr()
             parts = [
-                Part(offset, address + at, length, self._files[lane].descriptor, lane)
+                IoPart(offset, address + at, length, self._files[lane].descriptor, lane)
                 for lane, offset, at, length in extent.places(start, size)
             ]
             about = is_write, parts, self.paths, self.settings.patience
-            transfer = Transfer(self._queue.submit(is_write, parts, urgent=urgent), extent, memory, about, self.tell)
+            transfer = DiskTransfer(
+                self._queue.submit(is_write, parts, urgent=urgent), extent, memory, about, self.tell
+            )
             while self._pending and self._pending[0].is_done:
                 self._pending.popleft()
             self._pending.append(transfer)
             return transfer
 
-    def _give(self, regions: Sequence[Region]) -> None:
+    def _give(self, regions: Sequence[FileRegion]) -> None:
         for region in regions:
             self._files[region.lane].give(region.offset, region.size)
 
@@ -237,7 +241,7 @@ class DiskTier:
         if not self._finalizer.alive:
             raise ShardwellError("the disk tier is closed")
 
-    def _check_extent(self, extent: Extent) -> None:
+    def _check_extent(self, extent: DiskExtent) -> None:
         self._check_open()
         if extent not in self._extents:
             raise ShardwellError(f"an extent of {human(extent.num_bytes)} is not one of this tier's, or was freed")
@@ -261,7 +265,7 @@ def _share(num_bytes: int, stripe: int, place: int, num_places: int) -> int:
     return share - (num_stripes * stripe - rounded(num_bytes) if is_last else 0)
 
 
-def _check(is_write: bool, extent: Extent, start: int, memory: Tensor) -> int:
+def _check(is_write: bool, extent: DiskExtent, start: int, memory: Tensor) -> int:
     """The size of a transfer; raises if the drives cannot do it."""
     size = memory.numel() * memory.element_size()
     end = start + size
@@ -285,7 +289,7 @@ def _check(is_write: bool, extent: Extent, start: int, memory: Tensor) -> int:
 _left: list[object] = []  # drives that wake up again may still write to the memory of transfers
 
 
-def _shut(process: int, queue: Queue, files: list[DiskFile], pending: deque[Transfer]) -> None:
+def _shut(process: int, queue: IoQueue, files: list[DiskFile], pending: deque[DiskTransfer]) -> None:
     if os.getpid() == process:  # a fork has the files, but not the threads
         if not all(transfer.end() for transfer in pending):
             warnings.warn("the disk tier is left as it is: its drives have stopped answering", stacklevel=2)

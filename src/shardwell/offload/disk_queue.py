@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.kernels import io
-from shardwell.kernels.io import SECTOR, IoLibrary, Outcome, Part, Queue, Request, Shape
+from shardwell.kernels.io import SECTOR, IoLibrary, IoOutcome, IoPart, IoQueue, IoQueueShape, IoRequest
 from shardwell.kernels.io_reference import ThreadQueue
 from shardwell.kernels.library import UnusableLibraryError
 from shardwell.memory.device import Device
@@ -38,7 +38,7 @@ _TICK = 200  # ms after which Python looks at signals and at the clock
 
 
 @dataclass(frozen=True)
-class DiskSettings:
+class AioSettings:
     """The keys of the `aio` block, and what the block does not have."""
 
     block_size: int = 1 << 20  # bytes of one read or write, and of a stripe
@@ -64,7 +64,7 @@ class DiskSettings:
 
 
 @dataclass(frozen=True)
-class Choice:
+class IoEngineChoice:
     """An engine, and why it is the one."""
 
     engine: str
@@ -100,12 +100,14 @@ def unusable() -> dict[str, str]:
     return {"io_uring": f"the system refuses: {os.strerror(error)}"} if error else {}
 
 
-def open_queue(engine: str, num_paths: int, settings: DiskSettings) -> Queue:
+def open_queue(engine: str, num_paths: int, settings: AioSettings) -> IoQueue:
     """A lane for each path."""
     parallelism, depth = settings.intra_op_parallelism, settings.queue_depth
     if engine != "io_uring":
         depth, parallelism = min(depth * parallelism, _MAX_THREADS), 1
-    shape = Shape(settings.block_size, num_paths, depth, parallelism, settings.single_submit, settings.overlap_events)
+    shape = IoQueueShape(
+        settings.block_size, num_paths, depth, parallelism, settings.single_submit, settings.overlap_events
+    )
     try:
         if engine == "python":
             return ThreadQueue(shape)
@@ -117,7 +119,7 @@ def open_queue(engine: str, num_paths: int, settings: DiskSettings) -> Queue:
         ) from error
 
 
-def settle(request: Request, patience: float) -> Outcome:
+def settle(request: IoRequest, patience: float) -> IoOutcome:
     """How a request ended, or how it stands once the queue has stood still for so long."""
     outcome = request.wait(0)
     moved = time.monotonic()
@@ -131,12 +133,12 @@ def settle(request: Request, patience: float) -> Outcome:
     return outcome
 
 
-Job = dict[bool, Sequence[Part]]  # what is written, and what is not but read, at once
+Job = dict[bool, Sequence[IoPart]]  # what is written, and what is not but read, at once
 Speeds = Mapping[str, float]  # bytes a second, by the name of a job
-_choices: dict[tuple[object, ...], Choice] = {}
+_choices: dict[tuple[object, ...], IoEngineChoice] = {}
 
 
-def choose(paths: Sequence[Path], settings: DiskSettings) -> Choice:
+def choose(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
     """The engine that was asked for, or the fastest one."""
     wish, source = settings.engine, "engine"
     if wish == "auto" and (named := os.environ.get("SHARDWELL_IO")):
@@ -147,22 +149,22 @@ def choose(paths: Sequence[Path], settings: DiskSettings) -> Choice:
     if wish != "auto":
         if wish in reasons:
             raise ShardwellError(f"{source}: '{wish}' cannot be used here ({reasons[wish]}); use another one")
-        return Choice(wish, f"{source} says so")
+        return IoEngineChoice(wish, f"{source} says so")
     if "threads" in reasons:
-        return Choice("python", reasons["threads"])
+        return IoEngineChoice("python", reasons["threads"])
     if "io_uring" in reasons:
-        return Choice("threads", f"io_uring: {reasons['io_uring']}")
+        return IoEngineChoice("threads", f"io_uring: {reasons['io_uring']}")
     key = (tuple(os.stat(path).st_dev for path in paths), settings)
     if key not in _choices:
         _choices[key] = _faster(paths, settings)
     return _choices[key]
 
 
-def _faster(paths: Sequence[Path], settings: DiskSettings) -> Choice:
+def _faster(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
     if any((free_bytes(path) or 0) < 4 * _TRIAL_BYTES for path in paths):
-        return Choice("io_uring", f"not measured: less than {human(4 * _TRIAL_BYTES)} are free")
+        return IoEngineChoice("io_uring", f"not measured: less than {human(4 * _TRIAL_BYTES)} are free")
     found = measure(paths, settings, _TRIAL_BYTES, ("io_uring", "threads"), ["mixed"])
-    return Choice(fastest(found), "; ".join(f"{engine} {told(speeds)}" for engine, speeds in found.items()))
+    return IoEngineChoice(fastest(found), "; ".join(f"{engine} {told(speeds)}" for engine, speeds in found.items()))
 
 
 def fastest(speeds: Mapping[str, Speeds]) -> str:
@@ -176,7 +178,7 @@ def told(speeds: Speeds) -> str:
 
 def measure(
     paths: Sequence[Path],
-    settings: DiskSettings,
+    settings: AioSettings,
     num_bytes: int,
     engines: Sequence[str],
     jobs: Sequence[str] = JOBS,
@@ -192,7 +194,7 @@ def measure(
             files.append(DiskFile(path))
             files[-1].take(size)
         parts = [
-            Part(0, memory.data_ptr() + lane * size, size, file.descriptor, lane) for lane, file in enumerate(files)
+            IoPart(0, memory.data_ptr() + lane * size, size, file.descriptor, lane) for lane, file in enumerate(files)
         ]
         all_jobs: dict[str, Job] = {"read": {False: parts}, "write": {True: parts}, "mixed": _halves(parts)}
         _time(engines[0], all_jobs["write"], files, settings)  # the first write to new space costs more than the others
@@ -207,17 +209,17 @@ def measure(
     return best
 
 
-def _halves(parts: Sequence[Part]) -> Job:
+def _halves(parts: Sequence[IoPart]) -> Job:
     """The first half of each part is read, the rest is written."""
     reads = [part._replace(size=rounded(part.size // 2)) for part in parts]
     writes = [
-        Part(whole.offset + half.size, whole.address + half.size, whole.size - half.size, whole.file, whole.lane)
+        IoPart(whole.offset + half.size, whole.address + half.size, whole.size - half.size, whole.file, whole.lane)
         for whole, half in zip(parts, reads, strict=True)
     ]
     return {False: reads, True: writes}
 
 
-def _time(engine: str, job: Job, files: Sequence[DiskFile], settings: DiskSettings) -> float:
+def _time(engine: str, job: Job, files: Sequence[DiskFile], settings: AioSettings) -> float:
     queue = open_queue(engine, len(files), settings)
     begin = time.perf_counter()
     requests = {is_write: queue.submit(is_write, parts) for is_write, parts in job.items()}
@@ -230,7 +232,7 @@ def _time(engine: str, job: Job, files: Sequence[DiskFile], settings: DiskSettin
     return seconds
 
 
-def check(outcome: Outcome, is_write: bool, parts: Sequence[Part], paths: Sequence[Path], patience: float) -> None:
+def check(outcome: IoOutcome, is_write: bool, parts: Sequence[IoPart], paths: Sequence[Path], patience: float) -> None:
     """Raises if a request did not end well."""
     verb = "writing" if is_write else "reading"
     if not outcome.is_done:

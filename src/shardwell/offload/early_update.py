@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import Scratch
-from shardwell.offload.host_updates import Arrival
-from shardwell.offload.speculation import Options, are_same, options_of
-from shardwell.optim.auto_commit import Habit
+from shardwell.memory import TemporaryBuffers
+from shardwell.offload.host_updates import HostPending
+from shardwell.offload.speculation import Options, are_same, hyperparameters_of
+from shardwell.optim.auto_commit import AutoCommit
 from shardwell.optim.grad_norm import norm_of
-from shardwell.optim.param_slices import Shard
+from shardwell.optim.param_slices import ParamSlice
 from shardwell.sharding import Unit
-from shardwell.sharding.spec import Commit
+from shardwell.sharding.spec import CommitPolicy
 
 
-class Shadow:
+class InlineSpeculativeState:
     """The masters of some shards, and their optimizer state, as they were."""
 
-    def __init__(self, shards: list[Shard], states: dict[Tensor, Any]) -> None:
+    def __init__(self, shards: list[ParamSlice], states: dict[Tensor, Any]) -> None:
         self._groups = {shard.group for shard in shards}
         with self._opened(changes=False):
             self._masters = [(shard.tensor, shard.tensor.clone()) for shard in shards]
@@ -54,40 +54,40 @@ class Shadow:
 
 
 @dataclass(frozen=True)
-class Step:
+class InlineStep:
     """One unit's update in line before the norm was known."""
 
-    shadow: Shadow | None  # None: it is final
+    shadow: InlineSpeculativeState | None  # None: it is final
     options: list[Options]  # that it was done with
 
 
-class Ahead:
+class EarlyUpdates:
     """The units that were updated in line before the norm of this boundary was known."""
 
     def __init__(
         self,
         inner: Optimizer,
-        scratch: Scratch,
-        shards_of: Callable[[Unit], list[Shard]],
+        scratch: TemporaryBuffers,
+        shards_of: Callable[[Unit], list[ParamSlice]],
         update: Callable[[Unit], None],
     ) -> None:
         self._inner, self._scratch, self._shards_of, self._update = inner, scratch, shards_of, update
-        self._steps: dict[int, Step] = {}  # by unit
+        self._steps: dict[int, InlineStep] = {}  # by unit
         self.norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: of gradients that are gone, see `norm_of`
 
     def update(self, unit: Unit) -> None:
         """Step a unit whose gradients are complete, if its row does not wait for the norm."""
         commit = commit_of(unit)
         shards = [shard for shard in self._shards_of(unit) if shard.gradient is not None]
-        if commit is Commit.AFTER_NORM or not shards:
+        if commit is CommitPolicy.AFTER_NORM or not shards:
             return
         self.take_back(unit)  # a gradient came late: what was done was done with too little
         if unit.index in self._steps:
             raise ShardwellError(
                 f"unit '{unit.name}' got another gradient after its update at once; commit after the norm"
             )
-        shadow = Shadow(shards, self._inner.state) if commit is Commit.SHADOW else None
-        self._steps[unit.index] = Step(shadow, options_of(self._inner))
+        shadow = InlineSpeculativeState(shards, self._inner.state) if commit is CommitPolicy.SHADOW else None
+        self._steps[unit.index] = InlineStep(shadow, hyperparameters_of(self._inner))
         if shadow is None:
             self.norms[unit.index] = [norm_of(shard) for shard in shards]
         self._update(unit)
@@ -97,7 +97,7 @@ class Ahead:
     def commit(self, may_step: bool, factor: Tensor | None) -> set[int]:
         """The norm is known: keep what was done, or take it back. Returns the units that need no further step."""
         is_clipped = bool(self._steps) and factor is not None and float(factor) < 1.0
-        options = options_of(self._inner)
+        options = hyperparameters_of(self._inner)
         steps, self._steps = self._steps, {}
         for index, step in list(steps.items()):
             if step.shadow is not None and (not may_step or is_clipped or not are_same(step.options, options)):
@@ -118,18 +118,18 @@ class Ahead:
             step.shadow.restore(self._inner.state)
 
 
-def commit_of(unit: Unit) -> Commit:
+def commit_of(unit: Unit) -> CommitPolicy:
     """A unit's policy: that of its groups below the device, if there are any."""
-    commits = {group.row.commit for group in unit.trainable} - {Commit.AFTER_NORM}
-    return next(iter(commits), Commit.AFTER_NORM)
+    commits = {group.row.commit for group in unit.trainable} - {CommitPolicy.AFTER_NORM}
+    return next(iter(commits), CommitPolicy.AFTER_NORM)
 
 
 @dataclass(frozen=True)
-class Early:
+class PublishAfter:
     """An update that no step has published, for who needs the unit: he waits for it, and all ranks are sent it."""
 
     unit: Unit
-    arrival: Arrival | None  # None: it was done in line, or on other ranks only
+    arrival: HostPending | None  # None: it was done in line, or on other ranks only
 
     @property
     def is_known(self) -> bool:
@@ -145,7 +145,7 @@ class Early:
 
 
 @dataclass(frozen=True)
-class Tentative:
+class Revocable:
     """An update that is not the truth yet, for who needs the unit: he takes it back, and sees what was before.
 
     A rank can do so alone: nobody was sent anything, and the step comes to the same.
@@ -163,7 +163,7 @@ class Tentative:
         self.take_back(self.unit)
 
 
-class Done:
+class NothingPending:
     """Nothing to wait for, in place of an update that other ranks wait for: what follows comes as late as theirs."""
 
     is_known = True
@@ -173,25 +173,25 @@ class Done:
     def wait(self) -> None: ...
 
 
-class Unpublished:
+class UnpublishedUnits:
     """Units with updates that were begun and not published yet: the same on all ranks."""
 
-    def __init__(self, ways_back: list[Callable[[Unit], None]], habit: Habit) -> None:
+    def __init__(self, ways_back: list[Callable[[Unit], None]], habit: AutoCommit) -> None:
         """`ways_back`: how those who update ahead of the norm take back what is not final."""
         self._ways_back, self._habit = ways_back, habit
         self._units: dict[int, Unit] = {}
 
-    def begin(self, unit: Unit, arrival: Arrival | None, *, is_complete: bool) -> None:
+    def begin(self, unit: Unit, arrival: HostPending | None, *, is_complete: bool) -> None:
         """Gradients of a unit were reduced, and it may have gone ahead of the norm."""
         commit = commit_of(unit)
         if self._habit.watch(unit, arrival, is_complete=is_complete):
-            if commit is Commit.AT_ONCE:
+            if commit is CommitPolicy.AT_ONCE:
                 self._note(unit)
                 unit.is_ahead = True
-        elif commit is Commit.SHADOW:
+        elif commit is CommitPolicy.SHADOW:
             self._note(unit)
-            unit.await_update(Tentative(unit, self.take_back), hides=True)
-        elif commit is Commit.AT_ONCE:
+            unit.await_update(Revocable(unit, self.take_back), hides=True)
+        elif commit is CommitPolicy.AT_ONCE:
             self.add(unit, arrival)
 
     def take_back(self, unit: Unit) -> None:
@@ -199,11 +199,11 @@ class Unpublished:
         for take_back in self._ways_back:
             take_back(unit)
 
-    def add(self, unit: Unit, arrival: Arrival | None) -> None:
+    def add(self, unit: Unit, arrival: HostPending | None) -> None:
         """An update was begun: whoever looks from now on waits for it, and sees no second copy of what was before."""
         self._note(unit)
         unit.is_ahead = True
-        unit.await_update(Early(unit, arrival))
+        unit.await_update(PublishAfter(unit, arrival))
 
     def _note(self, unit: Unit) -> None:
         for group in unit.trainable:
@@ -216,7 +216,7 @@ class Unpublished:
             unit.is_ahead = False
             unit.await_update(None)
 
-    def give_up(self, end: Callable[[Unit], Arrival | None], *, together: bool) -> None:
+    def give_up(self, end: Callable[[Unit], HostPending | None], *, together: bool) -> None:
         """No step will publish them any more: `end` says what there is to wait for.
 
         They are published here, or if other ranks do not come here, by who needs them.
@@ -225,9 +225,9 @@ class Unpublished:
         for unit in units.values():
             unit.is_ahead = False
             arrival = end(unit)
-            unit.await_update(None if together else Early(unit, arrival))
+            unit.await_update(None if together else PublishAfter(unit, arrival))
             if together:
-                unit.publish(arrival or Done())
+                unit.publish(arrival or NothingPending())
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

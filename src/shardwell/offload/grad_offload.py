@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from shardwell import kernels
-from shardwell.memory import Mark, State, Tier
-from shardwell.memory.device import All, Passing
-from shardwell.offload.disk import Transfer
-from shardwell.offload.grad_swap import Away, Waiting
-from shardwell.offload.staging import Backlog, Pinned, Slots
-from shardwell.offload.worker import Ticket, Worker
-from shardwell.sharding import Context, Group, Unit
+from shardwell.memory import Event, StateKind, Tier
+from shardwell.memory.device import AllOf, Waitable
+from shardwell.offload.disk import DiskTransfer
+from shardwell.offload.grad_swap import GradientSwapper, SwappedGradients
+from shardwell.offload.staging import ByteThrottle, PinnedAllocator, StagingPool
+from shardwell.offload.worker import TaskHandle, Worker
+from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.spec import ReduceAt
 
 _NOW = -1  # more urgent than any unit
@@ -32,37 +32,37 @@ _SHARE_ABOVE = 1 / 32  # of the device: gradients that may wait there for the ho
 
 
 @dataclass
-class Parcel:
+class GradientTransfer:
     """A unit's gradients on their way down."""
 
-    gradients: dict[Group, Tensor]  # 1D: where they are now
-    down: Mark = field(default_factory=Mark)  # passed when they are in host memory
+    gradients: dict[ShardedGroup, Tensor]  # 1D: where they are now
+    down: Event = field(default_factory=Event)  # passed when they are in host memory
     slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
     is_above: bool = False  # they are still on the device
-    away: Away | None = None  # they are on disk, or on their way there
+    away: SwappedGradients | None = None  # they are on disk, or on their way there
 
 
-class Descent:
+class GradientOffloader:
     """The gradients of an engine's units that are stepped on the host."""
 
-    def __init__(self, context: Context, units: list[Unit], worker: Worker, threads: int, num_slots: int) -> None:
+    def __init__(self, context: EngineContext, units: list[Unit], worker: Worker, threads: int, num_slots: int) -> None:
         self._context, self._worker, self._threads = context, worker, threads
-        self._parcels: dict[int, Parcel] = {}  # by unit: gradients that nobody took yet
-        self._leaving: deque[tuple[Mark | Ticket, Tensor]] = deque()  # device memory that is still read
-        self.pinned = Pinned(context.device, context.account)
+        self._parcels: dict[int, GradientTransfer] = {}  # by unit: gradients that nobody took yet
+        self._leaving: deque[tuple[Event | TaskHandle, Tensor]] = deque()  # device memory that is still read
+        self.pinned = PinnedAllocator(context.device, context.account)
         self.largest = max(
             sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
         )
         self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
         self._porter = Worker("shardwell porter", gate=self._ahead)
-        self._above = Backlog(max(2 * self.largest, int(_SHARE_ABOVE * context.device.most_bytes())))
-        self._slots = Slots(self.pinned, num_slots, self.largest)  # for the porter
-        self._inbox = Slots(self.pinned, num_slots, self.largest)  # for the training loop: what is to be added
+        self._above = ByteThrottle(max(2 * self.largest, int(_SHARE_ABOVE * context.device.most_bytes())))
+        self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the porter
+        self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: what is to be added
         self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait
-        self._totals: dict[Group, Tensor] = {}  # gradients of several micro-steps, added up
-        self._adding: dict[Group, Ticket] = {}  # of this boundary: the last that was added
-        self._last_sum: Passing = Mark()  # passed when all that is to be added, and what it is added to, is there
-        self._waiting = None if context.disk is None else Waiting(context.disk, context, worker, _NOW)
+        self._totals: dict[ShardedGroup, Tensor] = {}  # gradients of several micro-steps, added up
+        self._adding: dict[ShardedGroup, TaskHandle] = {}  # of this boundary: the last that was added
+        self._last_sum: Waitable = Event()  # passed when all that is to be added, and what it is added to, is there
+        self._waiting = None if context.disk is None else GradientSwapper(context.disk, context, worker, _NOW)
         for unit in units:
             self.enter(unit)
 
@@ -71,7 +71,7 @@ class Descent:
         for group in unit.trainable:
             group.gradients.hands_over = group.is_stepped_on_host and group.row.reduce_at is ReduceAt.MICRO_STEP
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: ShardedGroup) -> None:
         """Let go of a group, whose state will rest elsewhere."""
         group.gradients.hands_over = False
         if self._waiting is not None:
@@ -79,7 +79,7 @@ class Descent:
         self._free_kept(group.unit)
         total = self._totals.pop(group, None)
         if total is not None:
-            self._context.account.remove(State.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
+            self._context.account.remove(StateKind.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
 
     def forget(self) -> None:
         """The next micro-step begins new sums."""
@@ -105,12 +105,12 @@ class Descent:
             return
         if not waits:
             self._above.add(sum(_sizes(above)))
-            self._parcels[unit.index] = Parcel(above, is_above=True)
+            self._parcels[unit.index] = GradientTransfer(above, is_above=True)
             for group in above:
                 group.gradients.part_with()
             self._free_kept(unit.name)  # it waits no more; its last update has ended, or it had not been used
             return
-        parcel = self._parcels[unit.index] = Parcel(dict(above))
+        parcel = self._parcels[unit.index] = GradientTransfer(dict(above))
         if on_disk is not None:
             on_disk.write(unit, above, partial(self._copy_down, parcel, above))
             arrive: Callable[[], None] = partial(on_disk.bring_back, unit.name)
@@ -122,11 +122,13 @@ class Descent:
             group.gradients.lodge(copy, arrive)
             self._leaving.append((parcel.down, above[group]))
 
-    def _waits_on_disk(self, unit: Unit) -> Waiting | None:
+    def _waits_on_disk(self, unit: Unit) -> GradientSwapper | None:
         """Who keeps its gradients on disk, if they wait there."""
         return self._waiting if self._waiting is not None and self._waiting.has(unit) else None
 
-    def _copy_down(self, parcel: Parcel, above: dict[Group, Tensor], into: dict[Group, Tensor]) -> Mark:
+    def _copy_down(
+        self, parcel: GradientTransfer, above: dict[ShardedGroup, Tensor], into: dict[ShardedGroup, Tensor]
+    ) -> Event:
         """Start copying gradients into tensors."""
         with self._context.device.copies.after_current(), torch.no_grad():
             for group, gradient in above.items():
@@ -137,8 +139,8 @@ class Descent:
 
     def _send_down(
         self,
-        parcel: Parcel,
-        above: dict[Group, Tensor],
+        parcel: GradientTransfer,
+        above: dict[ShardedGroup, Tensor],
         memory: Tensor,
         lane: contextlib.AbstractContextManager[None],
     ) -> None:
@@ -166,31 +168,31 @@ class Descent:
         """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""
         while len(self._leaving) > but:
             passed, memory = self._leaving[0]
-            if isinstance(passed, Mark):
+            if isinstance(passed, Event):
                 passed.wait()
             elif not passed.has_passed:
                 return
             self._context.scratch.give(memory)
             self._leaving.popleft()
 
-    def take(self, unit: Unit, found: dict[Group, Tensor]) -> tuple[Parcel, list[Ticket]]:
+    def take(self, unit: Unit, found: dict[ShardedGroup, Tensor]) -> tuple[GradientTransfer, list[TaskHandle]]:
         """The gradients for an update, of groups whose results were found; and what some of them are the sum of."""
-        parcel = self._parcels.pop(unit.index, None) or Parcel({})
+        parcel = self._parcels.pop(unit.index, None) or GradientTransfer({})
         for group, result in found.items():
             parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
         on_disk = self._waits_on_disk(unit)
         parcel.away = None if on_disk is None else on_disk.of(unit)
         return parcel, [self._adding[group] for group in found if group in self._adding]
 
-    def down_after(self, parcel: Parcel, added: list[Ticket]) -> Passing:
+    def down_after(self, parcel: GradientTransfer, added: list[TaskHandle]) -> Waitable:
         """Passed when all of a parcel is in host memory."""
         return self._last_sum if added else parcel.down
 
     def carry(
         self,
-        parcel: Parcel,
+        parcel: GradientTransfer,
         urgency: int,
-        after: Passing,
+        after: Waitable,
         then: Callable[[], None],
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -203,7 +205,7 @@ class Descent:
             above, trouble = _above(parcel), None
             try:
                 parcel.slot = self._slots.take(sum(_sizes(above)))
-                self._send_down(parcel, above, parcel.slot, self._context.device.copies.after(Mark()))
+                self._send_down(parcel, above, parcel.slot, self._context.device.copies.after(Event()))
                 parcel.down.synchronize()
             except BaseException as error:
                 trouble = error
@@ -218,24 +220,24 @@ class Descent:
 
         self._porter.submit(load, urgency=urgency, after=after)
 
-    def begin(self, parcel: Parcel) -> None:
+    def begin(self, parcel: GradientTransfer) -> None:
         """The worker begins with a parcel: the next one may come down."""
         if parcel.slot is not None:
             self._ahead.release()
         parcel.down.synchronize()
 
-    def end(self, parcel: Parcel, after: Mark) -> None:
+    def end(self, parcel: GradientTransfer, after: Event) -> None:
         """The memory that gradients came in may be used again after the mark."""
         if parcel.slot is not None:
             self._slots.give(parcel.slot, after)
 
-    def give_up(self, parcel: Parcel) -> None:
+    def give_up(self, parcel: GradientTransfer) -> None:
         """Free gradients that are still on the device: nobody will bring them down."""
         if parcel.is_above:
             parcel.is_above = False
             self._free(_above(parcel))
 
-    def _free(self, gradients: dict[Group, Tensor]) -> None:
+    def _free(self, gradients: dict[ShardedGroup, Tensor]) -> None:
         for memory in gradients.values():
             self._context.scratch.give(memory)
         self._above.remove(sum(_sizes(gradients)))
@@ -250,11 +252,11 @@ class Descent:
         if not new:
             return
         above = {group: tensor for group, (tensor, _) in new.items()}
-        parcel = Parcel(dict(above))
+        parcel = GradientTransfer(dict(above))
         if self._context.device.is_cuda:
             parcel.slot = self._inbox.take(sum(_sizes(above)))
             self._send_down(parcel, above, parcel.slot, self._context.device.copies.after_current())
-        on_disk, reads = self._waits_on_disk(unit), list[Transfer]()
+        on_disk, reads = self._waits_on_disk(unit), list[DiskTransfer]()
         if on_disk is None:
             totals = {group: self._total_of(group) for group in new}
         else:
@@ -263,7 +265,7 @@ class Descent:
         parts = [
             (totals[group], parcel.gradients[group], f, group not in self._adding) for group, (_, f) in new.items()
         ]
-        self._last_sum = All([parcel.down, *reads])
+        self._last_sum = AllOf([parcel.down, *reads])
         before = [self._adding[group] for group in new if group in self._adding]
         needs = [*(ticket.wait for ticket in before), *(read.wait for read in reads)]
         ticket = self._worker.submit(lambda: self._add(parcel, parts, needs), urgency=_NOW, after=self._last_sum)
@@ -274,15 +276,18 @@ class Descent:
             group.gradients.lodge(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
             self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
 
-    def _total_of(self, group: Group) -> Tensor:
+    def _total_of(self, group: ShardedGroup) -> Tensor:
         if group not in self._totals:
             self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32, device="cpu")
             size = self._totals[group].numel() * 4
-            self._context.account.add(State.GRADIENTS, group.unit, Tier.HOST, size)
+            self._context.account.add(StateKind.GRADIENTS, group.unit, Tier.HOST, size)
         return self._totals[group]
 
     def _add(
-        self, parcel: Parcel, parts: list[tuple[Tensor, Tensor, float, bool]], needs: Sequence[Callable[[], None]]
+        self,
+        parcel: GradientTransfer,
+        parts: list[tuple[Tensor, Tensor, float, bool]],
+        needs: Sequence[Callable[[], None]],
     ) -> None:
         """`needs` are called first, and raise if there is no sound sum to add to."""
         try:
@@ -292,13 +297,13 @@ class Descent:
                 kernels.add(total, gradient, factor, self._threads, fresh=fresh)
         finally:
             if parcel.slot is not None:
-                self._inbox.give(parcel.slot, Mark())
+                self._inbox.give(parcel.slot, Event())
 
-    def adds_up(self, group: Group) -> bool:
+    def adds_up(self, group: ShardedGroup) -> bool:
         """Whether its gradients of this boundary are added up here."""
         return group in self._adding
 
-    def norm_later(self, group: Group, gradient: Tensor) -> Callable[[], float]:
+    def norm_later(self, group: ShardedGroup, gradient: Tensor) -> Callable[[], float]:
         """Have the norm of gradients computed once they are added up; returns what waits for it."""
         found: list[float] = []
         added = self._adding[group]
@@ -316,7 +321,7 @@ class Descent:
         return norm
 
 
-def _back(added: Ticket, on_disk: Waiting, unit: Unit) -> Callable[[], None]:
+def _back(added: TaskHandle, on_disk: GradientSwapper, unit: Unit) -> Callable[[], None]:
     """What brings sums back once the last gradients are added."""
 
     def arrive() -> None:
@@ -326,15 +331,15 @@ def _back(added: Ticket, on_disk: Waiting, unit: Unit) -> Callable[[], None]:
     return arrive
 
 
-def _above(parcel: Parcel) -> dict[Group, Tensor]:
+def _above(parcel: GradientTransfer) -> dict[ShardedGroup, Tensor]:
     return {group: gradient for group, gradient in parcel.gradients.items() if gradient.is_cuda}
 
 
-def _sizes(gradients: dict[Group, Tensor]) -> list[int]:
+def _sizes(gradients: dict[ShardedGroup, Tensor]) -> list[int]:
     return [aligned_size(gradient.numel() * gradient.element_size()) for gradient in gradients.values()]
 
 
-def _param_bytes(group: Group) -> int:
+def _param_bytes(group: ShardedGroup) -> int:
     """Of this rank's part, in the compute dtype."""
     return aligned_size((group.own[1] - group.own[0]) * group.precision.compute.itemsize)
 

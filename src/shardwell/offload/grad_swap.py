@@ -19,27 +19,27 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import State, Tier
-from shardwell.memory.device import All, Mark, Passing
-from shardwell.offload.disk import DiskTier, Transfer
-from shardwell.offload.staging import Aligned, Slots
-from shardwell.offload.swapped_tensors import Chest
-from shardwell.offload.worker import Ticket, Worker
-from shardwell.sharding import Context, Group, Unit
+from shardwell.memory import StateKind, Tier
+from shardwell.memory.device import AllOf, Event, Waitable
+from shardwell.offload.disk import DiskTier, DiskTransfer
+from shardwell.offload.staging import AlignedAllocator, StagingPool
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.offload.worker import TaskHandle, Worker
+from shardwell.sharding import EngineContext, ShardedGroup, Unit
 
 NUM_SLOTS = 3  # one that gradients come into, two that are written or read
 
 
 @dataclass
-class Away:
+class SwappedGradients:
     """A unit's gradients."""
 
-    chest: Chest
-    tensors: dict[Group, Tensor] = field(default_factory=dict)  # 1D
-    written: Ticket | None = None  # of the last time that they were sent away
+    chest: SwappedTensors
+    tensors: dict[ShardedGroup, Tensor] = field(default_factory=dict)  # 1D
+    written: TaskHandle | None = None  # of the last time that they were sent away
     num_bytes: int = 0  # on disk
 
-    def ready(self) -> Chest:
+    def ready(self) -> SwappedTensors:
         """Wait until they are being written, and nobody has them; raises what went wrong."""
         if self.written is not None:
             self.written.wait()
@@ -50,19 +50,21 @@ class Away:
 class _Seated:
     """Gradients that are in a slot now."""
 
-    away: Away
+    away: SwappedGradients
     slot: Tensor
-    after: Passing  # when they are complete
-    added: Ticket | None = None  # of what completes them, if that may fail
+    after: Waitable  # when they are complete
+    added: TaskHandle | None = None  # of what completes them, if that may fail
 
 
-class Waiting:
+class GradientSwapper:
     """The gradients of an engine's units that wait on disk. All calls are the training loop's."""
 
-    def __init__(self, tier: DiskTier, context: Context, worker: Worker, urgency: int) -> None:
+    def __init__(self, tier: DiskTier, context: EngineContext, worker: Worker, urgency: int) -> None:
         self._tier, self._context, self._worker, self._urgency = tier, context, worker, urgency
-        self._slots = Slots(Aligned(context.device, context.account, pinned=context.device.is_cuda), NUM_SLOTS, 0)
-        self._units: dict[str, Away] = {}
+        self._slots = StagingPool(
+            AlignedAllocator(context.device, context.account, pinned=context.device.is_cuda), NUM_SLOTS, 0
+        )
+        self._units: dict[str, SwappedGradients] = {}
         self._seated: _Seated | None = None
 
     @staticmethod
@@ -70,15 +72,17 @@ class Waiting:
         """Whether a unit's gradients wait here, if they have to."""
         return any(group.is_stepped_on_host and group.row.gradients.tier is Tier.DISK for group in unit.trainable)
 
-    def write(self, unit: Unit, above: dict[Group, Tensor], copy: Callable[[dict[Group, Tensor]], Mark]) -> None:
+    def write(
+        self, unit: Unit, above: dict[ShardedGroup, Tensor], copy: Callable[[dict[ShardedGroup, Tensor]], Event]
+    ) -> None:
         """Keep new gradients; `copy` starts to copy those into tensors, and says when that is done."""
         away, _, slot = self._seat(unit, {group: gradient.dtype for group, gradient in above.items()}, blank=True)
         self._seated = _Seated(away, slot, copy(away.tensors))
         self.send_away()
 
     def add(
-        self, unit: Unit, groups: Iterable[Group], *, after: Passing, fresh: bool
-    ) -> tuple[dict[Group, Tensor], list[Transfer]]:
+        self, unit: Unit, groups: Iterable[ShardedGroup], *, after: Waitable, fresh: bool
+    ) -> tuple[dict[ShardedGroup, Tensor], list[DiskTransfer]]:
         """Sums of a unit's gradients: in memory once these reads have ended, until `send_away` is called.
 
         They are complete when the worker is done with what it is given until then, and `after` has passed. `fresh`:
@@ -86,10 +90,10 @@ class Waiting:
         """
         before = {} if fresh else self._tensors_of(unit)
         away, reads, slot = self._seat(unit, dict.fromkeys((*before, *groups), torch.float32), blank=fresh)
-        self._seated = _Seated(away, slot, All([after, *reads]))
+        self._seated = _Seated(away, slot, AllOf([after, *reads]))
         return away.tensors, reads
 
-    def completed_by(self, added: Ticket) -> None:
+    def completed_by(self, added: TaskHandle) -> None:
         """What is in memory is worth writing only if this piece of work of the worker's has succeeded."""
         assert self._seated is not None
         self._seated = replace(self._seated, added=added)
@@ -102,17 +106,17 @@ class Waiting:
         chest, slot, added = seated.away.chest, seated.slot, seated.added
 
         def put_back() -> None:
-            writes: list[Transfer] = []
+            writes: list[DiskTransfer] = []
             try:
                 writes = chest.put_back(changed=added is None or added.has_succeeded)
                 if added is not None:
                     added.wait()
             finally:
-                self._slots.give(slot, All([seated.after, *writes]))
+                self._slots.give(slot, AllOf([seated.after, *writes]))
 
         seated.away.written = self._worker.submit(put_back, urgency=self._urgency, after=seated.after)
 
-    def of(self, unit: Unit) -> Away | None:
+    def of(self, unit: Unit) -> SwappedGradients | None:
         """What an update has to read; None if there is nothing."""
         self.send_away()
         away = self._units.get(unit.name)
@@ -136,17 +140,19 @@ class Waiting:
             away.chest.free()
             self._note(name, away, 0)
 
-    def _tensors_of(self, unit: Unit) -> dict[Group, Tensor]:
+    def _tensors_of(self, unit: Unit) -> dict[ShardedGroup, Tensor]:
         return self._units[unit.name].tensors if unit.name in self._units else {}
 
     def _seat(
-        self, unit: Unit, wanted: dict[Group, torch.dtype], *, blank: bool
-    ) -> tuple[Away, list[Transfer], Tensor]:
+        self, unit: Unit, wanted: dict[ShardedGroup, torch.dtype], *, blank: bool
+    ) -> tuple[SwappedGradients, list[DiskTransfer], Tensor]:
         """Begin to bring a unit's tensors into a slot; with `blank` they are not read."""
         self.send_away()
         away = self._units.get(unit.name)
         if away is None:
-            away = self._units[unit.name] = Away(Chest(self._tier, self._context.account, unit.name))
+            away = self._units[unit.name] = SwappedGradients(
+                SwappedTensors(self._tier, self._context.account, unit.name)
+            )
         if not blank:
             away.ready()
         away.tensors = {group: _tensor(away.tensors.get(group), group, dtype) for group, dtype in wanted.items()}
@@ -156,15 +162,15 @@ class Waiting:
         try:
             return away, away.chest.fetch(slot, blank=blank), slot
         except BaseException:
-            self._slots.give(slot, Mark())
+            self._slots.give(slot, Event())
             raise
 
-    def _note(self, name: str, away: Away, num_bytes: int) -> None:
+    def _note(self, name: str, away: SwappedGradients, num_bytes: int) -> None:
         away.num_bytes = num_bytes
-        self._context.account.set(State.GRADIENTS, name, Tier.DISK, num_bytes)
+        self._context.account.set(StateKind.GRADIENTS, name, Tier.DISK, num_bytes)
 
 
-def _tensor(before: Tensor | None, group: Group, dtype: torch.dtype) -> Tensor:
+def _tensor(before: Tensor | None, group: ShardedGroup, dtype: torch.dtype) -> Tensor:
     """The same as before if it fits, or one that has no memory yet."""
     numel = group.own[1] - group.own[0]
     if before is not None and before.dtype is dtype and before.numel() == numel:

@@ -13,29 +13,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
-from shardwell.kernels import Compact
-from shardwell.memory import Mark
+from shardwell.kernels import Moment8bit
+from shardwell.memory import Event
 from shardwell.offload.cpu_kernels import kernel_for
-from shardwell.offload.host_updates import Arrival, HostUpdates
-from shardwell.offload.optimizer_swap import Store
-from shardwell.offload.speculation import options_of
+from shardwell.offload.host_updates import HostPending, HostUpdateQueue
+from shardwell.offload.optimizer_swap import OptimizerSwapper
+from shardwell.offload.speculation import hyperparameters_of
 from shardwell.offload.worker import Worker
 from shardwell.optim.grad_norm import Norm, norm_of, sum_of_squares
 from shardwell.optim.loss_scale import LossScale
-from shardwell.optim.param_slices import Shard, Shards
-from shardwell.sharding import Context, Unit
-from shardwell.sharding.spec import Commit
+from shardwell.optim.param_slices import ParamSlice, ParamSlices
+from shardwell.sharding import EngineContext, Unit
+from shardwell.sharding.spec import CommitPolicy
 
 
 def host_updates(
     inner: Optimizer,
     units: list[Unit],
-    context: Context,
+    context: EngineContext,
     num_slots: int,
-    store: Store | None,
+    store: OptimizerSwapper | None,
     *,
     eight_bits: bool,
-) -> HostUpdates | None:
+) -> HostUpdateQueue | None:
     """Who steps beside the training loop, if there is something below the device that can be stepped so."""
     mine = [unit for unit in units if any(group.is_stepped_on_host for group in unit.trainable)]
     if not mine:
@@ -64,14 +64,20 @@ def host_updates(
                 'without amsgrad and the like, over fp32 masters, or set it to "fp32"'
             )
         return None
-    return HostUpdates(context, inner, kernel, mine, Worker("shardwell host updates", cores), num_slots, store)
+    return HostUpdateQueue(context, inner, kernel, mine, Worker("shardwell host updates", cores), num_slots, store)
 
 
-class Offloaded:
+class HostExecutor:
     """The units whose optimizer state rests on the host or on disk."""
 
     def __init__(
-        self, host: HostUpdates, inner: Optimizer, shards: Shards, context: Context, scale: LossScale, clip: float
+        self,
+        host: HostUpdateQueue,
+        inner: Optimizer,
+        shards: ParamSlices,
+        context: EngineContext,
+        scale: LossScale,
+        clip: float,
     ) -> None:
         self.host = host
         self._inner, self._shards, self._context = inner, shards, context
@@ -89,7 +95,7 @@ class Offloaded:
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
         shards = [s for s in self._shards.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
-        self.host.descent.bring_down(unit, waits=not goes_ahead or commit is Commit.SHADOW)
+        self.host.descent.bring_down(unit, waits=not goes_ahead or commit is CommitPolicy.SHADOW)
         if goes_ahead:
             self._start_ahead(unit, commit)
 
@@ -102,27 +108,27 @@ class Offloaded:
             )
         self._norms.pop(unit.index, None)
 
-    def _goes_ahead(self, unit: Unit, commit: Commit) -> bool:
-        if commit is Commit.SHADOW:
+    def _goes_ahead(self, unit: Unit, commit: CommitPolicy) -> bool:
+        if commit is CommitPolicy.SHADOW:
             return self.host.may_speculate(self._shards.of(unit))
-        return commit is Commit.AT_ONCE
+        return commit is CommitPolicy.AT_ONCE
 
-    def _norm_of(self, shard: Shard) -> tuple[Norm, bool]:
+    def _norm_of(self, shard: ParamSlice) -> tuple[Norm, bool]:
         """On the device it is cheap, and the same bits as without offload; what is added up is there no more."""
         assert shard.gradient is not None
         if not self.host.descent.adds_up(shard.group):
             return norm_of(shard)
         return self.host.descent.norm_later(shard.group, shard.gradient), shard.group.row.gradients.over is None
 
-    def _start_ahead(self, unit: Unit, commit: Commit) -> None:
+    def _start_ahead(self, unit: Unit, commit: CommitPolicy) -> None:
         """Queue a unit's update before the norm is known."""
         if self.host.is_queued(unit):
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
-        factor = FromNorm(*self._own_norm(unit), self._scale.value)
-        assumed = 1.0 / self._scale.value if commit is Commit.SHADOW else None
-        self.host.start(unit, self._shards.of(unit), options_of(self._inner), factor, assumed)
+        factor = ClipFromNorm(*self._own_norm(unit), self._scale.value)
+        assumed = 1.0 / self._scale.value if commit is CommitPolicy.SHADOW else None
+        self.host.start(unit, self._shards.of(unit), hyperparameters_of(self._inner), factor, assumed)
 
-    def _own_norm(self, unit: Unit) -> tuple[Callable[[], float], Mark]:
+    def _own_norm(self, unit: Unit) -> tuple[Callable[[], float], Event]:
         """Of a unit's gradients on this rank, and when it is known."""
         norms = [norm for norm, _ in self._norms[unit.index]]
         later = [norm for norm in norms if not isinstance(norm, Tensor)]
@@ -140,30 +146,32 @@ class Offloaded:
     def norms_at_once(self, unit: Unit) -> list[Norm] | None:
         """Of the gradients that a unit was updated with at once; None if it waits for the norm of all."""
         commits = {group.row.commit for group in unit.trainable if group.is_stepped_on_host}
-        if Commit.AT_ONCE not in commits or not self.host.is_queued(unit):
+        if CommitPolicy.AT_ONCE not in commits or not self.host.is_queued(unit):
             return None
         return [norm for norm, _ in self._norms[unit.index]]
 
     def has_norms(self, unit: Unit) -> bool:
         return unit.index in self._norms
 
-    def step(self, units: Iterable[Unit], norm: Tensor, shards_of: Callable[[Unit], Iterable[Shard]]) -> Iterator[Unit]:
+    def step(
+        self, units: Iterable[Unit], norm: Tensor, shards_of: Callable[[Unit], Iterable[ParamSlice]]
+    ) -> Iterator[Unit]:
         """Queue the updates of this boundary, and what becomes of those that were done ahead of the norm.
 
         Yields the units that are updated. One that got no gradient, which all ranks know, is left where it rests.
         """
         read = self._context.device.read_later(norm)
-        factor = FromNorm(lambda: float(read.get()), read.mark, self._scale.value, self._clip)
+        factor = ClipFromNorm(lambda: float(read.get()), read.mark, self._scale.value, self._clip)
         for unit in units:
             if self.host.is_queued(unit):
-                self.host.settle(unit, factor, options_of(self._inner))
+                self.host.settle(unit, factor, hyperparameters_of(self._inner))
                 yield unit
             elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
                 self.host.descent.bring_down(unit, waits=True)  # those that nobody added to at the boundary
-                self.host.start(unit, list(shards_of(unit)), options_of(self._inner), factor)
+                self.host.start(unit, list(shards_of(unit)), hyperparameters_of(self._inner), factor)
                 yield unit
 
-    def give_up(self, unit: Unit) -> Arrival | None:
+    def give_up(self, unit: Unit) -> HostPending | None:
         """The step of this boundary will not come: what was done in other memory is not applied."""
         self.host.give_up(unit)
         return self.host.arrival(unit)
@@ -209,17 +217,17 @@ class Offloaded:
 
 def _on(where: torch.device, value: Any) -> Any:
     """An entry of a state, on a device."""
-    if isinstance(value, Compact):
+    if isinstance(value, Moment8bit):
         return value[:].to(where)
     return value.to(where) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
-class FromNorm:
+class ClipFromNorm:
     """Unscales, and clips if there is a bound; None if the norm is not finite."""
 
     norm: Callable[[], float]
-    known: Mark
+    known: Event
     scale: float
     clip: float = 0.0
 

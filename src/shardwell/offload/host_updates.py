@@ -40,34 +40,34 @@ from torch.optim import Optimizer
 from shardwell import kernels
 from shardwell.errors import ShardwellError
 from shardwell.kernels.rounding import narrow
-from shardwell.memory import Mark
-from shardwell.memory.device import All, Passing
-from shardwell.offload.cpu_kernels import Kernel, Target
-from shardwell.offload.grad_offload import Descent, Parcel, aligned_size
-from shardwell.offload.optimizer_swap import Seat, Store, blank
-from shardwell.offload.speculation import Caution, Options, Shadow, are_same, covers
-from shardwell.offload.staging import Slots
-from shardwell.offload.swapped_tensors import Chest
-from shardwell.offload.worker import Ticket, Worker
-from shardwell.optim.param_slices import Shard
-from shardwell.sharding import Context, Group, Unit
+from shardwell.memory import Event
+from shardwell.memory.device import AllOf, Waitable
+from shardwell.offload.cpu_kernels import HostKernel, UpdateTarget
+from shardwell.offload.grad_offload import GradientOffloader, GradientTransfer, aligned_size
+from shardwell.offload.optimizer_swap import OptimizerSwapper, UpdateBuffer, blank
+from shardwell.offload.speculation import Options, SpeculationBackoff, SpeculativeState, are_same, covers
+from shardwell.offload.staging import StagingPool
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.offload.worker import TaskHandle, Worker
+from shardwell.optim.param_slices import ParamSlice
+from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.edits import brought_down, edits_of, note_digest, take_over_in_place
 
 
-class Factor(Protocol):
+class GradientFactor(Protocol):
     """What gradients are multiplied by, once it is known; None: the step is not applied."""
 
     @property
-    def known(self) -> Mark: ...
+    def known(self) -> Event: ...
 
     def __call__(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
-class Never:
+class SkippedStep:
     """The step is not applied."""
 
-    known: Mark = field(default_factory=Mark)
+    known: Event = field(default_factory=Event)
 
     def __call__(self) -> float | None:
         return None
@@ -79,35 +79,35 @@ _NUM_OUT = 2  # slots for parameters on their way up, where those of their gradi
 
 
 @dataclass
-class Job:
+class HostUpdate:
     """One unit's update at one boundary."""
 
     unit: Unit
-    shards: list[Shard]
+    shards: list[ParamSlice]
     options: list[Options]  # of each shard: the hyperparameters of this step
-    parcel: Parcel
-    added: list[Ticket]  # what the gradients are the sum of
-    after: Mark  # what the device was given before: it still reads the old parameters
-    born: list[Shard]  # those that had no state before
-    edits: list[tuple[Group, Callable[[], bool]]]  # whose parameters may have been changed by hand
+    parcel: GradientTransfer
+    added: list[TaskHandle]  # what the gradients are the sum of
+    after: Event  # what the device was given before: it still reads the old parameters
+    born: list[ParamSlice]  # those that had no state before
+    edits: list[tuple[ShardedGroup, Callable[[], bool]]]  # whose parameters may have been changed by hand
     assumed: float | None = None  # the factor of an update that was done before the norm was known
-    shadow: Shadow | None = None  # where that went
-    seat: Seat | None = None  # where masters and state are that rest on disk
-    up: Mark = field(default_factory=Mark)  # passed when the parameters are on the device
-    tickets: list[Ticket] = field(default_factory=list)  # of the update, and of what became of a speculation
-    final: Factor | None = None  # of a speculation, when the norm is asked for
+    shadow: SpeculativeState | None = None  # where that went
+    seat: UpdateBuffer | None = None  # where masters and state are that rest on disk
+    up: Event = field(default_factory=Event)  # passed when the parameters are on the device
+    tickets: list[TaskHandle] = field(default_factory=list)  # of the update, and of what became of a speculation
+    final: GradientFactor | None = None  # of a speculation, when the norm is asked for
     latest: list[Options] = field(default_factory=list)  # the hyperparameters of then, set before `final`
     is_settled: bool = False  # the update was done with that
 
-    def gradient(self, shard: Shard) -> Tensor:
+    def gradient(self, shard: ParamSlice) -> Tensor:
         return self.parcel.gradients[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
 
 @dataclass(frozen=True)
-class Arrival:
+class HostPending:
     """An update that is on its way, for who needs the unit's parameters."""
 
-    job: Job
+    job: HostUpdate
 
     @property
     def is_known(self) -> bool:
@@ -124,32 +124,32 @@ class Arrival:
         self.job.up.wait()
 
 
-class HostUpdates:
+class HostUpdateQueue:
     """The worker, and what is on its way."""
 
     def __init__(
         self,
-        context: Context,
+        context: EngineContext,
         inner: Optimizer,
-        kernel: Kernel,
+        kernel: HostKernel,
         units: list[Unit],
         worker: Worker,
         num_slots: int,
-        store: Store | None,
+        store: OptimizerSwapper | None,
     ) -> None:
         self._context, self._inner, self.kernel = context, inner, kernel
         self._worker = worker
         self.store = store
         self._reader = Worker("shardwell reader", gate=store.free_seats) if store is not None else None
-        self._jobs: dict[int, Job] = {}  # of this boundary, by unit
-        self.descent = Descent(context, units, worker, kernel.threads, num_slots)
-        self._outbox = Slots(self.descent.pinned, _NUM_OUT, self.descent.largest)
-        self.shadows: dict[int, Shadow] = {}  # by unit
-        self.caution = Caution()
+        self._jobs: dict[int, HostUpdate] = {}  # of this boundary, by unit
+        self.descent = GradientOffloader(context, units, worker, kernel.threads, num_slots)
+        self._outbox = StagingPool(self.descent.pinned, _NUM_OUT, self.descent.largest)
+        self.shadows: dict[int, SpeculativeState] = {}  # by unit
+        self.caution = SpeculationBackoff()
         if store is not None:
             store.measure(units, kernel)
         self._order: list[Unit] = []  # in which units with seats are updated at this boundary
-        self._prepared: list[Ticket] = []  # of what the reader does for the next one
+        self._prepared: list[TaskHandle] = []  # of what the reader does for the next one
 
     @property
     def _states(self) -> dict[Tensor, Any]:
@@ -192,9 +192,9 @@ class HostUpdates:
     def start(
         self,
         unit: Unit,
-        shards: list[Shard],
+        shards: list[ParamSlice],
         options: list[Options],
-        factor: Factor,
+        factor: GradientFactor,
         assumed: float | None = None,
     ) -> None:
         """Queue a unit's update; `options` are those of each parameter group.
@@ -213,22 +213,22 @@ class HostUpdates:
         own = [options[shard.label] for shard in ready]
         edits = edits_of({shard.group: None for shard in ready})
         after = self._context.device.now()
-        job = self._jobs[unit.index] = Job(unit, ready, own, parcel, added, after, born, edits, assumed)
+        job = self._jobs[unit.index] = HostUpdate(unit, ready, own, parcel, added, after, born, edits, assumed)
         begin = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
-        job.tickets.append(Ticket())
+        job.tickets.append(TaskHandle())
         if ready and self.store is not None and self._reader is not None and self.store.seats(unit):
             self._order.append(unit)
             self._reader.submit(lambda: self._fetch(job, factor, begin), urgency=unit.index)
         else:
             self._pass_on(job, factor, begin)
 
-    def _born(self, shard: Shard, options: Options) -> dict[str, Any]:
+    def _born(self, shard: ParamSlice, options: Options) -> dict[str, Any]:
         """The state before the first step."""
         if shard.group.chest is None:
             return self.kernel.born(shard.tensor, options)
         return blank(self.kernel.born(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
 
-    def _fetch(self, job: Job, factor: Factor, after: Passing) -> None:
+    def _fetch(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
         """The reader's work: bring masters and state from the disk."""
         assert self.store is not None
         try:
@@ -238,7 +238,7 @@ class HostUpdates:
             return
         self._pass_on(job, factor, after)
 
-    def _gradients_of(self, job: Job) -> Chest | None:
+    def _gradients_of(self, job: HostUpdate) -> SwappedTensors | None:
         """What they wait in on disk; the seat that the reader was let in for is given up if they are lost."""
         assert self.store is not None
         try:
@@ -247,7 +247,7 @@ class HostUpdates:
             self.store.free_seats.release()
             raise
 
-    def _pass_on(self, job: Job, factor: Factor, after: Passing) -> None:
+    def _pass_on(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
         """To the worker, or to the porter first."""
         if not job.parcel.is_above:
             self._submit(job, factor, after)
@@ -260,22 +260,22 @@ class HostUpdates:
             fail=lambda error: self._fail(job, error),
         )
 
-    def _fail(self, job: Job, error: BaseException) -> None:
+    def _fail(self, job: HostUpdate, error: BaseException) -> None:
         self.descent.give_up(job.parcel)
         self._clear_seat(job, changed=False)
         job.tickets[0].fail(error)
 
-    def _submit(self, job: Job, factor: Factor, after: Passing) -> None:
+    def _submit(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
         work = partial(self._work, job, factor)
-        ready = after if job.seat is None else All([*job.seat.reads, after])
+        ready = after if job.seat is None else AllOf([*job.seat.reads, after])
         self._worker.submit(work, urgency=job.unit.index, after=ready, ticket=job.tickets[0])
 
-    def _clear_seat(self, job: Job, *, changed: bool) -> None:
+    def _clear_seat(self, job: HostUpdate, *, changed: bool) -> None:
         seat, job.seat = job.seat, None
         if seat is not None and self.store is not None:
             self.store.clear(seat, changed=changed)
 
-    def _work(self, job: Job, factor: Factor) -> None:
+    def _work(self, job: HostUpdate, factor: GradientFactor) -> None:
         is_stepped = False
         try:
             self.descent.begin(job.parcel)
@@ -299,19 +299,19 @@ class HostUpdates:
             self._clear_seat(job, changed=is_stepped)
 
     @torch.no_grad()
-    def _take_over_edits(self, job: Job) -> None:
+    def _take_over_edits(self, job: HostUpdate) -> None:
         """What was changed by hand since the last update is the truth that this one begins with."""
         for group, may_be in job.edits:
             if may_be():
                 take_over_in_place(group, brought_down(group, job.after))
 
     @torch.no_grad()
-    def _step(self, job: Job, factor: float) -> None:
+    def _step(self, job: HostUpdate, factor: float) -> None:
         outs, slot = self._outs(job)
         try:
             for shard, options, out in zip(job.shards, job.options, outs, strict=True):
                 new = job.shadow.spares[shard] if job.shadow is not None else None
-                target, gradient = Target(options, factor, out, new), job.gradient(shard)
+                target, gradient = UpdateTarget(options, factor, out, new), job.gradient(shard)
                 for span in _chunks(shard.tensor.numel()):
                     self.kernel.step(_master(shard), gradient, self._states[shard.tensor], target, span)
                     job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
@@ -322,13 +322,13 @@ class HostUpdates:
             if slot is not None:
                 self._outbox.give(slot, job.up)
 
-    def _note_digests(self, job: Job) -> None:
+    def _note_digests(self, job: HostUpdate) -> None:
         with self._context.device.uploads.after(job.up):
             for group, _ in job.edits:
                 note_digest(group)
         job.up = self._context.device.uploads.mark()  # who waits for it compares with them next
 
-    def _outs(self, job: Job) -> tuple[list[Tensor], Tensor | None]:
+    def _outs(self, job: HostUpdate) -> tuple[list[Tensor], Tensor | None]:
         """Where each shard's updated parameters are written, 1D in the compute dtype; and the slot that they are in.
 
         In host memory that is where they rest. Otherwise it is the memory that their gradients came in, unless those
@@ -347,7 +347,7 @@ class HostUpdates:
         parts = slot[: sum(sizes)].split(sizes)
         return [part.view(d)[:n] for part, d, n in zip(parts, dtypes, numels, strict=True)], slot
 
-    def _advance(self, job: Job) -> None:
+    def _advance(self, job: HostUpdate) -> None:
         for shard in job.shards:
             self.kernel.advance(self._states[shard.tensor])
 
@@ -355,22 +355,22 @@ class HostUpdates:
         """Whether its update of this boundary was queued; before the norm is known: ahead of that."""
         return unit.index in self._jobs
 
-    def arrival(self, unit: Unit) -> Arrival | None:
+    def arrival(self, unit: Unit) -> HostPending | None:
         """What has to be waited for before a unit's parameters are used; None if nothing was queued."""
         job = self._jobs.get(unit.index)
-        return None if job is None else Arrival(job)
+        return None if job is None else HostPending(job)
 
     # --------------------------------------------------------------------------------------------------- shadows
 
-    def may_speculate(self, shards: list[Shard]) -> bool:
+    def may_speculate(self, shards: list[ParamSlice]) -> bool:
         mine = [shard for shard in shards if shard.group.is_stepped_on_host and shard.label >= 0]
         return self.caution.may_speculate and covers(mine)
 
-    def _shadow_of(self, job: Job) -> Shadow:
+    def _shadow_of(self, job: HostUpdate) -> SpeculativeState:
         shadow = self.shadows.get(job.unit.index)
         if shadow is None or not shadow.fits(job.shards):
             self.drop_shadow(job.unit)
-            shadow = Shadow(job.unit, job.shards, self._states, self._context.account)
+            shadow = SpeculativeState(job.unit, job.shards, self._states, self._context.account)
             self.shadows[job.unit.index] = shadow
         return shadow
 
@@ -380,7 +380,7 @@ class HostUpdates:
         if shadow is not None:
             shadow.strike_out()
 
-    def settle(self, unit: Unit, factor: Factor, options: list[Options]) -> None:
+    def settle(self, unit: Unit, factor: GradientFactor, options: list[Options]) -> None:
         """Queue what follows when the norm is known: what was done stands, or is done again with these `options`."""
         job = self._jobs[unit.index]
         if job.assumed is not None and job.final is None:
@@ -390,7 +390,7 @@ class HostUpdates:
         """What was done in other memory is not applied."""
         job = self._jobs.get(unit.index)
         if job is not None and job.assumed is not None and job.final is None:
-            self._settle(job, Never(), job.options)
+            self._settle(job, SkippedStep(), job.options)
 
     def take_back(self, unit: Unit) -> None:
         """Somebody looks at a unit before the step: what was done in other memory is as if it had not begun.
@@ -403,17 +403,17 @@ class HostUpdates:
         self.give_up(unit)
         del self._jobs[unit.index]
         self.caution.note_failure()
-        Arrival(job).wait()
+        HostPending(job).wait()
         for shard in job.born:
             self._states.pop(shard.tensor, None)
 
-    def _settle(self, job: Job, factor: Factor, options: list[Options]) -> None:
+    def _settle(self, job: HostUpdate, factor: GradientFactor, options: list[Options]) -> None:
         job.latest, job.final = options, factor
         resolve = partial(self._resolve, job, factor)
         job.tickets.append(self._worker.submit(resolve, urgency=job.unit.index, after=factor.known))
 
     @torch.no_grad()
-    def _resolve(self, job: Job, factor: Factor) -> None:
+    def _resolve(self, job: HostUpdate, factor: GradientFactor) -> None:
         if job.is_settled or not job.tickets[0].has_passed:
             return  # or will be: the update comes later, and knows the factor by then
         job.tickets[0].wait()
@@ -432,7 +432,7 @@ class HostUpdates:
         else:
             self._restore(job)
 
-    def _restore(self, job: Job) -> None:
+    def _restore(self, job: HostUpdate) -> None:
         """Send the old parameters up again."""
         outs, slot = self._outs(job)
         for shard, out in zip(job.shards, outs, strict=True):
@@ -443,13 +443,13 @@ class HostUpdates:
             self._outbox.give(slot, job.up)
 
 
-def _master(shard: Shard) -> Tensor | kernels.Halves:
+def _master(shard: ParamSlice) -> Tensor | kernels.SplitMaster:
     """Where it rests: halves are never joined here."""
     if shard.group.halves is None:
         return shard.tensor
     high, low = shard.group.halves
     stretch = slice(shard.start, shard.start + shard.tensor.numel())
-    return kernels.Halves(high[stretch], low[stretch])
+    return kernels.SplitMaster(high[stretch], low[stretch])
 
 
 def _chunks(numel: int) -> Iterator[slice]:

@@ -22,28 +22,28 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwell.kernels import Compact
-from shardwell.memory.device import All
-from shardwell.offload.cpu_kernels import Kernel
-from shardwell.offload.disk import DiskTier, Transfer
+from shardwell.kernels import Moment8bit
+from shardwell.memory.device import AllOf
+from shardwell.offload.cpu_kernels import HostKernel
+from shardwell.offload.disk import DiskTier, DiskTransfer
 from shardwell.offload.disk_file import rounded
-from shardwell.offload.staging import Aligned, Slots
-from shardwell.offload.swapped_tensors import Chest
-from shardwell.optim.param_slices import Shard, Shards, is_elementwise
-from shardwell.sharding import Context, Group, Unit
+from shardwell.offload.staging import AlignedAllocator, StagingPool
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.optim.param_slices import ParamSlice, ParamSlices, is_elementwise
+from shardwell.sharding import EngineContext, ShardedGroup, Unit
 
 FEWEST_SEATS = 3  # one being read, one updated, one written
 
 
 @dataclass(frozen=True)
-class Seat:
+class UpdateBuffer:
     """Where a unit's masters and state are while it is updated."""
 
     memory: Tensor
-    chests: list[Chest] = field(default_factory=list)
-    reads: list[Transfer] = field(default_factory=list)
+    chests: list[SwappedTensors] = field(default_factory=list)
+    reads: list[DiskTransfer] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # of what each chest has of the memory
-    used_up: set[Chest] = field(default_factory=set)  # chests that nobody reads again
+    used_up: set[SwappedTensors] = field(default_factory=set)  # chests that nobody reads again
 
     def wait(self) -> None:
         """Until everything is there; raises what went wrong on the way."""
@@ -51,16 +51,18 @@ class Seat:
             read.wait()
 
 
-class Store:
+class OptimizerSwapper:
     """The optimizer state of an engine's units on disk."""
 
-    def __init__(self, tier: DiskTier, inner: Optimizer, shards: Shards, context: Context, num_seats: int) -> None:
+    def __init__(
+        self, tier: DiskTier, inner: Optimizer, shards: ParamSlices, context: EngineContext, num_seats: int
+    ) -> None:
         self._tier, self._inner, self._shards, self._context = tier, inner, shards, context
-        self._chests: dict[int, Chest] = {}  # by unit
+        self._chests: dict[int, SwappedTensors] = {}  # by unit
         self._num_seats = max(FEWEST_SEATS, num_seats)
-        self._seats = Slots(Aligned(context.device, context.account), self._num_seats, 0)
+        self._seats = StagingPool(AlignedAllocator(context.device, context.account), self._num_seats, 0)
         self.free_seats = threading.Semaphore(self._num_seats)
-        self._ready: dict[int, Seat] = {}  # that were filled in advance, by unit
+        self._ready: dict[int, UpdateBuffer] = {}  # that were filled in advance, by unit
         self._lock = threading.Lock()  # over those
 
     def has(self, unit: Unit) -> bool:
@@ -79,7 +81,7 @@ class Store:
     def take_over(self, units: Iterable[Unit]) -> None:
         """Keep the state that somebody else gave the optimizer; his tensors keep their memory."""
         for state in self._inner.state.values():
-            state.update({key: v.detach() for key, v in state.items() if isinstance(v, Tensor | Compact)})
+            state.update({key: v.detach() for key, v in state.items() if isinstance(v, Tensor | Moment8bit)})
         for unit in units:
             self.take_in(unit)
 
@@ -120,16 +122,16 @@ class Store:
         if chest is not None:
             chest.free()
 
-    def _chest_of(self, unit: Unit) -> Chest:
+    def _chest_of(self, unit: Unit) -> SwappedTensors:
         if unit.index not in self._chests:
-            self._chests[unit.index] = Chest(self._tier, self._context.account, unit.name)
+            self._chests[unit.index] = SwappedTensors(self._tier, self._context.account, unit.name)
         return self._chests[unit.index]
 
     def _tensors(self, unit: Unit) -> Iterator[Tensor]:
         for shard in self._shards.of(unit):
             for value in self._inner.state.get(shard.tensor, {}).values():
                 if shard.group.chest is not None and is_elementwise(value, shard):
-                    yield from (value.codes, value.exponents) if isinstance(value, Compact) else (value,)
+                    yield from (value.codes, value.exponents) if isinstance(value, Moment8bit) else (value,)
 
     # --------------------------------------------------------------------------------------------------- updates
 
@@ -144,12 +146,12 @@ class Store:
         with self._lock:
             return sum(sum(seat.sizes) for seat in self._ready.values())
 
-    def measure(self, units: list[Unit], kernel: Kernel) -> None:
+    def measure(self, units: list[Unit], kernel: HostKernel) -> None:
         """Make seats as large as the largest of these units needs, once it has state."""
 
-        def size(group: Group) -> int:
+        def size(group: ShardedGroup) -> int:
             numel = group.own[1] - group.own[0] if group.chest is not None else 0
-            state = [numel, Compact.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
+            state = [numel, Moment8bit.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
             parameters = sum(chest.num_bytes for chest in group.chests)
             return parameters + len(kernel.keys) * sum(rounded(part) for part in state)
 
@@ -180,7 +182,7 @@ class Store:
         for index in list(self._ready):
             self.let_go(index)
 
-    def _prepared(self, index: int) -> Seat | None:
+    def _prepared(self, index: int) -> UpdateBuffer | None:
         """Take back a seat that was filled in advance."""
         with self._lock:
             seat = self._ready.pop(index, None)
@@ -188,7 +190,7 @@ class Store:
             chest.reclaim = None
         return seat
 
-    def seat(self, unit: Unit, shards: list[Shard], gradients: Chest | None = None) -> Seat:
+    def seat(self, unit: Unit, shards: list[ParamSlice], gradients: SwappedTensors | None = None) -> UpdateBuffer:
         """Begin to bring what rests on disk of a unit into a seat, to update these shards; waits until one is free.
 
         So with gradients that wait on disk too.
@@ -216,20 +218,27 @@ class Store:
         self._fill(seat, waiting)
         return seat
 
-    def _state_chests(self, unit: Unit) -> list[Chest]:
+    def _state_chests(self, unit: Unit) -> list[SwappedTensors]:
         """Of state and masters. State first: who cuts both has that open, and nobody moves his masters meanwhile."""
         masters = [group.chest for group in unit.trainable if group.chest is not None]
         return [self._chest_of(unit), *masters] if self.has(unit) else masters
 
-    def _taken(self, num_bytes: int) -> Seat:
+    def _taken(self, num_bytes: int) -> UpdateBuffer:
         """An empty seat; the caller has been let in."""
         try:
-            return Seat(self._seats.take(num_bytes))
+            return UpdateBuffer(self._seats.take(num_bytes))
         except BaseException:
             self.free_seats.release()
             raise
 
-    def _fill(self, seat: Seat, chests: Iterable[Chest], blank: Collection[Chest] = (), *, waits: bool = True) -> None:
+    def _fill(
+        self,
+        seat: UpdateBuffer,
+        chests: Iterable[SwappedTensors],
+        blank: Collection[SwappedTensors] = (),
+        *,
+        waits: bool = True,
+    ) -> None:
         """Begin to bring chests into the rest of a seat; those that are blank are not read."""
         try:
             for chest in chests:
@@ -241,37 +250,37 @@ class Store:
             self.clear(seat, changed=False)
             raise
 
-    def clear(self, seat: Seat, *, changed: bool) -> None:
+    def clear(self, seat: UpdateBuffer, *, changed: bool) -> None:
         """Send what is in a seat away, and write it if it changed; the seat is free when that has ended."""
         transfers = list(seat.reads)
 
-        def put_back(chest: Chest) -> None:
+        def put_back(chest: SwappedTensors) -> None:
             transfers.extend(chest.put_back(changed=changed and chest not in seat.used_up))
 
         with contextlib.ExitStack() as last_first:  # all of it, also if a drive fails
             last_first.callback(self.free_seats.release)
-            last_first.callback(lambda: self._seats.give(seat.memory, All(transfers)))
+            last_first.callback(lambda: self._seats.give(seat.memory, AllOf(transfers)))
             for chest in seat.chests:
                 last_first.callback(put_back, chest)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor | Compact) else value for key, value in state.items()}
+    return {key: value.clone() if isinstance(value, Tensor | Moment8bit) else value for key, value in state.items()}
 
 
-def _all_of(group: Group, shards: list[Shard]) -> bool:
+def _all_of(group: ShardedGroup, shards: list[ParamSlice]) -> bool:
     """Whether shards are all that this rank has of a group, padding included."""
     return sum(shard.tensor.numel() for shard in shards if shard.group is group) == group.own[1] - group.own[0]
 
 
-def blank(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+def blank(state: dict[str, Any], shard: ParamSlice) -> dict[str, Any]:
     """The state of a shard, from that of its first element: the same for all of them, in the memory of one."""
     numel = shard.tensor.numel()
     spread: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, Compact):
-            codes, exponents = value.codes.expand(numel), value.exponents.expand(Compact.num_blocks(numel))
-            spread[key] = Compact(codes, exponents, value.is_second)
+        if isinstance(value, Moment8bit):
+            codes, exponents = value.codes.expand(numel), value.exponents.expand(Moment8bit.num_blocks(numel))
+            spread[key] = Moment8bit(codes, exponents, value.is_second)
         else:
             spread[key] = value.expand(numel) if isinstance(value, Tensor) and value.ndim else value
     return spread

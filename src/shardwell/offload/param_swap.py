@@ -17,15 +17,15 @@ import time
 
 from torch import Tensor
 
-from shardwell.memory.device import All, Mark, Passing
-from shardwell.offload.disk import DiskTier, Transfer
-from shardwell.offload.staging import Aligned, Slots
-from shardwell.offload.swapped_tensors import Chest
+from shardwell.memory.device import AllOf, Event, Waitable
+from shardwell.offload.disk import DiskTier, DiskTransfer
+from shardwell.offload.staging import AlignedAllocator, StagingPool
+from shardwell.offload.swapped_tensors import SwappedTensors
 
 _MEMORY = 8  # units and pages back that a pace remembers
 
 
-class Pace:
+class ReadAheadDepth:
     """How many units ahead a page is asked for: as many as are used while it comes.
 
     What units wait for pages is no time of use. So where the drives are what everybody waits for, they are asked as
@@ -61,28 +61,28 @@ class Pace:
             self._since += waited
 
 
-class Pages:
+class ReadBuffers:
     """The slots of an engine. All but one of them may hold pages that nobody needs yet."""
 
-    def __init__(self, tier: DiskTier, memory: Aligned, num_slots: int) -> None:
+    def __init__(self, tier: DiskTier, memory: AlignedAllocator, num_slots: int) -> None:
         self.tier = tier
         self._most_ahead = max(1, num_slots - 1)
-        self.slots = Slots(memory, self._most_ahead + 1, 0)
+        self.slots = StagingPool(memory, self._most_ahead + 1, 0)
         self.num_ahead = 0  # pages that were asked for ahead and not used yet
-        self.pace = Pace(self._most_ahead)
+        self.pace = ReadAheadDepth(self._most_ahead)
 
     @property
     def has_room(self) -> bool:
         return self.num_ahead < self._most_ahead
 
 
-class Page:
+class SwappedShard:
     """One tensor on disk. Not for several threads at a time, but for the chest."""
 
-    def __init__(self, pages: Pages, chest: Chest) -> None:
+    def __init__(self, pages: ReadBuffers, chest: SwappedTensors) -> None:
         self.chest = chest
         self._pages = pages
-        self._coming: tuple[Tensor, list[Transfer]] | None = None
+        self._coming: tuple[Tensor, list[DiskTransfer]] | None = None
 
     def expect(self) -> bool:
         """Begin to read it, if there is a slot to spare and nobody has to wait for what is still being written."""
@@ -97,12 +97,12 @@ class Page:
         """It was asked for ahead, and to read it takes no time and raises nothing."""
         return self._coming is not None and all(transfer.has_succeeded for transfer in self._coming[1])
 
-    def _begin(self) -> tuple[Tensor, list[Transfer]]:
+    def _begin(self) -> tuple[Tensor, list[DiskTransfer]]:
         slot = self._pages.slots.take(self.chest.num_bytes)
         try:
             return slot, self.chest.fetch(slot, urgent=True)
         except BaseException:
-            self._pages.slots.give(slot, Mark())
+            self._pages.slots.give(slot, Event())
             raise
 
     def read(self) -> Tensor:
@@ -118,13 +118,13 @@ class Page:
                 transfer.wait()
             self._pages.pace.note(max((one.seconds for one in reads), default=0.0), time.monotonic() - begin)
         except BaseException:
-            self.give(slot, All(reads))
+            self.give(slot, AllOf(reads))
             raise
         finally:
             self.chest.put_back(changed=False)
         return slot
 
-    def give(self, slot: Tensor, after: Passing) -> None:
+    def give(self, slot: Tensor, after: Waitable) -> None:
         """What was read is needed no more after the mark."""
         self._pages.slots.give(slot, after)
 
@@ -136,4 +136,4 @@ class Page:
             for transfer in reads:
                 transfer.synchronize()
             self.chest.put_back(changed=False)
-            self.give(slot, All(reads))
+            self.give(slot, AllOf(reads))

@@ -15,19 +15,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwell.kernels import Compact
+from shardwell.kernels import Moment8bit
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Tier
 from shardwell.memory.statistics import human
-from shardwell.sharding import Precision, row_for
-from shardwell.sharding.spec import Commit, Row, Wish
+from shardwell.sharding import GroupPrecision, spec_for
+from shardwell.sharding.spec import CommitPolicy, ShardingSpec, SpecOverrides
 
 Bytes = Counter[Tier]
 _DEPTHS = list(Tier)  # from the device down
 _FP32 = 4
 
 
-class Place(NamedTuple):
+class TierPlacement(NamedTuple):
     """Where the parameters of a unit rest, and where its masters and optimizer state do.
 
     Gradients that such state waits for are on the host or on disk, if it is not on the device.
@@ -46,27 +46,27 @@ class Place(NamedTuple):
         return Tier.DEVICE if self.optimizer is Tier.DEVICE else self.gradients
 
 
-def ladder(deepest: Place) -> list[Place]:
+def tier_ladder(deepest: TierPlacement) -> list[TierPlacement]:
     """The places that units may have, from the device down: both states go down together as far as each may.
 
     Last come the gradients of state on disk, if they may.
     """
     limits = [_DEPTHS.index(tier) for tier in (deepest.parameters, deepest.optimizer)]
-    found = [Place(*(_DEPTHS[min(rung, limit)] for limit in limits)) for rung in range(max(limits) + 1)]
+    found = [TierPlacement(*(_DEPTHS[min(rung, limit)] for limit in limits)) for rung in range(max(limits) + 1)]
     return [*found, deepest] if deepest.gradients is deepest.optimizer is Tier.DISK else found
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupKey:
     """What the parameters of a group have in common."""
 
-    precision: Precision
+    precision: GroupPrecision
     trains: bool
     persistent: bool  # small, and whole on every rank
 
 
 @dataclass(frozen=True)
-class Formula:
+class StateFormula:
     """How many bytes parameters need on which tier."""
 
     stage: int
@@ -75,23 +75,23 @@ class Formula:
     num_states: int = 2  # tensors that the optimizer keeps for each parameter
     eight_bits: bool = False  # of those, below the device
     accumulates: bool = False  # gradients over several micro-steps
-    commit: Commit = Commit.AFTER_NORM  # of updates below the device; on it, shadow is after the norm
+    commit: CommitPolicy = CommitPolicy.AFTER_NORM  # of updates below the device; on it, shadow is after the norm
     ranks_per_copy: int = 0  # that split a second copy of the parameters, where they are fewest; 0: there is none
     rest_codec: Codec | None = None  # of what is frozen
     ranks_per_loss: int = 0  # that split what codes of gradients lose; 0: that is not kept
 
-    def row(self, kind: Kind, place: Place) -> Row:
-        return row_for(
+    def row(self, kind: GroupKey, place: TierPlacement) -> ShardingSpec:
+        return spec_for(
             self.stage,
             persistent=kind.persistent,
             num_ranks=self.num_ranks,
             shard_at_world_one=self.shard_at_world_one,
-            wish=Wish(self.ranks_per_copy > 0, place.parameters, place.optimizer, rest_codec=self.rest_codec).of(
-                kind.precision.compute, kind.trains
-            ),
+            wish=SpecOverrides(
+                self.ranks_per_copy > 0, place.parameters, place.optimizer, rest_codec=self.rest_codec
+            ).of(kind.precision.compute, kind.trains),
         )
 
-    def shard(self, kind: Kind, numel: int, row: Row) -> int:
+    def shard(self, kind: GroupKey, numel: int, row: ShardingSpec) -> int:
         """A rank's share of the parameters, as it travels."""
         if row.rest_codec is not None:
             return row.rest_codec.num_bytes(self.share(numel))
@@ -100,14 +100,14 @@ class Formula:
     def share(self, numel: int) -> int:
         return -(-numel // self.num_ranks)
 
-    def moments(self, numel: int, kind: Kind, tier: Tier) -> int:
+    def moments(self, numel: int, kind: GroupKey, tier: Tier) -> int:
         """The optimizer's state of some masters."""
         narrow = self.eight_bits and tier is not Tier.DEVICE
-        each = numel + Compact.num_blocks(numel) if narrow else numel * kind.precision.master.itemsize
+        each = numel + Moment8bit.num_blocks(numel) if narrow else numel * kind.precision.master.itemsize
         return self.num_states * each
 
-    def at_rest(self, kind: Kind, numel: int, place: Place) -> Bytes:
-        """Parameters, masters and optimizer state between steps, as `Group` holds them."""
+    def at_rest(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
+        """Parameters, masters and optimizer state between steps, as `ShardedGroup` holds them."""
         row, precision = self.row(kind, place), kind.precision
         above, below = row.parameters.tier, row.optimizer.tier
         held = self.share(numel) if row.released else numel
@@ -120,7 +120,7 @@ class Formula:
         no_halves = precision.is_mixed and not precision.has_halves
         if {above, below} != {Tier.DEVICE} or (no_halves and not row.released):
             found[below] += own * master
-            is_half = precision.has_halves and above is below and self.commit is not Commit.SHADOW
+            is_half = precision.has_halves and above is below and self.commit is not CommitPolicy.SHADOW
             if not is_half:  # of its master
                 found[above] += held * compute
         elif row.released or not precision.is_mixed:
@@ -129,7 +129,7 @@ class Formula:
             found[above] += held * compute + own * (master - compute)
         return found
 
-    def second_copy(self, kind: Kind, numel: int, row: Row) -> Bytes:
+    def second_copy(self, kind: GroupKey, numel: int, row: ShardingSpec) -> Bytes:
         """From a forward to the next update; for good, of what is frozen."""
         if row.second_copy is None:
             return Counter()
@@ -137,7 +137,7 @@ class Formula:
             return Counter({Tier.DEVICE: -(-self.num_ranks * self.shard(kind, numel, row) // self.ranks_per_copy)})
         return Counter({Tier.DEVICE: -(-numel // self.ranks_per_copy) * kind.precision.compute.itemsize})
 
-    def needs(self, kind: Kind, numel: int, place: Place) -> Bytes:
+    def needs(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
         """What rests, what waits for a step (gradients, a second copy), a second state where updates speculate."""
         found = self.at_rest(kind, numel, place)
         if not kind.trains:
@@ -147,24 +147,24 @@ class Formula:
         if self.ranks_per_loss and not kind.persistent:
             found[Tier.DEVICE] += -(-numel // self.ranks_per_loss) * _FP32
         if row.optimizer.tier is Tier.DEVICE:
-            if self.accumulates or self.commit is not Commit.AT_ONCE or kind.persistent:
+            if self.accumulates or self.commit is not CommitPolicy.AT_ONCE or kind.persistent:
                 waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
                 found[Tier.DEVICE] += own * waiting.itemsize
             return found
         found[place.gradients] += self.waiting(kind, numel, place)
-        if self.commit is Commit.SHADOW and row.optimizer.tier is Tier.HOST:
+        if self.commit is CommitPolicy.SHADOW and row.optimizer.tier is Tier.HOST:
             found[Tier.HOST] += self.stepped(kind, numel, place)
         return found
 
-    def waiting(self, kind: Kind, numel: int, place: Place) -> int:
+    def waiting(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
         """Gradients that updates below the device wait for: for their norm, or for more of them."""
         if self.row(kind, place).optimizer.tier is Tier.DEVICE or not kind.trains:
             return 0
         if self.accumulates:
             return self.share(numel) * _FP32
-        return self.share(numel) * kind.precision.compute.itemsize if self.commit is not Commit.AT_ONCE else 0
+        return self.share(numel) * kind.precision.compute.itemsize if self.commit is not CommitPolicy.AT_ONCE else 0
 
-    def stepped(self, kind: Kind, numel: int, place: Place) -> int:
+    def stepped(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
         """Masters and optimizer state that are stepped below the device."""
         tier, own = self.row(kind, place).optimizer.tier, self.share(numel)
         if tier is Tier.DEVICE or not kind.trains:
@@ -173,31 +173,31 @@ class Formula:
 
 
 @dataclass(frozen=True)
-class States:
+class ModelStates:
     """What the units of a model hold, in numbers: elements by kind."""
 
-    units: dict[str, dict[Kind, int]]  # in forward order
-    formula: Formula
+    units: dict[str, dict[GroupKey, int]]  # in forward order
+    formula: StateFormula
 
     def trained(self) -> dict[str, int]:
         """Elements that are trained, by unit."""
         return {name: sum(numel for kind, numel in kinds.items() if kind.trains) for name, kinds in self.units.items()}
 
-    def at_rest(self, places: Mapping[str, Place]) -> Bytes:
+    def at_rest(self, places: Mapping[str, TierPlacement]) -> Bytes:
         return total(
             self.formula.at_rest(kind, numel, places[name])
             for name, kinds in self.units.items()
             for kind, numel in kinds.items()
         )
 
-    def needs(self, name: str, place: Place) -> Bytes:
+    def needs(self, name: str, place: TierPlacement) -> Bytes:
         return total(self.formula.needs(kind, numel, place) for kind, numel in self.units[name].items())
 
-    def stepped(self, name: str, place: Place) -> int:
+    def stepped(self, name: str, place: TierPlacement) -> int:
         """Masters and optimizer state of a unit that are stepped below the device."""
         return sum(self.formula.stepped(kind, numel, place) for kind, numel in self.units[name].items())
 
-    def waiting(self, name: str, place: Place) -> int:
+    def waiting(self, name: str, place: TierPlacement) -> int:
         """Gradients of a unit that its update below the device waits for."""
         return sum(self.formula.waiting(kind, numel, place) for kind, numel in self.units[name].items())
 
@@ -208,9 +208,11 @@ class States:
     def held(self, name: str) -> int:
         """A rank's share of a unit's parameters, as they travel."""
         formula = self.formula
-        return sum(formula.shard(kind, numel, formula.row(kind, Place())) for kind, numel in self.units[name].items())
+        return sum(
+            formula.shard(kind, numel, formula.row(kind, TierPlacement())) for kind, numel in self.units[name].items()
+        )
 
-    def sent(self, name: str, place: Place) -> int:
+    def sent(self, name: str, place: TierPlacement) -> int:
         """Parameters of a unit, in the compute dtype, that are stepped below the device."""
         return sum(
             self.formula.share(numel) * kind.precision.compute.itemsize
@@ -227,7 +229,7 @@ def total(parts: Iterable[Bytes]) -> Bytes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """A rung of the ladder for each unit, and the bytes that all of it needs."""
 
     rungs: list[int]
@@ -237,7 +239,7 @@ class Plan:
         return all(size <= free.get(tier, 0) for tier, size in self.needed.items())
 
 
-def plan(needs: Sequence[Sequence[Bytes]], buffers: Sequence[Bytes], free: Mapping[Tier, float]) -> Plan:
+def plan(needs: Sequence[Sequence[Bytes]], buffers: Sequence[Bytes], free: Mapping[Tier, float]) -> PlacementPlan:
     """Place units as high as they fit, the first ones highest; no deeper than it must be.
 
     `needs` has the bytes of each unit on each rung, `buffers` what is needed beside them if a rung is the deepest one.
@@ -250,7 +252,7 @@ def plan(needs: Sequence[Sequence[Bytes]], buffers: Sequence[Bytes], free: Mappi
     return found
 
 
-def _down_to(depth: int, needs: Sequence[Sequence[Bytes]], buffers: Bytes, free: Mapping[Tier, float]) -> Plan:
+def _down_to(depth: int, needs: Sequence[Sequence[Bytes]], buffers: Bytes, free: Mapping[Tier, float]) -> PlacementPlan:
     """All units begin at the deepest rung, and are raised from the first on, while there is room above."""
     needed = total([buffers, *(unit[depth] for unit in needs)])
     rungs = [depth] * len(needs)
@@ -263,7 +265,7 @@ def _down_to(depth: int, needs: Sequence[Sequence[Bytes]], buffers: Bytes, free:
                 break
             needed, rungs[first] = after, rung
             first += 1
-    return Plan(rungs, needed)
+    return PlacementPlan(rungs, needed)
 
 
 def table(needed: Bytes, free: Mapping[Tier, float]) -> str:

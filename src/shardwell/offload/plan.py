@@ -12,16 +12,16 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device, Tier
 from shardwell.memory.limits import free_host_bytes
 from shardwell.memory.statistics import human
-from shardwell.offload.disk import DiskSettings, DiskTier
+from shardwell.offload.disk import AioSettings, DiskTier
 from shardwell.offload.disk_file import free_bytes
 from shardwell.offload.grad_swap import NUM_SLOTS
 from shardwell.offload.optimizer_swap import FEWEST_SEATS
-from shardwell.offload.placement import Bytes, Place, States, ladder, plan, table, total
-from shardwell.optim import Recipe, ShardedOptimizer
-from shardwell.parallel.mesh import Mesh
-from shardwell.runtime.budget import budgets, parts, room
-from shardwell.sharding import Context, Cut
-from shardwell.sharding.spec import Commit
+from shardwell.offload.placement import Bytes, ModelStates, TierPlacement, plan, table, tier_ladder, total
+from shardwell.optim import OptimizerFactory, ShardedOptimizer
+from shardwell.parallel.mesh import RankGroup
+from shardwell.runtime.budget import available_bytes, bytes_by_path, tier_budgets
+from shardwell.sharding import EngineContext, UnitSpec
+from shardwell.sharding.spec import CommitPolicy
 
 STEPS_UNTIL_KNOWN = 3  # until the device has shown what it needs
 _FILL = 0.75  # of what the device never needed so far, for optimizer state
@@ -31,18 +31,18 @@ _ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on di
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadPlan:
     """Where each unit rests, and when those commit whose optimizer state rests on the host or on disk."""
 
-    commits: dict[str, Commit]  # by the name of the unit
-    places: dict[str, Place]
-    states: States
-    above: Commit = Commit.AFTER_NORM  # when those commit whose optimizer state rests on the device
+    commits: dict[str, CommitPolicy]  # by the name of the unit
+    places: dict[str, TierPlacement]
+    states: ModelStates
+    above: CommitPolicy = CommitPolicy.AFTER_NORM  # when those commit whose optimizer state rests on the device
 
-    def commit_of(self, name: str) -> Commit:
+    def commit_of(self, name: str) -> CommitPolicy:
         return self.commits.get(name, self.above)
 
-    def again(self, states: States, settings: Config) -> Offload:
+    def again(self, states: ModelStates, settings: Config) -> OffloadPlan:
         """The same for a model that has changed since. New units rest as deep as they may."""
         policy = commit_policy(settings)
         if settings.shardwell.placement == "auto":
@@ -50,11 +50,13 @@ class Offload:
         else:
             asked = _asked(states, settings)
             places = {name: _like(place, self.places.get(name)) for name, place in asked.items()}
-        return Offload({name: self.commits.get(name, policy) for name in _below(places)}, places, states, self.above)
+        return OffloadPlan(
+            {name: self.commits.get(name, policy) for name in _below(places)}, places, states, self.above
+        )
 
-    def fill_device(self, optimizer: ShardedOptimizer, context: Context) -> Offload:
+    def fill_device(self, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:
         """Move state up to the device, as much as it has room for; all ranks the same."""
-        moved = optimizer.move_up(room(context, _FILL))
+        moved = optimizer.move_up(available_bytes(context, _FILL))
         commits = {name: commit for name, commit in self.commits.items() if name not in moved}
         raised = {name: self.places[name]._replace(optimizer=Tier.DEVICE) for name in moved}
         return replace(self, commits=commits, places=self.places | raised)
@@ -65,7 +67,7 @@ class Offload:
 
     def __str__(self) -> str:
         commits = Counter(self.commits.values())
-        policies = ", ".join(f"{commits[commit]} {commit.value}" for commit in Commit if commits[commit])
+        policies = ", ".join(f"{commits[commit]} {commit.value}" for commit in CommitPolicy if commits[commit])
         tiers = Counter(place.optimizer for place in self.places.values())
         units = ", ".join(f"{tiers[tier]} {_ON[tier]}" for tier in Tier if tiers[tier])
         held = self.at_rest()
@@ -77,19 +79,19 @@ class Offload:
         return f"{updates}; units by optimizer state: {units}; at rest on each rank: {sizes}{deep}"
 
 
-def deepest(settings: Config) -> Place:
+def deepest(settings: Config) -> TierPlacement:
     """What the offload blocks name; gradients wait on disk where optimizer state rests there and they may."""
     zero = settings.zero_optimization
     gradients = Tier.HOST if settings.shardwell.gradients == "host" else Tier.DISK
-    return Place(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device], gradients)
+    return TierPlacement(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device], gradients)
 
 
-def _like(place: Place, before: Place | None) -> Place:
+def _like(place: TierPlacement, before: TierPlacement | None) -> TierPlacement:
     """A place where gradients wait as they did before, if that is known."""
     return place if before is None else place._replace(gradients=before.gradients)
 
 
-def _below(places: dict[str, Place]) -> list[str]:
+def _below(places: dict[str, TierPlacement]) -> list[str]:
     """Units whose optimizer state rests below the device, from the model's end."""
     return [name for name in reversed(places) if places[name].optimizer is not Tier.DEVICE]
 
@@ -109,7 +111,7 @@ def _check_reach(settings: Config) -> None:
         )
 
 
-def plan_offload(states: States, cuts: list[Cut], settings: Config, context: Context) -> Offload:
+def plan_offload(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Decide, and raise before anything is allocated if it will not fit into host memory or on disk."""
     _check_reach(settings)
     if settings.shardwell.placement == "auto":
@@ -117,14 +119,14 @@ def plan_offload(states: States, cuts: list[Cut], settings: Config, context: Con
     return _plan_as_asked(states, settings, context)
 
 
-def _plan_places(states: States, cuts: list[Cut], settings: Config, context: Context) -> Offload:
+def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Units as high as there is room for."""
     rungs = _rungs(settings)
     needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
     buffers = [_buffers(states, rung, settings, context.device) for rung in rungs]
     floor = sum(unit[-1][Tier.DEVICE] for unit in needs)
     parameters = [parameter for one in cuts for _, parameter in one.parameters]
-    free = budgets(settings, context, parameters, _paths(settings), floor)
+    free = tier_budgets(settings, context, parameters, _paths(settings), floor)
     found = plan(needs, buffers, free)
     if not found.fits(free):
         raise ShardwellError(
@@ -133,22 +135,24 @@ def _plan_places(states: States, cuts: list[Cut], settings: Config, context: Con
         )
     places = {name: rungs[rung] for name, rung in zip(states.units, found.rungs, strict=True)}
     policy, below = commit_policy(settings), _below(places)
-    shadowed: set[str] = set(below) if policy is Commit.SHADOW else set()
-    may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and context.device.is_cuda
+    shadowed: set[str] = set(below) if policy is CommitPolicy.SHADOW else set()
+    may_speculate = settings.shardwell.commit == "auto" and policy is CommitPolicy.AFTER_NORM and context.device.is_cuda
     if may_speculate and all(places[name].optimizer is Tier.HOST for name in below):
         shadowed = _speculating(states, places, below, free[Tier.HOST] - found.needed[Tier.HOST])
-    above = policy if policy in (Commit.AT_ONCE, Commit.AUTO) else Commit.AFTER_NORM
-    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states, above)
+    above = policy if policy in (CommitPolicy.AT_ONCE, CommitPolicy.AUTO) else CommitPolicy.AFTER_NORM
+    return OffloadPlan(
+        {name: CommitPolicy.SHADOW if name in shadowed else policy for name in below}, places, states, above
+    )
 
 
-def _rungs(settings: Config) -> list[Place]:
+def _rungs(settings: Config) -> list[TierPlacement]:
     """The places that units may have. Gradients wait on disk with all state that rests there, or as the last resort."""
-    rungs = ladder(deepest(settings))
+    rungs = tier_ladder(deepest(settings))
     is_last_resort = settings.shardwell.gradients == "auto" or rungs[-1].gradient_tier is not Tier.DISK
     return rungs if is_last_resort else [*rungs[:-2], rungs[-1]]
 
 
-def _buffers(states: States, deep: Place, settings: Config, device: Device) -> Bytes:
+def _buffers(states: ModelStates, deep: TierPlacement, settings: Config, device: Device) -> Bytes:
     """Host memory for what travels, if units rest as deep as this."""
     zero, units = settings.zero_optimization, states.units
     slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
@@ -181,27 +185,31 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
     return text[0].upper() + text[1:]
 
 
-def _plan_as_asked(states: States, settings: Config, context: Context) -> Offload:
+def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext) -> OffloadPlan:
     """A share of the units where the offload blocks say."""
     mesh, device = context.world.mesh, context.device
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
-    free = {Tier.HOST: free_host_bytes(mesh.ranks_here) / mesh.ranks_here}
+    free = {Tier.HOST: free_host_bytes(mesh.local_world_size) / mesh.local_world_size}
     needed = total(states.needs(name, place) for name, place in places.items())
     if settings.shardwell.gradients == "auto":
         places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
         needed = total(states.needs(name, place) for name, place in places.items())
-    shadowed = set(below) if policy is Commit.SHADOW else set()
-    may_speculate = settings.shardwell.commit == "auto" and policy is Commit.AFTER_NORM and device.is_cuda
+    shadowed = set(below) if policy is CommitPolicy.SHADOW else set()
+    may_speculate = settings.shardwell.commit == "auto" and policy is CommitPolicy.AFTER_NORM and device.is_cuda
     if may_speculate and not needed[Tier.DISK]:
         shadowed = _speculating(states, places, below, free[Tier.HOST] - needed[Tier.HOST] - buffers)
-    _check_host(Shortage(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST])
-    _check_drives(Shortage(states, places, settings, mesh), needed[Tier.DISK])
-    return Offload({name: Commit.SHADOW if name in shadowed else policy for name in below}, places, states)
+    _check_host(
+        ShortageReport(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST]
+    )
+    _check_drives(ShortageReport(states, places, settings, mesh), needed[Tier.DISK])
+    return OffloadPlan({name: CommitPolicy.SHADOW if name in shadowed else policy for name in below}, places, states)
 
 
-def _with_gradients_above(states: States, places: dict[str, Place], free: float, context: Context) -> dict[str, Place]:
+def _with_gradients_above(
+    states: ModelStates, places: dict[str, TierPlacement], free: float, context: EngineContext
+) -> dict[str, TierPlacement]:
     """Places of units whose gradients need not wait on disk: they fit into half of what is free on every rank."""
     on_disk = {name: place for name, place in places.items() if place.gradient_tier is Tier.DISK}
     waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
@@ -211,27 +219,27 @@ def _with_gradients_above(states: States, places: dict[str, Place], free: float,
     return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
 
 
-def _speculating(states: States, places: dict[str, Place], below: list[str], free: float) -> set[str]:
+def _speculating(states: ModelStates, places: dict[str, TierPlacement], below: list[str], free: float) -> set[str]:
     """The units whose second state fits into half of what is free."""
     sizes = {name: states.stepped(name, places[name]) + states.sent(name, places[name]) for name in below}
     return _that_fit(sizes, _SHARE * free)
 
 
 @dataclass(frozen=True)
-class Shortage:
+class ShortageReport:
     """What there is to say if states do not fit where they are asked to rest."""
 
-    states: States
-    places: dict[str, Place]
+    states: ModelStates
+    places: dict[str, TierPlacement]
     settings: Config
-    mesh: Mesh
+    mesh: RankGroup
 
     def needs(self, num_bytes: int) -> str:
         """Bytes of one rank, for this node and for each parameter."""
         numel = sum(sum(self.states.units[name].values()) for name, place in self.places.items() if place.depth)
         shares = self.mesh.size if self.settings.zero_optimization.stage else 1
         each = f"{num_bytes * shares / max(1, numel):.3g} bytes for each of {numel:,} parameters"
-        here = self.mesh.ranks_here
+        here = self.mesh.local_world_size
         return f"{human(num_bytes * here)} on this node: {each}, over {self.mesh.size} rank(s), {here} of them here"
 
     @property
@@ -240,18 +248,18 @@ class Shortage:
         return f"lower offload_optimizer.ratio, use more ranks{smaller}."
 
 
-def _check_host(short: Shortage, needed: int, buffers: int, speculates: bool, free: float) -> None:
+def _check_host(short: ShortageReport, needed: int, buffers: int, speculates: bool, free: float) -> None:
     if any(place.depth for place in short.places.values()) and needed + buffers > free:
         slower = 'set shardwell.commit to "after_norm", ' if speculates else ""
         raise ShardwellError(
             f"what rests below the device needs more host memory than there is: {short.needs(needed)}, and "
-            f"{human(buffers)} of buffers for each of those. Free are {human(free * short.mesh.ranks_here)}. To fit, "
-            f"{slower}{short.ways}"
+            f"{human(buffers)} of buffers for each of those. Free are "
+            f"{human(free * short.mesh.local_world_size)}. To fit, {slower}{short.ways}"
         )
 
 
-def _check_drives(short: Shortage, needed: int) -> None:
-    for path, part in parts(needed * short.mesh.ranks_here, _paths(short.settings)):
+def _check_drives(short: ShortageReport, needed: int) -> None:
+    for path, part in bytes_by_path(needed * short.mesh.local_world_size, _paths(short.settings)):
         found = free_bytes(path)
         if found is not None and part > found:
             raise ShardwellError(
@@ -264,7 +272,7 @@ def open_disk(settings: Config) -> DiskTier | None:
     """The drives that something rests on, if it does."""
     if not _paths(settings):
         return None
-    return DiskTier(_paths(settings), DiskSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+    return DiskTier(_paths(settings), AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
 
 
 def _paths(settings: Config) -> list[Path]:
@@ -274,7 +282,7 @@ def _paths(settings: Config) -> list[Path]:
     return [Path(path) for path in dict.fromkeys(part.strip() for part in ",".join(named).split(",")) if path]
 
 
-def _asked(states: States, settings: Config) -> dict[str, Place]:
+def _asked(states: ModelStates, settings: Config) -> dict[str, TierPlacement]:
     """Parameters where they are asked to rest, and so the optimizer state of a share of the model, from its end.
 
     Updates of the first units come last, and the next forward waits for them.
@@ -295,7 +303,7 @@ def _asked(states: States, settings: Config) -> dict[str, Place]:
     return places
 
 
-def settle_commit(settings: Config, recipe: Recipe | None) -> Config:
+def settle_commit(settings: Config, recipe: OptimizerFactory | None) -> Config:
     """The configuration with the only policy there is for an optimizer in whose steps ranks meet.
 
     Whether a unit can go ahead of the norm each rank knows for itself: it may lack a gradient that others have.
@@ -314,7 +322,7 @@ def settle_commit(settings: Config, recipe: Recipe | None) -> Config:
     return settings.with_origins({**settings.origins, **told}, {"shardwell": chosen})
 
 
-def commit_policy(settings: Config) -> Commit:
+def commit_policy(settings: Config) -> CommitPolicy:
     """When updates on the host become the truth. Of what rests on disk there is no second state in memory.
 
     "auto" is never at once where a step may be left out: what is updated at once could not be.
@@ -328,10 +336,10 @@ def commit_policy(settings: Config) -> Commit:
             'before anything is updated; use "auto", "after_norm" or "shadow"'
         )
     if asked == "auto":
-        return Commit.AFTER_NORM if waits or settings.shardwell.nonfinite == "skip" else Commit.AUTO
+        return CommitPolicy.AFTER_NORM if waits or settings.shardwell.nonfinite == "skip" else CommitPolicy.AUTO
     zero = settings.zero_optimization
     on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
-    return Commit.AFTER_NORM if on_disk and asked == "shadow" else Commit[asked.upper()]
+    return CommitPolicy.AFTER_NORM if on_disk and asked == "shadow" else CommitPolicy[asked.upper()]
 
 
 def _that_fit(sizes: dict[str, float] | dict[str, int], free: float) -> set[str]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwell.kernels import Compact
-from shardwell.memory import Account, State, Tier
-from shardwell.offload.cpu_kernels import Spare
-from shardwell.optim.param_slices import Shard
-from shardwell.sharding import Group, Unit
+from shardwell.kernels import Moment8bit
+from shardwell.memory import MemoryStats, StateKind, Tier
+from shardwell.offload.cpu_kernels import SpareState
+from shardwell.optim.param_slices import ParamSlice
+from shardwell.sharding import ShardedGroup, Unit
 
 _LONGEST = 64
 
@@ -23,7 +23,7 @@ _LONGEST = 64
 Options = dict[str, Any]  # hyperparameters of a parameter group
 
 
-def options_of(inner: Optimizer) -> list[Options]:
+def hyperparameters_of(inner: Optimizer) -> list[Options]:
     """The hyperparameters of now, by parameter group."""
 
     def as_it_is(value: Any) -> Any:
@@ -47,29 +47,29 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-class Shadow:
+class SpeculativeState:
     """A unit's second memory for masters and state. What is computed there becomes the truth by changing places."""
 
-    def __init__(self, unit: Unit, shards: list[Shard], states: dict[Tensor, Any], account: Account) -> None:
+    def __init__(self, unit: Unit, shards: list[ParamSlice], states: dict[Tensor, Any], account: MemoryStats) -> None:
         self._shards = shards
-        self._masters: dict[Group, Tensor] = {
+        self._masters: dict[ShardedGroup, Tensor] = {
             shard.group: torch.zeros_like(shard.group.master) for shard in shards
         }  # all of a group's: padding too
-        self.spares = {shard: Spare(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
+        self.spares = {shard: SpareState(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
         memory = [*self._masters.values(), *(value for spare in self.spares.values() for value in spare.state.values())]
         self._books = account, unit.name, sum(value.nbytes for value in memory)
-        account.add(State.STAGING, unit.name, Tier.HOST, self._books[2])
+        account.add(StateKind.STAGING, unit.name, Tier.HOST, self._books[2])
 
     def strike_out(self) -> None:
         """Take it out of the books; it is freed when nobody holds it."""
         account, unit, num_bytes = self._books
-        account.remove(State.STAGING, unit, Tier.HOST, num_bytes)
+        account.remove(StateKind.STAGING, unit, Tier.HOST, num_bytes)
 
-    def fits(self, shards: list[Shard]) -> bool:
+    def fits(self, shards: list[ParamSlice]) -> bool:
         """Whether it was made for these; shards can be cut."""
         return len(shards) == len(self._shards) and all(a is b for a, b in zip(shards, self._shards, strict=True))
 
-    def _stretch(self, shard: Shard) -> Tensor:
+    def _stretch(self, shard: ParamSlice) -> Tensor:
         return self._masters[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
     def commit(self, states: dict[Tensor, Any]) -> None:
@@ -83,7 +83,7 @@ class Shadow:
                 _exchange(live[key], value)
 
 
-class Caution:
+class SpeculationBackoff:
     """Whether to speculate: not for some steps after it failed, and for twice as many each time that it fails again."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Caution:
         self._may = None
 
 
-def covers(shards: list[Shard]) -> bool:
+def covers(shards: list[ParamSlice]) -> bool:
     """Whether shards cover all masters of their groups: only then can those change places."""
     pieces = dict.fromkeys((shard.group for shard in shards), 0)
     for shard in shards:
@@ -127,15 +127,15 @@ def covers(shards: list[Shard]) -> bool:
 def _like(state: dict[str, Any]) -> dict[str, Any]:
     """Memory like that of a state; its numbers are left out."""
     return {
-        key: value.empty_like() if isinstance(value, Compact) else torch.empty_like(value)
+        key: value.empty_like() if isinstance(value, Moment8bit) else torch.empty_like(value)
         for key, value in state.items()
-        if isinstance(value, Compact) or (isinstance(value, Tensor) and value.ndim)
+        if isinstance(value, Moment8bit) or (isinstance(value, Tensor) and value.ndim)
     }
 
 
 def _exchange(one: Any, other: Any) -> None:
     """Change places in memory."""
-    if isinstance(one, Compact):
+    if isinstance(one, Moment8bit):
         one.exchange(other)
     else:
         before, one.data = one.data, other.data

@@ -7,20 +7,20 @@ import threading
 
 from torch import Tensor
 
-from shardwell.memory.device import Device, Passing
-from shardwell.memory.statistics import Account, State, Tier
+from shardwell.memory.device import Device, Waitable
+from shardwell.memory.statistics import MemoryStats, StateKind, Tier
 from shardwell.offload.disk_queue import aligned
 
 
-class Pinned:
+class PinnedAllocator:
     """Makes pinned memory, by the books."""
 
-    def __init__(self, device: Device, account: Account) -> None:
+    def __init__(self, device: Device, account: MemoryStats) -> None:
         self._device, self._account = device, account
 
     def make(self, num_bytes: int, unit: str = "") -> Tensor:
         """1D, bytes."""
-        self._account.add(State.STAGING, unit, Tier.HOST, num_bytes)
+        self._account.add(StateKind.STAGING, unit, Tier.HOST, num_bytes)
         return self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> Tensor:
@@ -28,13 +28,13 @@ class Pinned:
 
     def drop(self, memory: Tensor, unit: str = "") -> None:
         """Strike memory out; it is freed when nobody holds it."""
-        self._account.remove(State.STAGING, unit, Tier.HOST, memory.numel())
+        self._account.remove(StateKind.STAGING, unit, Tier.HOST, memory.numel())
 
 
-class Aligned(Pinned):
+class AlignedAllocator(PinnedAllocator):
     """Makes memory for drives, by the books; what the device has no part in is not pinned."""
 
-    def __init__(self, device: Device, account: Account, *, pinned: bool = False) -> None:
+    def __init__(self, device: Device, account: MemoryStats, *, pinned: bool = False) -> None:
         super().__init__(device, account)
         self._is_pinned = pinned
 
@@ -42,15 +42,15 @@ class Aligned(Pinned):
         return aligned(num_bytes, self._device if self._is_pinned else None)
 
 
-class Slots:
+class StagingPool:
     """A bounded pool of pieces, made when first needed. Who finds none free waits until one comes back.
 
     One thread takes, any thread gives.
     """
 
-    def __init__(self, pinned: Pinned, num: int, num_bytes: int) -> None:
+    def __init__(self, pinned: PinnedAllocator, num: int, num_bytes: int) -> None:
         self._pinned, self._unmade, self._num_bytes = pinned, num, num_bytes
-        self._free: queue.SimpleQueue[tuple[Tensor, Passing]] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[tuple[Tensor, Waitable]] = queue.SimpleQueue()
 
     def at_least(self, num_bytes: int) -> None:
         """Pieces that are made from now on are that large."""
@@ -69,12 +69,12 @@ class Slots:
             memory = self._pinned.make(self._num_bytes)
         return memory
 
-    def give(self, memory: Tensor, after: Passing) -> None:
+    def give(self, memory: Tensor, after: Waitable) -> None:
         """Take a piece back, which is free once the mark has passed."""
         self._free.put((memory, after))
 
 
-class Backlog:
+class ByteThrottle:
     """Bounds what waits somewhere: who would add to a backlog that is full waits until enough has left."""
 
     def __init__(self, most: int) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.kernels.io import SECTOR
-from shardwell.memory.statistics import Account, State, Tier
-from shardwell.offload.disk import DiskTier, Extent, Transfer, aligned
+from shardwell.memory.statistics import MemoryStats, StateKind, Tier
+from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
 from shardwell.offload.disk_file import rounded
 
 _PATIENCE = 0.002  # seconds
@@ -26,7 +26,7 @@ _PATIENCE = 0.002  # seconds
 @dataclass(eq=False)
 class _Item:
     tensor: Tensor  # 1D
-    extent: Extent
+    extent: DiskExtent
     stand_in: Tensor  # the number that it is while it is away
     is_written: bool = False
 
@@ -35,17 +35,19 @@ class _Item:
         return self.extent.num_bytes
 
 
-class Chest:
+class SwappedTensors:
     """Some tensors that come and go together: into memory of its own (`open`), or into somebody else's (`fetch`).
 
     Who wants them while somebody else has them waits; who has them only in case he needs them is asked to let go.
     """
 
-    def __init__(self, tier: DiskTier, account: Account, unit: str, on_move: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, tier: DiskTier, account: MemoryStats, unit: str, on_move: Callable[[], None] = lambda: None
+    ) -> None:
         """`on_move` is called when the tensors have other memory: who has views of them must cut them anew."""
         self._tier, self._account, self._unit, self._on_move = tier, account, unit, on_move
         self._items: list[_Item] = []
-        self._writes: list[Transfer] = []  # may still be on their way
+        self._writes: list[DiskTransfer] = []  # may still be on their way
         self._is_free = threading.Semaphore()
         self.reclaim: Callable[[], None] | None = None  # has who only expects to need the tensors let go of them
         self._holders = 0
@@ -110,7 +112,9 @@ class Chest:
         for item in new:
             _send_away(item)
 
-    def fetch(self, memory: Tensor, *, blank: bool = False, urgent: bool = False, waits: bool = True) -> list[Transfer]:
+    def fetch(
+        self, memory: Tensor, *, blank: bool = False, urgent: bool = False, waits: bool = True
+    ) -> list[DiskTransfer]:
         """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
 
         With `blank` nothing is read: all of it will be overwritten. Who does not wait gets an error if they are in use.
@@ -119,7 +123,7 @@ class Chest:
             self._acquire()
         elif not self._is_free.acquire(blocking=False):
             raise ShardwellError(f"{self._unit}: in use")
-        reads: list[Transfer] = []
+        reads: list[DiskTransfer] = []
         try:
             self._finish_writes(in_vain=blank)
             if memory.numel() < self.num_bytes:  # others came first, and changed what it holds
@@ -141,7 +145,7 @@ class Chest:
             self._leave()
             raise
 
-    def put_back(self, *, changed: bool) -> list[Transfer]:
+    def put_back(self, *, changed: bool) -> list[DiskTransfer]:
         """Send the tensors away; what changed is being written: their memory is free when all of that has ended."""
         self._writes = []
         try:
@@ -167,7 +171,7 @@ class Chest:
                 self._leave()
                 raise
             self._opened, self._is_changed = memory.numel(), False
-            self._account.add(State.STAGING, self._unit, Tier.HOST, self._opened)
+            self._account.add(StateKind.STAGING, self._unit, Tier.HOST, self._opened)
         self._holders += 1
 
     def close(self, *, changed: bool) -> None:
@@ -183,7 +187,7 @@ class Chest:
                 self._writes[-1].wait()
         finally:
             self._leave()
-            self._account.remove(State.STAGING, self._unit, Tier.HOST, self._opened)
+            self._account.remove(StateKind.STAGING, self._unit, Tier.HOST, self._opened)
 
     @contextlib.contextmanager
     def opened(self, *, changes: bool) -> Iterator[None]:
@@ -199,7 +203,7 @@ class Chest:
         self.open()
         for item in self._items:
             item.tensor.data = item.tensor.data.clone()
-        self._account.remove(State.STAGING, self._unit, Tier.HOST, self._opened)
+        self._account.remove(StateKind.STAGING, self._unit, Tier.HOST, self._opened)
         self._holders = 0
         self.free()
         self._on_move()
@@ -221,7 +225,7 @@ class Chest:
         stand_in = tensor[:1].clone() if is_one_number(tensor) else _alarm(tensor.dtype)
         return _Item(tensor, extent, stand_in)
 
-    def _write(self, item: _Item) -> Transfer:
+    def _write(self, item: _Item) -> DiskTransfer:
         values = item.tensor.data.contiguous().as_strided(item.tensor.shape, (1,))  # one number may have any stride
         source = values.view(torch.uint8)
         if source.data_ptr() % SECTOR:

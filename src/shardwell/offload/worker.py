@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwell.errors import ShardwellError
-from shardwell.memory.device import Mark, Passing
+from shardwell.memory.device import Event, Waitable
 from shardwell.offload.cores import stay_on
 
 _MOST_LET_IN = 8  # pieces of work that are begun and not done, because each let in the next
 
 
-class Ticket:
+class TaskHandle:
     """Work that a worker was given."""
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class _Task:
     number: int
     urgency: int  # the lower, the sooner
     work: Callable[[], None]
-    after: Passing
-    ticket: Ticket
+    after: Waitable
+    ticket: TaskHandle
 
 
 class _Agenda:
@@ -147,9 +147,9 @@ class Worker:
         work: Callable[[], None],
         *,
         urgency: int = 0,
-        after: Passing | None = None,
-        ticket: Ticket | None = None,
-    ) -> Ticket:
+        after: Waitable | None = None,
+        ticket: TaskHandle | None = None,
+    ) -> TaskHandle:
         """Have something done. Of equal urgency, what was given first is done first. A ticket may exist already."""
         if self._thread is None:
             arguments = self._agenda, self._cores, self._gate
@@ -159,7 +159,7 @@ class Worker:
             weakref.finalize(self, _end, self._agenda, self._gate).atexit = False
             atexit.unregister(_end_all)
             atexit.register(_end_all)  # so that it comes before the finalizers of what the work needs
-        task = _Task(next(self._numbers), urgency, work, after or Mark(), ticket or Ticket())
+        task = _Task(next(self._numbers), urgency, work, after or Event(), ticket or TaskHandle())
         self._agenda.add(task)
         return task.ticket
 

@@ -1,6 +1,6 @@
 """Stepping the local shards with any elementwise torch optimizer."""
 
-from shardwell.optim.factory import Recipe, recipe_for
+from shardwell.optim.factory import OptimizerFactory, factory_for
 from shardwell.optim.optimizer import ShardedOptimizer
 
-__all__ = ["Recipe", "ShardedOptimizer", "recipe_for"]
+__all__ = ["OptimizerFactory", "ShardedOptimizer", "factory_for"]

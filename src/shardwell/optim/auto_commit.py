@@ -17,24 +17,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
-from shardwell.memory.device import Later
-from shardwell.offload.host_updates import Arrival
-from shardwell.offload.speculation import Options, are_same, options_of
-from shardwell.sharding import Context, Group, Unit
-from shardwell.sharding.spec import Commit
+from shardwell.memory.device import AsyncScalar
+from shardwell.offload.host_updates import HostPending
+from shardwell.offload.speculation import Options, are_same, hyperparameters_of
+from shardwell.sharding import EngineContext, ShardedGroup, Unit
+from shardwell.sharding.spec import CommitPolicy
 
 STEPS_TO_LEARN = 3
 _KEY = '"shardwell": {"commit": "after_norm"}'
 
 
-class Phase(enum.Enum):
+class CommitPhase(enum.Enum):
     LEARNING = "updates wait for the norm, and steps are watched"
     AT_ONCE = "updates go at once, and whoever could tell gets an error"
     AFTER_NORM = "updates wait for the norm, for good"
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StepBeginning:
     """How a backward begins: what is known of its graph before anything is updated."""
 
     num_forwards: int  # of the engine with gradients, since the backward before
@@ -44,12 +44,12 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedTensor:
     """What a unit awaits from the end of its backward to the step: nobody. Who comes all the same has to say so."""
 
     unit: Unit
-    habit: Habit
-    arrival: Arrival | None  # of an update that was begun
+    habit: AutoCommit
+    arrival: HostPending | None  # of an update that was begun
     is_ahead: bool  # one was begun, on some ranks at least
 
     is_known = False  # nobody fetches it ahead
@@ -74,13 +74,13 @@ class Watched:
             self.unit.publish()
 
 
-class Habit:
+class AutoCommit:
     """What a training loop does between a backward and its step. All ranks come to the same result."""
 
-    def __init__(self, inner: Optimizer, context: Context, units: list[Unit]) -> None:
+    def __init__(self, inner: Optimizer, context: EngineContext, units: list[Unit]) -> None:
         self._inner, self._context = inner, context
-        self.phase = Phase.LEARNING
-        self._groups: dict[int, tuple[Unit, list[Group]]] = {}  # by unit: whose updates go at once if they may
+        self.phase = CommitPhase.LEARNING
+        self._groups: dict[int, tuple[Unit, list[ShardedGroup]]] = {}  # by unit: whose updates go at once if they may
         self._begun: dict[int, bool] = {}  # units of this boundary, and whether all gradients of them were there
         self._watched: list[Unit] = []  # of those
         self._options: list[Options] = []  # of the step, when the first of them began
@@ -88,9 +88,9 @@ class Habit:
         self._has_any = False  # gradients came at this boundary
         self._odd = ""  # what nobody may do while updates go at once; the others hear of it with the next norm
         self._told: Tensor | None = None  # how many ranks have something odd
-        self._later: Later | None = None  # the same, of the last step
+        self._later: AsyncScalar | None = None  # the same, of the last step
         self._num_plain = 0  # steps, one after the other
-        self._beginnings: set[Beginning] = set()  # of backwards, that were seen
+        self._beginnings: set[StepBeginning] = set()  # of backwards, that were seen
         for unit in units:
             self.take(unit)
 
@@ -103,7 +103,7 @@ class Habit:
 
     def take(self, unit: Unit) -> None:
         """Decide for a unit, as far as nobody has."""
-        groups = [group for group in unit.trainable if group.row.commit is Commit.AUTO]
+        groups = [group for group in unit.trainable if group.row.commit is CommitPolicy.AUTO]
         if groups:
             self._groups[unit.index] = unit, groups
             self._apply(unit, groups)
@@ -113,27 +113,27 @@ class Habit:
         self._groups.pop(unit.index, None)
         self._begun.pop(unit.index, None)
 
-    def _apply(self, unit: Unit, groups: list[Group]) -> None:
-        unit.is_watched = self.phase is not Phase.AFTER_NORM
+    def _apply(self, unit: Unit, groups: list[ShardedGroup]) -> None:
+        unit.is_watched = self.phase is not CommitPhase.AFTER_NORM
         for group in groups:
-            group.commit_by(Commit.AT_ONCE if self.phase is Phase.AT_ONCE else Commit.AFTER_NORM)
+            group.commit_by(CommitPolicy.AT_ONCE if self.phase is CommitPhase.AT_ONCE else CommitPolicy.AFTER_NORM)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: CommitPhase) -> None:
         self.phase = phase
         for unit, groups in self._groups.values():
             self._apply(unit, groups)
 
     # ------------------------------------------------------------------------------------------------- backward
 
-    def backward_begins(self, beginning: Beginning) -> None:
+    def backward_begins(self, beginning: StepBeginning) -> None:
         """Before anything of it is updated."""
-        if self.phase is Phase.LEARNING:
+        if self.phase is CommitPhase.LEARNING:
             self._beginnings.add(beginning)
-        elif self.phase is Phase.AT_ONCE and beginning not in self._beginnings and not self._begun:
+        elif self.phase is CommitPhase.AT_ONCE and beginning not in self._beginnings and not self._begun:
             self._odd = f"a backward began in another way than in the first steps ({beginning})"
             self._wait_for_good()
 
-    def watch(self, unit: Unit, arrival: Arrival | None, *, is_complete: bool) -> bool:
+    def watch(self, unit: Unit, arrival: HostPending | None, *, is_complete: bool) -> bool:
         """A unit's gradients of this boundary are reduced, and it was updated, or would have been; false if not here.
 
         `is_complete`: this rank had all gradients of it.
@@ -141,16 +141,16 @@ class Habit:
         if unit.index not in self._groups:
             return False
         self._has_any = True
-        if self.phase is Phase.AFTER_NORM or self._is_stepping:
+        if self.phase is CommitPhase.AFTER_NORM or self._is_stepping:
             return False
         if self._begun.get(unit.index):
             self.meet(f"unit '{unit.name or '(root)'}' got another gradient")
         if not self._begun:
-            self._options = options_of(self._inner)
+            self._options = hyperparameters_of(self._inner)
         self._begun[unit.index] = is_complete
         self._watched.append(unit)
-        is_ahead = self.phase is Phase.AT_ONCE
-        unit.await_update(Watched(unit, self, arrival if is_ahead else None, is_ahead), hides=True)
+        is_ahead = self.phase is CommitPhase.AT_ONCE
+        unit.await_update(WatchedTensor(unit, self, arrival if is_ahead else None, is_ahead), hides=True)
         return True
 
     def has_begun(self, unit: Unit) -> bool:
@@ -162,7 +162,7 @@ class Habit:
             self._note(what)
 
     def _note(self, what: str) -> None:
-        if self.phase is Phase.AT_ONCE:
+        if self.phase is CommitPhase.AT_ONCE:
             raise ShardwellError(
                 f"{what} between a backward and its step, when {len(self._begun)} units had their update of that step "
                 f'already. With "commit": "auto" updates go at once, while backward runs, after {STEPS_TO_LEARN} steps '
@@ -184,7 +184,7 @@ class Habit:
     def _release(self) -> None:
         """Nobody need come by any more to be told. Updates that were begun are awaited as ever."""
         watched, self._watched = self._watched, []
-        for unit in watched if self.phase is not Phase.AT_ONCE else ():
+        for unit in watched if self.phase is not CommitPhase.AT_ONCE else ():
             unit.await_update(None)
 
     # ----------------------------------------------------------------------------------------------------- step
@@ -196,7 +196,11 @@ class Habit:
 
     def check_options(self) -> None:
         """The hyperparameters must be those that updates at once were done with."""
-        if self._begun and self.phase is not Phase.AFTER_NORM and not are_same(self._options, options_of(self._inner)):
+        if (
+            self._begun
+            and self.phase is not CommitPhase.AFTER_NORM
+            and not are_same(self._options, hyperparameters_of(self._inner))
+        ):
             self._note("hyperparameters changed")
 
     @property
@@ -213,12 +217,12 @@ class Habit:
         told, self._told = self._told, None
         later, self._later = self._later, None
         is_virtual = self._context.device.is_virtual
-        if later is not None and float(later.get()) > 0 and self.phase is Phase.AT_ONCE:
+        if later is not None and float(later.get()) > 0 and self.phase is CommitPhase.AT_ONCE:
             self._hear_of_another()
-        if told is None or self.phase is Phase.AFTER_NORM or not self._has_any:
+        if told is None or self.phase is CommitPhase.AFTER_NORM or not self._has_any:
             return
         self._has_any = False
-        if self.phase is Phase.AT_ONCE:
+        if self.phase is CommitPhase.AT_ONCE:
             self._later = None if is_virtual else self._context.device.read_later(told)
             return
         if bool(self._odd) if is_virtual else float(told) > 0:
@@ -226,7 +230,7 @@ class Habit:
             return
         self._num_plain += 1
         if self._num_plain == STEPS_TO_LEARN:
-            self._enter(Phase.AT_ONCE)
+            self._enter(CommitPhase.AT_ONCE)
             self._say(logging.INFO, "updates go at once from now on, while backward runs: nothing came between")
 
     def forget(self) -> None:
@@ -240,8 +244,8 @@ class Habit:
         self._wait_for_good()
 
     def _wait_for_good(self) -> None:
-        level = logging.WARNING if self.phase is Phase.AT_ONCE else logging.INFO
-        self._enter(Phase.AFTER_NORM)
+        level = logging.WARNING if self.phase is CommitPhase.AT_ONCE else logging.INFO
+        self._enter(CommitPhase.AFTER_NORM)
         self._say(level, f"updates wait for the norm from now on, because {self._odd}; after")
 
     def _say(self, level: int, what: str) -> None:

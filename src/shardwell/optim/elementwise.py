@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device
-from shardwell.optim.full_tensors import needs_whole
+from shardwell.optim.full_tensors import needs_full_tensors
 from shardwell.optim.lion import Lion
 
 Make = Callable[[list[list[Tensor]]], Optimizer]  # over the tensors of each parameter group
@@ -81,7 +81,7 @@ def _is_known(optimizer: Optimizer) -> bool:
     return (
         kind in _KNOWN
         or f"{kind.__module__}.{kind.__qualname__}" in _KNOWN_ELSEWHERE
-        or needs_whole(optimizer)
+        or needs_full_tensors(optimizer)
         or bool(getattr(optimizer, "elementwise", False))
     )
 

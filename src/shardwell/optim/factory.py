@@ -1,7 +1,7 @@
 """From what the user hands over (an object, a class, a factory, a config block) to an optimizer over shards.
 
-A `Recipe` is what all of these have in common: which parameter belongs to which parameter group, and how to make the
-optimizer once the shards exist.
+An `OptimizerFactory` is what all of these have in common: which parameter belongs to which parameter group, and how to
+make the optimizer once the shards exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwell.config import OptimizerConfig
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
 from shardwell.optim.elementwise import check_factory, check_kind, check_object
-from shardwell.optim.full_tensors import needs_whole
+from shardwell.optim.full_tensors import needs_full_tensors
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon, muon_groups
@@ -32,7 +32,7 @@ Factory = Callable[..., Optimizer]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerFactory:
     """Labels for parameters, and an optimizer for the shards of each label."""
 
     labels: dict[int, int]  # id(parameter) -> index of its parameter group
@@ -51,13 +51,13 @@ class Recipe:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def recipe_for(
+def factory_for(
     optimizer: Optimizer | Factory | None,
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
     block: OptimizerConfig | None,
     device: Device,
-) -> Recipe | None:
+) -> OptimizerFactory | None:
     """How to make the optimizer, or None for a model that is only evaluated."""
     if isinstance(optimizer, torch.optim.Muon):
         return _from_torch_muon(optimizer)
@@ -172,7 +172,7 @@ def _spelled(name: str) -> str:
     return kinds[name.lower()]
 
 
-def _from_object(optimizer: Optimizer) -> Recipe:
+def _from_object(optimizer: Optimizer) -> OptimizerFactory:
     if any(_steps_taken(state) for state in optimizer.state.values()):
         raise ShardwellError(
             f"the {type(optimizer).__name__} that was passed has taken steps already; its state cannot be split. "
@@ -191,10 +191,10 @@ def _from_object(optimizer: Optimizer) -> Recipe:
         return optimizer
 
     num_states = _num_states(type(optimizer), optimizer.param_groups)
-    return Recipe(labels, make, num_states, lambda: needs_whole(optimizer), optimizer)
+    return OptimizerFactory(labels, make, num_states, lambda: needs_full_tensors(optimizer), optimizer)
 
 
-def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
+def _from_torch_muon(given: torch.optim.Muon) -> OptimizerFactory:
     """Torch's own takes whole matrices only: ours steps its parameter groups, which schedulers may have a hold of."""
     recipe = _from_object(given)
 
@@ -206,10 +206,10 @@ def _from_torch_muon(given: torch.optim.Muon) -> Recipe:
         made.param_groups = given.param_groups
         return made
 
-    return Recipe(recipe.labels, make, is_collective=lambda: True, given=given)
+    return OptimizerFactory(recipe.labels, make, is_collective=lambda: True, given=given)
 
 
-def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device) -> Recipe:
+def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device) -> OptimizerFactory:
     check_kind(factory)
     labels = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
@@ -221,9 +221,9 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device
         return made
 
     def is_collective() -> bool:
-        return needs_whole(make([[torch.zeros(1, device=device.torch_device)] for _ in groups]))
+        return needs_full_tensors(make([[torch.zeros(1, device=device.torch_device)] for _ in groups]))
 
-    return Recipe(labels, make, is_collective=is_collective)
+    return OptimizerFactory(labels, make, is_collective=is_collective)
 
 
 def _parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> list[dict[str, Any]]:

@@ -16,29 +16,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.param_slices import Shard, Shards
+from shardwell.optim.param_slices import ParamSlice, ParamSlices
 from shardwell.parallel import Collectives
-from shardwell.sharding import Group
-from shardwell.sharding.layout import Piece, Slot
+from shardwell.sharding import ShardedGroup
+from shardwell.sharding.layout import Slot, SlotPiece
 
 
-def needs_whole(optimizer: Optimizer) -> bool:
+def needs_full_tensors(optimizer: Optimizer) -> bool:
     """Whether it is not elementwise: over shards, ranks meet in its steps."""
     return hasattr(optimizer, "whole")
 
 
 @dataclass(frozen=True)
-class Place:
+class SlicePosition:
     """Which part of which parameter an optimizer's tensor is."""
 
     index: int  # the parameter's number, the same on every rank
     shape: tuple[int, ...]  # ND, of the whole parameter
 
 
-class Whole(Protocol):
+class FullTensors(Protocol):
     """Whole parameters, for an optimizer that steps parts of them."""
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> SlicePosition:
         """Where a tensor of the optimizer belongs."""
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -55,14 +55,14 @@ class Whole(Protocol):
         """
 
 
-class Alone:
+class LocalFullTensors:
     """Nothing is sharded: every tensor is a whole parameter."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
 
-    def place(self, tensor: Tensor) -> Place:
-        return Place(self._numbers.setdefault(id(tensor), len(self._numbers)), tuple(tensor.shape))
+    def place(self, tensor: Tensor) -> SlicePosition:
+        return SlicePosition(self._numbers.setdefault(id(tensor), len(self._numbers)), tuple(tensor.shape))
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         return [sums for _, sums in parts]
@@ -71,25 +71,25 @@ class Alone:
         return [function(values.bfloat16()) for _, values in parts]
 
 
-class OverShards:
+class ShardedFullTensors:
     """The parameters are split over the ranks; their parts are summed, or sent to one rank each and back."""
 
-    def __init__(self, shards: Shards, inner: Optimizer, comm: Collectives) -> None:
+    def __init__(self, shards: ParamSlices, inner: Optimizer, comm: Collectives) -> None:
         self._shards, self._inner, self._comm = shards, inner, comm
-        self._groups: list[Group] = []
+        self._groups: list[ShardedGroup] = []
         self._unseen: set[str] = set()
 
-    def begin(self, groups: list[Group], unseen: set[str]) -> None:
+    def begin(self, groups: list[ShardedGroup], unseen: set[str]) -> None:
         """The next step is over these groups, except for these parameters; the same on every rank."""
         self._groups, self._unseen = groups, unseen
         self._by_tensor = {id(shard.tensor): shard for shard in self._shards}
 
-    def _shard(self, tensor: Tensor) -> Shard:
+    def _shard(self, tensor: Tensor) -> ParamSlice:
         return self._by_tensor[id(tensor)]
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> SlicePosition:
         slot = self._shard(tensor).pieces[0].slot
-        return Place(self._shards.numbers[slot.name], slot.shape)
+        return SlicePosition(self._shards.numbers[slot.name], slot.shape)
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         if not any(group.row.optimizer.over for group in self._groups):
@@ -110,7 +110,7 @@ class OverShards:
         mine = {self._name(tensor): values.reshape(-1) for tensor, values in parts}
         matrices = list(self._matrices())
         split = [matrix for matrix in matrices if matrix.is_split]
-        swap = _Swap(self._comm, split, spread([_cost(matrix.slot) for matrix in split], self._comm.mesh.size))
+        swap = _Swap(self._comm, split, balance([_cost(matrix.slot) for matrix in split], self._comm.mesh.size))
         wholes = swap.collect(mine, self._where)
         for matrix in matrices:
             if not matrix.is_split:  # every rank has it, and computes it for itself
@@ -146,7 +146,7 @@ _NUM_SUMS = 4  # the most sums that an optimizer asks for at once
 class _Matrix:
     slot: Slot
     is_split: bool
-    held: list[Piece | None]  # by rank
+    held: list[SlotPiece | None]  # by rank
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _Swap:
     matrices: list[_Matrix]
     owners: list[int]
 
-    def _crossing(self, holder: int, owner: int) -> list[tuple[_Matrix, Piece]]:
+    def _crossing(self, holder: int, owner: int) -> list[tuple[_Matrix, SlotPiece]]:
         """What `holder` has of the matrices of `owner`, in order."""
         return [
             (matrix, piece)
@@ -207,7 +207,7 @@ class _Swap:
         return answers
 
 
-def spread(costs: list[float], num_ranks: int) -> list[int]:
+def balance(costs: list[float], num_ranks: int) -> list[int]:
     """Which rank does which piece of work: the most expensive first, always to whoever has least."""
     load = [0.0] * num_ranks
     owners = [0] * len(costs)
@@ -233,9 +233,9 @@ def _joined(parts: list[Tensor], where: torch.device) -> Tensor:
     return torch.cat([part.bfloat16() for part in parts])
 
 
-def _room(crossing: list[tuple[_Matrix, Piece]], where: torch.device) -> Tensor:
+def _room(crossing: list[tuple[_Matrix, SlotPiece]], where: torch.device) -> Tensor:
     return torch.empty(sum(piece.numel for _, piece in crossing), dtype=torch.bfloat16, device=where)
 
 
-def _cut(joined: Tensor, crossing: list[tuple[_Matrix, Piece]]) -> list[Tensor]:
+def _cut(joined: Tensor, crossing: list[tuple[_Matrix, SlotPiece]]) -> list[Tensor]:
     return list(joined.split([piece.numel for _, piece in crossing])) if crossing else []

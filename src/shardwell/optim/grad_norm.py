@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.memory import Device
-from shardwell.optim.learning_rates import Rates
-from shardwell.optim.param_slices import Shard, Shards
-from shardwell.sharding import Context, Unit
-from shardwell.sharding.spec import Commit
+from shardwell.optim.learning_rates import LearningRateCheck
+from shardwell.optim.param_slices import ParamSlice, ParamSlices
+from shardwell.sharding import EngineContext, Unit
+from shardwell.sharding.spec import CommitPolicy
 
 Norm = Tensor | Callable[[], float]  # or what waits for it
 
 _MOST_NAMES = 8  # of units, in a message
 
 
-def norm_of(shard: Shard) -> tuple[Tensor, bool]:
+def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
     """Of a shard's gradient; and whether every rank has the same."""
     gradient = shard.gradient
     assert gradient is not None
@@ -42,15 +42,15 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
     return None if factor.device.type == "cpu" and float(factor) == 1.0 else factor
 
 
-class GlobalNorm:
+class GradNorm:
     """The norm over all ranks. The same sum tells which parameters got a gradient on no rank.
 
     It also tells whether all ranks step with the same hyperparameters.
     """
 
-    def __init__(self, context: Context, shards: Shards, optimizer: Optimizer) -> None:
+    def __init__(self, context: EngineContext, shards: ParamSlices, optimizer: Optimizer) -> None:
         self._context, self._shards = context, shards
-        self._rates = Rates(context, optimizer)
+        self._rates = LearningRateCheck(context, optimizer)
         self.unseen: set[str] = set()  # those, by name, at the last call
         self._all_seen: Tensor | None = None
         self.told: Tensor | None = None  # the sum of what ranks say beside it
@@ -92,22 +92,22 @@ class GlobalNorm:
         return self._all_seen
 
 
-class Aftermath:
+class PartialUpdateReport:
     """What a step leaves if its norm is not finite: units that were updated at once, in whole or in part.
 
     A rank updates its part of a unit if its own part of the gradients is finite. Others may have parts that are not.
     """
 
-    def __init__(self, context: Context, shards: Shards) -> None:
+    def __init__(self, context: EngineContext, shards: ParamSlices) -> None:
         self._context, self._shards = context, shards
         self._noted: list[tuple[str, list[list[Norm] | None]]] = []  # by unit: see `note`, for each shard
 
-    def note(self, units: Sequence[Unit], norms_at_once: Callable[[Unit, Shard], list[Norm] | None]) -> None:
+    def note(self, units: Sequence[Unit], norms_at_once: Callable[[Unit, ParamSlice], list[Norm] | None]) -> None:
         """A step begins. A shard was updated at once if its norms are finite; those of one that waits are None."""
         commits = {group.row.commit for unit in units for group in unit.trainable}
         self._noted = [
             (unit.name or "(root)", [norms_at_once(unit, s) for s in self._shards.of(unit) if s.label >= 0])
-            for unit in (units if Commit.AT_ONCE in commits else ())
+            for unit in (units if CommitPolicy.AT_ONCE in commits else ())
         ]
 
     def __call__(self, *, is_late: bool) -> tuple[bool, str]:

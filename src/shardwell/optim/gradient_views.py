@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.sharded_gradient import HeldGradient, ShardedGradient
-from shardwell.sharding import Context, Group, Unit
+from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.gradients import GradState
 
 _KEPT = (
@@ -29,11 +29,11 @@ _KEPT = (
 
 
 @dataclass(eq=False)
-class View:
+class GradientView:
     """What stands for the gradient of one parameter."""
 
     unit: Unit
-    group: Group
+    group: ShardedGroup
     index: int  # of the parameter, in the group
     parameter: nn.Parameter
     held: HeldGradient
@@ -42,13 +42,13 @@ class View:
     leftover: Tensor | None = None  # a gradient from before the engine
 
 
-class Holder(Protocol):
+class GradientHolder(Protocol):
     """Who holds the gradients."""
 
     def sums_may_wait(self) -> bool:
         """Whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
 
-    def set_gradient(self, unit: Unit, group: Group, index: int, grad: Tensor) -> None:
+    def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """Take in a gradient of this rank that the user set."""
 
     def drop_gradients(self) -> None:
@@ -58,10 +58,10 @@ class Holder(Protocol):
 class GradientViews:
     """`p.grad` of all parameters that one engine trains."""
 
-    def __init__(self, context: Context, holder: Holder) -> None:
+    def __init__(self, context: EngineContext, holder: GradientHolder) -> None:
         self._context, self._holder = context, holder
-        self._views: dict[Group, list[View]] = {}
-        self._all: list[View] = []
+        self._views: dict[ShardedGroup, list[GradientView]] = {}
+        self._all: list[GradientView] = []
         self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are asked before every forward
         self._norms: dict[float, dict[HeldGradient, Tensor]] = {}  # by order
         self._hangs = False  # one of them, at least
@@ -87,16 +87,16 @@ class GradientViews:
         self._parameters = [view.parameter for view in self._all]
         self._has_leftovers = any(view.leftover is not None for view in self._all)
 
-    def _made(self, unit: Unit, group: Group, index: int) -> View:
+    def _made(self, unit: Unit, group: ShardedGroup, index: int) -> GradientView:
         parameter = group.parameters[index]
         held = HeldGradient(self, parameter)
         with torch._C.DisableTorchFunctionSubclass():
             gradient = ShardedGradient(held, parameter)
-            return View(unit, group, index, parameter, held, gradient, leftover=parameter.grad)
+            return GradientView(unit, group, index, parameter, held, gradient, leftover=parameter.grad)
 
     # ---------------------------------------------------------------------------------------- coming and going
 
-    def take_incoming(self, group: Group, index: int, grad: Tensor) -> Tensor | None:
+    def take_incoming(self, group: ShardedGroup, index: int, grad: Tensor) -> Tensor | None:
         """What autograd has just added to `p.grad`, of what is there now."""
         view = self._views[group][index]
         held = view.held
@@ -112,7 +112,7 @@ class GradientViews:
             self._forget(view)
         return grad
 
-    def hang_one(self, group: Group, index: int) -> None:
+    def hang_one(self, group: ShardedGroup, index: int) -> None:
         """The engine has taken a gradient in."""
         view = self._views[group][index]
         parameter = view.parameter
@@ -142,7 +142,7 @@ class GradientViews:
             optimizer.shards.hang_no_gradients(True)
         self.note_change()
 
-    def _tell_of_unseen(self, views: list[View], seen: Sequence[bool]) -> None:
+    def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
         if views[0].unit.is_named:
             return  # the user knows
         self._has_told = True
@@ -203,7 +203,7 @@ class GradientViews:
             view.leftover = None
         self.note_change()
 
-    def _end(self, view: View, is_kept: bool) -> None:
+    def _end(self, view: GradientView, is_kept: bool) -> None:
         """A new pass has come to a gradient that was used up; `is_kept`: and nobody has dropped it before."""
         view.held.is_spent = view.hangs = False
         if is_kept:
@@ -211,7 +211,7 @@ class GradientViews:
                 view.parameter.grad = None
             self.say_once(_KEPT)
 
-    def _remove(self, views: Iterable[View]) -> None:
+    def _remove(self, views: Iterable[GradientView]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for view in views:
                 view.parameter.grad = view.leftover = None
@@ -272,7 +272,7 @@ class GradientViews:
                 grads[number] = None if grad is view.gradient else grad
         self._hangs = any(view.hangs for view in self._all)
 
-    def _forget(self, view: View) -> None:
+    def _forget(self, view: GradientView) -> None:
         if view.unit.optimizer is not None:
             view.unit.optimizer.gradients_change(view.unit)
         view.group.gradients.forget(view.index)
@@ -280,7 +280,7 @@ class GradientViews:
         view.held.forget_whole()
         self.note_change()
 
-    def _replace(self, view: View, grad: Tensor) -> None:
+    def _replace(self, view: GradientView, grad: Tensor) -> None:
         if view.hangs:
             self._forget(view)
         if isinstance(grad, ShardedGradient):  # of another parameter, or of this one in another guise

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.errors import ConfigError
-from shardwell.optim.full_tensors import Alone, Whole
+from shardwell.optim.full_tensors import FullTensors, LocalFullTensors
 from shardwell.optim.lion import check_options, evaluate, with_gradients
 
 
@@ -43,7 +43,7 @@ class Lamb(Optimizer):
             low, high = group["min_coeff"], group["max_coeff"]
             if not 0 <= low <= high:
                 raise ConfigError(f"Lamb: min_coeff is {low} and max_coeff is {high}; it must be 0 <= min <= max")
-        self.whole: Whole = Alone()
+        self.whole: FullTensors = LocalFullTensors()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

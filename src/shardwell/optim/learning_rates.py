@@ -15,23 +15,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import DivergenceError
-from shardwell.memory.device import Later
+from shardwell.memory.device import AsyncScalar
 from shardwell.parallel.consistency import check_alike
-from shardwell.sharding import Context
+from shardwell.sharding import EngineContext
 
 _NAMES = ("lr", "weight_decay", "momentum", "betas")  # what schedules and users change between steps
 
 
-class Rates:
+class LearningRateCheck:
     """Of the parameter groups of one optimizer."""
 
-    def __init__(self, context: Context, optimizer: Optimizer) -> None:
+    def __init__(self, context: EngineContext, optimizer: Optimizer) -> None:
         self._context, self._optimizer = context, optimizer
         agreement = context.world.agreement
         self._is_on = agreement is not None and agreement.store is not None  # there are others, and they are real
         self._number = -1.0
         self._told: Tensor | None = None  # the number, on the device
-        self._later: tuple[Later, float] | None = None
+        self._later: tuple[AsyncScalar, float] | None = None
 
     def says(self) -> list[Tensor]:
         """1D: what is to be added up over the ranks, if there are several."""

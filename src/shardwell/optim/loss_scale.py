@@ -36,7 +36,7 @@ class NoScale(LossScale):
 
 
 @dataclass(frozen=True)
-class Rules:
+class ScaleRules:
     """How a dynamic scale moves."""
 
     window: int = 1000  # boundaries without overflow before it doubles
@@ -48,7 +48,7 @@ class Rules:
 class DynamicScale(LossScale):
     """Halves when gradients overflow, doubles after a while without."""
 
-    def __init__(self, value: float, rules: Rules) -> None:
+    def __init__(self, value: float, rules: ScaleRules) -> None:
         super().__init__(value)
         self.rules = rules
         self._left = rules.hysteresis

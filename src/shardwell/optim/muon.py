@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.optim.full_tensors import Alone, Whole
+from shardwell.optim.full_tensors import FullTensors, LocalFullTensors
 from shardwell.optim.lamb import adam_state
 from shardwell.optim.lion import check_options, evaluate, with_gradients
 
@@ -55,7 +55,7 @@ class Muon(Optimizer):
         for group in self._muon_groups():
             _check_muon_options(group)
         self._orthogonalise()
-        self.whole: Whole = Alone()
+        self.whole: FullTensors = LocalFullTensors()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

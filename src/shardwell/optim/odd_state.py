@@ -21,7 +21,7 @@ _MOST_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptEntries:
     """An entry that is to be kept as it is."""
 
     value: Any

@@ -17,32 +17,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import NonFiniteError, ShardwellError
-from shardwell.memory import State, Tier
-from shardwell.offload.early_update import Ahead, Unpublished, commit_of
-from shardwell.offload.host_executor import Offloaded, host_updates
-from shardwell.offload.host_updates import Arrival
-from shardwell.offload.optimizer_swap import Store
-from shardwell.optim.auto_commit import Habit
-from shardwell.optim.factory import NO_LABEL, Recipe
-from shardwell.optim.full_tensors import OverShards, needs_whole
-from shardwell.optim.grad_norm import GlobalNorm, Norm, clip_factor, norm_of, sum_of_squares
+from shardwell.memory import StateKind, Tier
+from shardwell.offload.early_update import EarlyUpdates, UnpublishedUnits, commit_of
+from shardwell.offload.host_executor import HostExecutor, host_updates
+from shardwell.offload.host_updates import HostPending
+from shardwell.offload.optimizer_swap import OptimizerSwapper
+from shardwell.optim.auto_commit import AutoCommit
+from shardwell.optim.factory import NO_LABEL, OptimizerFactory
+from shardwell.optim.full_tensors import ShardedFullTensors, needs_full_tensors
+from shardwell.optim.grad_norm import GradNorm, Norm, clip_factor, norm_of, sum_of_squares
 from shardwell.optim.loss_scale import LossScale
-from shardwell.optim.overflow_check import Nonfinite, Verdict
-from shardwell.optim.param_slices import Shard, Shards, States, bytes_of_state, check_cut, chunks
+from shardwell.optim.overflow_check import NonfiniteNorm, OverflowCheck
+from shardwell.optim.param_slices import ParamSlice, ParamSlices, SliceStates, bytes_of_state, check_cut, chunks
 from shardwell.optim.step_hooks import StepHooks
-from shardwell.optim.user_optimizer import Trainer, step_with
-from shardwell.sharding import Context, Group, Unit, released
+from shardwell.optim.user_optimizer import OwningOptimizer, step_with
+from shardwell.sharding import EngineContext, ShardedGroup, Unit, released
 from shardwell.sharding.edits import look_before_step
-from shardwell.sharding.spec import Commit
+from shardwell.sharding.spec import CommitPolicy
 
 
 @dataclass(frozen=True)
-class Terms:
+class StepOptions:
     """On what terms steps are taken."""
 
     scale: LossScale
     clip: float = 0.0  # the norm that gradients may have; 0: any
-    nonfinite: Nonfinite = Nonfinite.AUTO
+    nonfinite: NonfiniteNorm = NonfiniteNorm.AUTO
     buffer_count: int = 4  # pinned slots for gradients on their way to the host; seats for state from disk
     eight_bit_moments: bool = False  # Adam's, on the host
 
@@ -54,14 +54,14 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: OptimizerFactory,
         units: Sequence[Unit],
-        context: Context,
+        context: EngineContext,
         *,
-        terms: Terms,
+        terms: StepOptions,
         before_step: Callable[[], None],
         look_again: Callable[[], None],
-        after_update: Callable[[Unit, Arrival | None], None],
+        after_update: Callable[[Unit, HostPending | None], None],
     ) -> None:
         super().__init__([torch.zeros(0)], {})
         self._recipe = recipe
@@ -69,47 +69,49 @@ class ShardedOptimizer(Optimizer):
         self._context = context
         self._terms, self._clip, self.scale = terms, terms.clip, terms.scale
         self._before_step, self._look_again, self._after_update = before_step, look_again, after_update
-        self.trainer: Callable[[], Trainer | None] = lambda: None  # the engine that `step` and `zero_grad` are for
-        self.shards = Shards(self._units, one_per_parameter=False)
+        self.trainer: Callable[[], OwningOptimizer | None] = lambda: (
+            None
+        )  # the engine that `step` and `zero_grad` are for
+        self.shards = ParamSlices(self._units, one_per_parameter=False)
         self.inner = self._make()
-        if needs_whole(self.inner):  # a tensor must not reach over several parameters
-            self.shards = Shards(self._units, one_per_parameter=True)
+        if needs_full_tensors(self.inner):  # a tensor must not reach over several parameters
+            self.shards = ParamSlices(self._units, one_per_parameter=True)
             self.inner = self._make()
-            self.inner.whole = OverShards(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
-        self.inner.state = States(dict, self.inner.state)
+            self.inner.whole = ShardedFullTensors(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
+        self.inner.state = SliceStates(dict, self.inner.state)
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
         self._hooks = StepHooks(self, recipe.given)
-        self.habit = Habit(self.inner, context, self._units)
+        self.habit = AutoCommit(self.inner, context, self._units)
         self._norm: Tensor | None = None
-        self._global_norm = GlobalNorm(context, self.shards, self.inner)
-        self._verdict = Verdict(context, self.shards, self.scale, policy=terms.nonfinite)
+        self._global_norm = GradNorm(context, self.shards, self.inner)
+        self._verdict = OverflowCheck(context, self.shards, self.scale, policy=terms.nonfinite)
         self._num_states = -1
-        self._store: Store | None = None
+        self._store: OptimizerSwapper | None = None
         if context.disk is not None:
-            self._store = Store(context.disk, self.inner, self.shards, context, terms.buffer_count)
+            self._store = OptimizerSwapper(context.disk, self.inner, self.shards, context, terms.buffer_count)
             for unit in self._units:
                 self._store.take_in(unit)
         self._offloaded = self._make_offloaded()
-        self._ahead = Ahead(self.inner, context.scratch, self._stepped_here, self._update_ahead)
+        self._ahead = EarlyUpdates(self.inner, context.scratch, self._stepped_here, self._update_ahead)
         by_host = [] if self._offloaded is None else [self._offloaded.host.take_back]
-        self._unpublished = Unpublished([self._ahead.take_back, *by_host], self.habit)
+        self._unpublished = UnpublishedUnits([self._ahead.take_back, *by_host], self.habit)
 
     def _make(self) -> Optimizer:
         labels = range(1 + max(self._recipe.labels.values(), default=0))
         return self._recipe.make([[s.tensor for s in self.shards if s.label == label] for label in labels])
 
-    def _make_offloaded(self) -> Offloaded | None:
+    def _make_offloaded(self) -> HostExecutor | None:
         terms, context = self._terms, self._context
         eight_bits = terms.eight_bit_moments
         host = host_updates(self.inner, self._units, context, terms.buffer_count, self._store, eight_bits=eight_bits)
-        return None if host is None else Offloaded(host, self.inner, self.shards, context, self.scale, self._clip)
+        return None if host is None else HostExecutor(host, self.inner, self.shards, context, self.scale, self._clip)
 
-    def _is_stepped_here(self, group: Group) -> bool:
+    def _is_stepped_here(self, group: ShardedGroup) -> bool:
         """By the torch optimizer inside, in line."""
         return self._offloaded is None or not group.is_stepped_on_host
 
-    def _stepped_here(self, unit: Unit) -> list[Shard]:
+    def _stepped_here(self, unit: Unit) -> list[ParamSlice]:
         return [shard for shard in self.shards.of(unit) if self._is_stepped_here(shard.group)]
 
     @property
@@ -144,9 +146,9 @@ class ShardedOptimizer(Optimizer):
         label = len(self.inner.param_groups)
         tensors = []
         for parameter in params:
-            if not released.is_kept(parameter):
+            if not released.is_owned(parameter):
                 self._look_again()  # at the model: it may have come after the last forward
-            keeper = released.keeper_of(parameter) if released.is_kept(parameter) else None
+            keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
             if not isinstance(keeper, Unit):
                 raise ShardwellError("add_param_group takes parameters of the model that was given to initialize")
             if self._recipe.label(parameter) != NO_LABEL:
@@ -229,14 +231,14 @@ class ShardedOptimizer(Optimizer):
         """Have a unit's state in memory, wherever it rests; what changes there counts. May be nested."""
         return contextlib.nullcontext() if self._store is None else self._store.opened(unit, changes=changes)
 
-    def part(self, unit: Unit, shard: Shard) -> list[Shard]:
+    def part(self, unit: Unit, shard: ParamSlice) -> list[ParamSlice]:
         """Cut a shard into its parameters, and its state with it."""
         if len(shard.pieces) == 1:
             return [shard]
         with self.states_of(unit, changes=True):
             return self.shards.part(unit, shard, self.inner)
 
-    def alone(self, unit: Unit, shard: Shard, name: str) -> Shard:
+    def alone(self, unit: Unit, shard: ParamSlice, name: str) -> ParamSlice:
         """The shard of one parameter; a longer one is cut."""
         return next(part for part in self.part(unit, shard) if part.pieces[0].slot.name == name)
 
@@ -248,19 +250,19 @@ class ShardedOptimizer(Optimizer):
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         return torch.tensor(value, dtype=dtype, device=tensor.device if on_device else "cpu")
 
-    def packed(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
+    def packed(self, shard: ParamSlice, state: dict[str, Any]) -> dict[str, Any]:
         """A shard's state as it is kept, from state as torch keeps it."""
         if self._offloaded is None or not shard.group.is_stepped_on_host:
             return state
         return self._offloaded.host.kernel.packed(state)
 
-    def forget_state(self, shard: Shard) -> None:
+    def forget_state(self, shard: ParamSlice) -> None:
         """As if it had never been stepped."""
         self.state.pop(shard.tensor, None)
         if self._has_state_at_birth and shard.label >= 0:
             self._give_birth_state(shard)
 
-    def _give_birth_state(self, shard: Shard) -> None:
+    def _give_birth_state(self, shard: ParamSlice) -> None:
         options = {**self.param_groups[shard.label], "params": [shard.tensor]}
         self.state[shard.tensor] = type(self.inner)([options], **self.inner.defaults).state[shard.tensor]
 
@@ -295,7 +297,7 @@ class ShardedOptimizer(Optimizer):
             del self.state[tensor]
         for tier in Tier:
             masters = sum(group.master_bytes().get(tier, 0) for group in unit.groups)
-            self._context.account.set(State.OPTIMIZER, unit.name, tier, masters)
+            self._context.account.set(StateKind.OPTIMIZER, unit.name, tier, masters)
         self._num_states = -1
 
     def gradients_reduced(self, unit: Unit, at_boundary: bool) -> None:
@@ -304,7 +306,7 @@ class ShardedOptimizer(Optimizer):
             self._offloaded.host.descent.add_up(unit)
         if not at_boundary:
             return
-        goes_ahead = commit_of(unit) is not Commit.AFTER_NORM
+        goes_ahead = commit_of(unit) is not CommitPolicy.AFTER_NORM
         for group in unit.trainable if goes_ahead or self._offloaded is not None else ():
             group.gradients.settle()  # where gradients are whole their second half is still on its way
         is_complete = not unit.in_backward and all(group.gradients.is_complete for group in unit.trainable)
@@ -321,7 +323,7 @@ class ShardedOptimizer(Optimizer):
         if self._offloaded is not None:
             self._offloaded.gradients_change(unit)
 
-    def _arrival(self, unit: Unit) -> Arrival | None:
+    def _arrival(self, unit: Unit) -> HostPending | None:
         return None if self._offloaded is None else self._offloaded.host.arrival(unit)
 
     def move_up(self, free: float) -> list[str]:
@@ -397,7 +399,7 @@ class ShardedOptimizer(Optimizer):
             return True
         return self._verdict.hear(is_late=False)
 
-    def _norms_at_once(self, unit: Unit, shard: Shard) -> list[Norm] | None:
+    def _norms_at_once(self, unit: Unit, shard: ParamSlice) -> list[Norm] | None:
         """Of the gradients that a shard was updated with at once, if they are finite; None if it waits."""
         if self._offloaded is not None and shard.group.is_stepped_on_host:
             return self._offloaded.norms_at_once(unit)
@@ -434,7 +436,7 @@ class ShardedOptimizer(Optimizer):
         if not groups:
             return
         whole = getattr(self.inner, "whole", None)
-        if isinstance(whole, OverShards):
+        if isinstance(whole, ShardedFullTensors):
             whole.begin(groups, unseen)
         with contextlib.ExitStack() as stack:
             for group in groups:
@@ -442,7 +444,7 @@ class ShardedOptimizer(Optimizer):
             shards = [s for unit in units for s in self._to_step(unit, unseen) if self._is_stepped_here(s.group)]
             self._step_inside(shards, clip, again=ahead)
 
-    def _step_inside(self, shards: list[Shard], clip: Tensor | None, *, again: bool) -> None:
+    def _step_inside(self, shards: list[ParamSlice], clip: Tensor | None, *, again: bool) -> None:
         """Have the torch optimizer step these shards, and nothing else."""
         every = [group["params"] for group in self.param_groups]
         factor = clip if self.scale.value == 1.0 else (1.0 if clip is None else clip) / self.scale.value
@@ -457,7 +459,7 @@ class ShardedOptimizer(Optimizer):
             for shard in shards:
                 shard.tensor.grad = None
 
-    def _to_step(self, unit: Unit, unseen: set[str]) -> Iterator[Shard]:
+    def _to_step(self, unit: Unit, unseen: set[str]) -> Iterator[ParamSlice]:
         """The shards whose parameters got a gradient somewhere; one that only partly did is cut for good."""
         for shard in list(self.shards.of(unit)):
             are_unseen = [piece.slot.name in unseen for piece in shard.pieces]
@@ -475,7 +477,7 @@ class ShardedOptimizer(Optimizer):
         self._num_states = len(self.state)
         for unit in self._units:
             for tier, size in bytes_of_state(unit, self.shards, self.state).items():
-                self._context.account.set(State.OPTIMIZER, unit.name, tier, size)
+                self._context.account.set(StateKind.OPTIMIZER, unit.name, tier, size)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import NonFiniteError
-from shardwell.memory.device import Later
-from shardwell.optim.grad_norm import Aftermath, Norm
+from shardwell.memory.device import AsyncScalar
+from shardwell.optim.grad_norm import Norm, PartialUpdateReport
 from shardwell.optim.loss_scale import LossScale
-from shardwell.optim.param_slices import Shard, Shards
-from shardwell.sharding import Context, Unit
+from shardwell.optim.param_slices import ParamSlice, ParamSlices
+from shardwell.sharding import EngineContext, Unit
 
 FIRST_STEPS = 10  # in which gradients that are not finite mean that something is broken from the start
 MOST_IN_A_ROW = 50  # steps left out one after another before a run is taken for broken
 
 
-class Nonfinite(Enum):
+class NonfiniteNorm(Enum):
     """What becomes of a step whose gradients are not finite, where losses are not scaled."""
 
     AUTO = "auto"  # an error in the first steps and after many in a row; left out otherwise
@@ -29,16 +29,16 @@ class Nonfinite(Enum):
     SKIP = "skip"
 
 
-class Verdict:
+class OverflowCheck:
     """Asked for at each step, and heard there or at the next one: fixed places, so that all ranks act on it alike."""
 
-    def __init__(self, context: Context, shards: Shards, scale: LossScale, *, policy: Nonfinite) -> None:
+    def __init__(self, context: EngineContext, shards: ParamSlices, scale: LossScale, *, policy: NonfiniteNorm) -> None:
         """`policy`: what becomes of a step that does not count. Where losses are scaled it is left out."""
         self._device, self._is_first_rank = context.device, context.world.mesh.rank == 0
         self._shards, self._scale, self._policy = shards, scale, policy
-        self._aftermath = Aftermath(context, shards)
+        self._aftermath = PartialUpdateReport(context, shards)
         self._units: Sequence[Unit] = ()
-        self._norm: Later | None = None
+        self._norm: AsyncScalar | None = None
         self._in_a_row = 0  # steps that did not count
         self.overflow = False  # the last one did not count
         self.num_heard = 0  # steps of the run, with those before it was resumed
@@ -50,9 +50,9 @@ class Verdict:
         return self._norm is not None
 
     def ask(
-        self, units: Sequence[Unit], norm: Tensor, norms_at_once: Callable[[Unit, Shard], list[Norm] | None]
+        self, units: Sequence[Unit], norm: Tensor, norms_at_once: Callable[[Unit, ParamSlice], list[Norm] | None]
     ) -> None:
-        """Begin to read the norm; see `Aftermath.note` for what was updated at once."""
+        """Begin to read the norm; see `PartialUpdateReport.note` for what was updated at once."""
         self._units = units
         self._aftermath.note(units, norms_at_once)
         if not self._device.is_virtual:
@@ -70,7 +70,7 @@ class Verdict:
             return True
         self.num_skipped += 1
         self._in_a_row += 1
-        if self._policy is not Nonfinite.SKIP and not self._scale.is_on:
+        if self._policy is not NonfiniteNorm.SKIP and not self._scale.is_on:
             self._raise_unless_skipped(norm, is_late=is_late)
         self._tell(norm, is_late=is_late)
         return False
@@ -88,7 +88,7 @@ class Verdict:
 
     def _reason(self, is_as_before: bool) -> str | None:
         """Why it is an error; None if the step is left out."""
-        if self._policy is Nonfinite.ERROR:
+        if self._policy is NonfiniteNorm.ERROR:
             return ""
         if self.num_heard <= FIRST_STEPS:
             return f"It is one of the first {FIRST_STEPS} steps; later ones would be left out. "

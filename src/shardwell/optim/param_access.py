@@ -15,24 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
-from shardwell.kernels import Compact
+from shardwell.kernels import Moment8bit
 from shardwell.kernels.rounding import narrow
-from shardwell.optim.odd_state import Kept, is_usual, state_from_json, state_to_json
-from shardwell.optim.param_slices import Shard, is_elementwise, odd_keys
-from shardwell.parallel import Kind
-from shardwell.sharding import Group, Residency, Unit, released
+from shardwell.optim.odd_state import KeptEntries, is_usual, state_from_json, state_to_json
+from shardwell.optim.param_slices import ParamSlice, is_elementwise, odd_keys
+from shardwell.parallel import TrafficKind
+from shardwell.sharding import Residency, ShardedGroup, Unit, released
 from shardwell.sharding.gradients import gone
-from shardwell.sharding.layout import Piece, Slot
+from shardwell.sharding.layout import Slot, SlotPiece
 
 _NOTHING, _NUMBER, _PART, _ODD = 0.0, 1.0, 2.0, 3.0  # what a rank has of an entry of the state
 
 
-class Access:
+class ParamAccess:
     """A parameter of an engine's model, seen through its shards."""
 
     def __init__(self, parameter: nn.Parameter, *, of_gradient: bool = False) -> None:
         """`of_gradient`: that is all the caller is after, so values that were changed by hand may wait."""
-        keeper = released.keeper_of(parameter) if released.is_kept(parameter) else None
+        keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
         if not isinstance(keeper, Unit):
             raise ShardwellError("this parameter does not belong to a model that was given to initialize")
         self._unit = keeper
@@ -47,7 +47,7 @@ class Access:
         if self._unit.take_over_gradients is not None and torch._C._current_graph_task_id() == -1:
             self._unit.take_over_gradients()
 
-    def _own_piece(self) -> Piece | None:
+    def _own_piece(self) -> SlotPiece | None:
         """This rank's part of the parameter; `in_shard` counts from the start of this rank's masters."""
         return next((p for run, _ in self._group.runs for p in run.pieces if p.slot.name == self._slot.name), None)
 
@@ -271,10 +271,10 @@ class Access:
     def state(self, key: str) -> Any:
         """ND, a number, or what else the optimizer keeps under this name; None if no rank has it."""
         found = self._state(key)
-        return found.value if isinstance(found, Kept) else found
+        return found.value if isinstance(found, KeptEntries) else found
 
     def _state(self, key: str) -> Any:
-        """The same; what is neither of the parameter's shape nor a number is `Kept`."""
+        """The same; what is neither of the parameter's shape nor a number is `KeptEntries`."""
         local = self.local_state()
         world = self._group.context.world
         where = self._group.context.device.torch_device
@@ -287,13 +287,13 @@ class Access:
         if bool((has == _ODD).any()):  # before parts: one of a single element cannot tell
             text = json.dumps(state_to_json(value, None, f"{self._slot.name}: {key}")) if kind == _ODD else ""
             told = self._share_text(text, int((has == _ODD).int().argmax()), key)
-            return Kept(state_from_json(json.loads(told), where, f"{self._slot.name}: {key}"))
+            return KeptEntries(state_from_json(json.loads(told), where, f"{self._slot.name}: {key}"))
         if bool((has == _PART).any()):
             return self._assemble(self._group.precision.master, value if kind == _PART else None)
         scalar = self._group.context.device.scalar(0.0, torch.float64)
         if kind:
             scalar.fill_(float(value))
-        world.broadcast(scalar, int(has.argmax()), Kind.GATHER, f"READ {self._slot.name} {key}")
+        world.broadcast(scalar, int(has.argmax()), TrafficKind.GATHER, f"READ {self._slot.name} {key}")
         return float(scalar)
 
     def _kind_of(self, local: dict[str, Any], key: str) -> float:
@@ -312,11 +312,11 @@ class Access:
         where = self._group.context.device.torch_device
         mine = text.encode()
         size = torch.tensor([len(mine)], dtype=torch.int64, device=where)
-        world.broadcast(size, source, Kind.GATHER, f"READ {self._slot.name} {what}")
+        world.broadcast(size, source, TrafficKind.GATHER, f"READ {self._slot.name} {what}")
         letters = torch.zeros(int(size), dtype=torch.uint8, device=where)
         if world.mesh.rank == source and mine:
             letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        world.broadcast(letters, source, Kind.GATHER, f"READ {self._slot.name} {what}")
+        world.broadcast(letters, source, TrafficKind.GATHER, f"READ {self._slot.name} {what}")
         return bytes(letters.tolist()).decode()
 
     def states(self) -> dict[str, Any]:
@@ -353,20 +353,20 @@ class Access:
         with self._unit.optimizer.states_of(self._unit, changes=True):
             shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
             state = self._unit.optimizer.state[shard.tensor]
-            if isinstance(value, Kept):
+            if isinstance(value, KeptEntries):
                 state[key] = copy.deepcopy(value.value)
             elif not isinstance(value, Tensor) or value.ndim == 0:
                 state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
-            elif isinstance(state.get(key), Tensor | Compact):
+            elif isinstance(state.get(key), Tensor | Moment8bit):
                 state[key].copy_(value)
             else:
                 wide = {**state, key: value.to(shard.tensor, copy=True)}
                 self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.packed(shard, wide)
 
-    def _shard(self) -> Shard | None:
+    def _shard(self) -> ParamSlice | None:
         if self._unit.optimizer is None or not self._group.trainable:
             return None
-        shards: list[Shard] = self._unit.optimizer.shards.of(self._unit)
+        shards: list[ParamSlice] = self._unit.optimizer.shards.of(self._unit)
         return next((s for s in shards if any(p.slot.name == self._slot.name for p in s.pieces)), None)
 
     # --------------------------------------------------------------------------------------------------- details
@@ -390,7 +390,7 @@ class Access:
                     view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
                     if rank == world.mesh.rank and part is not None:
                         view.copy_(part)
-                    world.broadcast(view, rank, Kind.GATHER, f"READ {slot.name}")
+                    world.broadcast(view, rank, TrafficKind.GATHER, f"READ {slot.name}")
         return flat.as_strided(slot.shape, slot.stride)
 
     def _checked(self, value: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ class Access:
         return flat
 
 
-def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[Group, Slot]:
+def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[ShardedGroup, Slot]:
     for group in unit.groups:
         for slot, candidate in zip(group.layout.slots, group.parameters, strict=True):
             if candidate is parameter:
@@ -416,9 +416,9 @@ def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[Group, Slot]:
     raise ShardwellError("this parameter is no longer part of the model that was given to initialize")
 
 
-def reading(ask: Callable[[Access], Any], parameter: nn.Parameter) -> Any:
+def reading(ask: Callable[[ParamAccess], Any], parameter: nn.Parameter) -> Any:
     """Ask something about a parameter, without recording a graph."""
     with torch.no_grad():
-        access = Access(parameter)
+        access = ParamAccess(parameter)
         access.take_over_gradients()
         return ask(access)

@@ -17,25 +17,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
-from shardwell.kernels import Compact
+from shardwell.kernels import Moment8bit
 from shardwell.memory import Tier
-from shardwell.optim.user_optimizer import NoGradient
+from shardwell.optim.user_optimizer import NoGradientLeft
 from shardwell.parallel import Collectives
-from shardwell.sharding import Group, Unit, released
-from shardwell.sharding.layout import Piece
+from shardwell.sharding import ShardedGroup, Unit, released
+from shardwell.sharding.layout import SlotPiece
 
 _CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class ParamSlice:
     """One tensor that the inner optimizer steps."""
 
-    group: Group
+    group: ShardedGroup
     label: int  # its parameter group
     start: int  # counted from the start of this rank's masters
     tensor: Tensor  # 1D, a view of the group's masters
-    pieces: tuple[Piece, ...]  # the parameters in it; `in_shard` counts from the start of this rank's masters
+    pieces: tuple[SlotPiece, ...]  # the parameters in it; `in_shard` counts from the start of this rank's masters
 
     @property
     def gradient(self) -> Tensor | None:
@@ -44,8 +44,8 @@ class Shard:
         return None if result is None else result[self.start : self.start + self.tensor.numel()]
 
     @cached_property
-    def no_gradient(self) -> NoGradient:
-        return NoGradient(self.tensor)
+    def no_gradient(self) -> NoGradientLeft:
+        return NoGradientLeft(self.tensor)
 
     def hang_gradient(self, factor: Tensor | float | None, *, again: bool) -> bool:
         """Make the gradient that of the tensor, in its dtype, times a factor; false if there is none.
@@ -62,7 +62,7 @@ class Shard:
         self.tensor.grad = gradient
         return True
 
-    def cut(self) -> list[Shard]:
+    def cut(self) -> list[ParamSlice]:
         """One shard for each parameter."""
         return [
             replace(self, start=p.in_shard, tensor=self.group.cut_master(p.in_shard, p.numel), pieces=(p,))
@@ -70,7 +70,7 @@ class Shard:
         ]
 
 
-class States(defaultdict[Tensor, Any]):
+class SliceStates(defaultdict[Tensor, Any]):
     """An optimizer's state by shard. Who asks for that of a parameter is told where it is."""
 
     def __missing__(self, key: Tensor) -> Any:
@@ -83,29 +83,29 @@ class States(defaultdict[Tensor, Any]):
 
 
 def _refuse_parameters(key: Tensor) -> None:
-    if isinstance(key, nn.Parameter) and released.is_kept(key):
+    if isinstance(key, nn.Parameter) and released.is_owned(key):
         raise ShardwellError(
             "the optimizer's state is kept for this rank's shards, and not by parameter. For a parameter's state use "
             "shardwell.utils.safe_get_full_optimizer_state(parameter, name), on all ranks."
         )
 
 
-class Shards:
+class ParamSlices:
     """All shards of an engine on this rank."""
 
     def __init__(self, units: Sequence[Unit], *, one_per_parameter: bool) -> None:
-        self._by_unit: dict[int, list[Shard]] = {}
-        self._groups: list[Group] = []
+        self._by_unit: dict[int, list[ParamSlice]] = {}
+        self._groups: list[ShardedGroup] = []
         self._one_per_parameter = one_per_parameter
         self.numbers: dict[str, int] = {}  # parameter name -> its number, the same on every rank
         self.labels: dict[str, int] = {}  # parameter name -> its parameter group
         for unit in units:
             self.enter(unit)
 
-    def enter(self, unit: Unit) -> list[Shard]:
+    def enter(self, unit: Unit) -> list[ParamSlice]:
         """Take in the masters of a unit."""
         found = [
-            Shard(group, run.label, run.start, tensor, run.pieces)
+            ParamSlice(group, run.label, run.start, tensor, run.pieces)
             for group in unit.trainable
             for run, tensor in group.runs
         ]
@@ -117,7 +117,7 @@ class Shards:
         self._number()
         return found
 
-    def leave(self, unit: Unit) -> list[Shard]:
+    def leave(self, unit: Unit) -> list[ParamSlice]:
         """Forget the masters of a unit."""
         self._groups = [group for group in self._groups if group not in unit.trainable]
         self._number()
@@ -127,11 +127,11 @@ class Shards:
         names = (slot.name for group in self._groups for slot in group.layout.slots)
         self.numbers = {name: number for number, name in enumerate(names)}
 
-    def __iter__(self) -> Iterator[Shard]:
+    def __iter__(self) -> Iterator[ParamSlice]:
         for shards in self._by_unit.values():
             yield from shards
 
-    def of(self, unit: Unit) -> list[Shard]:
+    def of(self, unit: Unit) -> list[ParamSlice]:
         return self._by_unit[unit.index]
 
     def hang_no_gradients(self, there_are_some: bool) -> None:
@@ -143,7 +143,7 @@ class Shards:
         """For each parameter, by number: whether this rank has a gradient of it."""
         return [seen for group in self._groups for seen in group.gradients.seen]
 
-    def part(self, unit: Unit, shard: Shard, inner: Optimizer) -> list[Shard]:
+    def part(self, unit: Unit, shard: ParamSlice, inner: Optimizer) -> list[ParamSlice]:
         """Cut a shard into its parameters, and its optimizer state with it."""
         if len(shard.pieces) == 1:
             return [shard]
@@ -164,7 +164,7 @@ class Shards:
         shards[at : at + 1] = parts
         return parts
 
-    def relabel(self, unit: Unit, parameter: nn.Parameter, label: int, inner: Optimizer) -> list[Shard]:
+    def relabel(self, unit: Unit, parameter: nn.Parameter, label: int, inner: Optimizer) -> list[ParamSlice]:
         """Move a parameter's shards on this rank into another parameter group; returns them."""
         names = {
             slot.name
@@ -184,12 +184,12 @@ class Shards:
         return moved
 
 
-def is_elementwise(value: Any, shard: Shard) -> bool:
+def is_elementwise(value: Any, shard: ParamSlice) -> bool:
     """Whether an entry of a shard's state has a number for each element."""
-    return isinstance(value, Tensor | Compact) and value.shape == shard.tensor.shape
+    return isinstance(value, Tensor | Moment8bit) and value.shape == shard.tensor.shape
 
 
-def odd_keys(shards: Iterable[Shard], state: Mapping[Any, dict[str, Any]]) -> set[str]:
+def odd_keys(shards: Iterable[ParamSlice], state: Mapping[Any, dict[str, Any]]) -> set[str]:
     """The entries of states that are not elementwise, by shards of several elements: those of one cannot tell."""
     several = ((shard, state.get(shard.tensor, {})) for shard in shards if shard.tensor.numel() > 1)
     return {key for shard, mine in several for key, value in mine.items() if not is_elementwise(value, shard)}
@@ -197,7 +197,7 @@ def odd_keys(shards: Iterable[Shard], state: Mapping[Any, dict[str, Any]]) -> se
 
 def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
     """A part's share of one entry of a shard's state."""
-    if isinstance(value, Compact):
+    if isinstance(value, Moment8bit):
         return value.cut(first, numel)
     if not isinstance(value, Tensor):
         return value
@@ -249,13 +249,13 @@ def _is_of_another(optimizer: Optimizer, tensor: Tensor, given: Mapping[str, Any
     return bool(shapes) and tensor.shape not in shapes.values()
 
 
-def bytes_of_state(unit: Unit, shards: Shards, state: Mapping[Tensor, dict[str, Any]]) -> Counter[Tier]:
+def bytes_of_state(unit: Unit, shards: ParamSlices, state: Mapping[Tensor, dict[str, Any]]) -> Counter[Tier]:
     """Of a unit's masters and optimizer state on this rank, by tier: all tiers."""
     sizes: Counter[Tier] = Counter(dict.fromkeys(Tier, 0))
     for group in unit.groups:
         sizes.update(group.master_bytes())
     for shard in shards.of(unit):
         for value in list(state.get(shard.tensor, {}).values()):  # a worker may be changing it
-            if isinstance(value, Tensor | Compact):
+            if isinstance(value, Tensor | Moment8bit):
                 sizes[shard.group.row.optimizer.tier] += value.nbytes
     return sizes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.param_access import Access
+from shardwell.optim.param_access import ParamAccess
 from shardwell.sharding.released import METADATA
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class HeldGradient:
         return parameter
 
     @property
-    def access(self) -> Access:
-        return Access(self.parameter, of_gradient=True)
+    def access(self) -> ParamAccess:
+        return ParamAccess(self.parameter, of_gradient=True)
 
     def whole(self) -> Tensor:
         """ND, the gradient gathered from all ranks, in the parameter's dtype. Changes of it count."""

@@ -22,7 +22,7 @@ from shardwell.errors import ShardwellError
 from shardwell.sharding import Unit, released
 
 
-class Trainer(Protocol):
+class OwningOptimizer(Protocol):
     """Who steps the shards of an optimizer."""
 
     optimizer: Any  # the one that knows when state is up to date
@@ -34,11 +34,11 @@ class Trainer(Protocol):
         """Forget the gradients."""
 
 
-def redirect(optimizer: Optimizer, trainer: Trainer) -> None:
+def redirect(optimizer: Optimizer, trainer: OwningOptimizer) -> None:
     """Let `step`, `zero_grad` and states of the user's optimizer be the engine's."""
     engine = weakref.ref(trainer)
 
-    def living() -> Trainer:
+    def living() -> OwningOptimizer:
         found = engine()
         if found is None:
             raise ShardwellError(
@@ -68,7 +68,7 @@ def redirect(optimizer: Optimizer, trainer: Trainer) -> None:
     optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
 
 
-def step_with(trainer: Trainer | None, closure: Callable[[], Any] | None) -> Any:
+def step_with(trainer: OwningOptimizer | None, closure: Callable[[], Any] | None) -> Any:
     """A step as torch's optimizers take it: the closure is called once, and what it returns is returned."""
     if trainer is None:
         raise ShardwellError("the engine of this optimizer is gone")
@@ -95,7 +95,7 @@ def watch_optimizers() -> None:
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         if "_shardwell_keeper" in tensor.__dict__:
-            _meet(optimizer, released.keeper_of(tensor), args, kwargs)
+            _meet(optimizer, released.owner_of(tensor), args, kwargs)
             return
 
 
@@ -124,12 +124,12 @@ def _meet(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
 # --------------------------------------------------------------------------------------------- gradients of shards
 
 
-class NoGradient(Tensor):
+class NoGradientLeft(Tensor):
     """Hangs at an optimizer's shards while there are gradients, and tells whoever looks for them where they are."""
 
     @staticmethod
-    def __new__(cls, shard: Tensor) -> NoGradient:
-        made: NoGradient = Tensor._make_wrapper_subclass(
+    def __new__(cls, shard: Tensor) -> NoGradientLeft:
+        made: NoGradientLeft = Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=shard.dtype, device=shard.device, storage_size=0
         )
         return made

@@ -2,18 +2,18 @@
 
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.collectives import Collectives
-from shardwell.parallel.mesh import Axis, Mesh, start_process_group
-from shardwell.parallel.traffic import Kind, Ledger, TrafficReport
-from shardwell.parallel.work import Pending
+from shardwell.parallel.mesh import Axis, RankGroup, start_process_group
+from shardwell.parallel.traffic import TrafficKind, TrafficReport, TrafficStats
+from shardwell.parallel.work import Work
 
 __all__ = [
     "Agreement",
     "Axis",
     "Collectives",
-    "Kind",
-    "Ledger",
-    "Mesh",
-    "Pending",
+    "RankGroup",
+    "TrafficKind",
     "TrafficReport",
+    "TrafficStats",
+    "Work",
     "start_process_group",
 ]

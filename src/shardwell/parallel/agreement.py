@@ -25,11 +25,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwell.errors import DivergenceError, PeerError, ShardwellError
-from shardwell.parallel.heartbeat import Pulse, Sign
-from shardwell.parallel.mesh import Mesh, timeout
-from shardwell.parallel.rank_store import Board
+from shardwell.parallel.heartbeat import Heartbeat, Heartbeats
+from shardwell.parallel.mesh import RankGroup, timeout
+from shardwell.parallel.rank_store import RankStore
 from shardwell.parallel.signed_store import signed_where_secret
-from shardwell.parallel.stragglers import Wait
+from shardwell.parallel.stragglers import PeerWait
 
 _WINDOW = 4096  # tokens that make up a place: longer than any step, so that a step has no ambiguous place
 _MOST_PLACES = 1 << 16
@@ -54,7 +54,7 @@ class Agreement:
     """The book of one engine. With one rank, or simulated ones, there is nobody to agree with and it does nothing."""
 
     def __init__(
-        self, mesh: Mesh, time_limit: float = _TIME_LIMIT, cut_links: Callable[[], None] = lambda: None
+        self, mesh: RankGroup, time_limit: float = _TIME_LIMIT, cut_links: Callable[[], None] = lambda: None
     ) -> None:
         """`cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self._mesh = mesh
@@ -82,8 +82,8 @@ class Agreement:
             number = store.add(f"shardwell/books/{mesh.rank}", 1)
             prefix = f"shardwell/{number}"
             self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, mesh.rank)
-            self._board = Board(self._store, self._without_store)
-            self._pulse = Pulse(self, number, mesh.rank, mesh.size, self._store, store)
+            self._board = RankStore(self._store, self._without_store)
+            self._pulse = Heartbeats(self, number, mesh.rank, mesh.size, self._store, store)
 
     @property
     def rank(self) -> int:
@@ -142,7 +142,7 @@ class Agreement:
         """
         self._board.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._board.add(f"{key}/count", 1)
-        wait = Wait(self, key, token, expected, timeout() if limited else float("inf"))
+        wait = PeerWait(self, key, token, expected, timeout() if limited else float("inf"))
         pause = 1e-4
         before, self.is_waiting = self.is_waiting, True
         try:
@@ -160,14 +160,14 @@ class Agreement:
         """Ranks that did not come to where this one waits."""
         return [rank for rank in range(self._mesh.size) if not self._board.has(f"{key}/{rank}")]
 
-    def sign_of(self, rank: int) -> Sign | None:
+    def sign_of(self, rank: int) -> Heartbeat | None:
         """What another rank last said of itself."""
         return self._pulse.of(rank)
 
-    def is_crossed_by(self, sign: Sign) -> bool:
+    def is_crossed_by(self, sign: Heartbeat) -> bool:
         return self._pulse.crosses(sign)
 
-    def behind(self) -> dict[int, Sign]:
+    def behind(self) -> dict[int, Heartbeat]:
         """Ranks that have not announced what this one waits for, and what they do; none if a lower one can tell."""
         if not self._active:
             return {}

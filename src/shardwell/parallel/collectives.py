@@ -22,16 +22,16 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import Device, Mark, Scratch, State
+from shardwell.memory import Device, Event, StateKind, TemporaryBuffers
 from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
-from shardwell.parallel.gloo_wait import wait_for
-from shardwell.parallel.hierarchical import Hops
-from shardwell.parallel.mesh import Mesh
-from shardwell.parallel.stragglers import Slowness
-from shardwell.parallel.sums import combine
-from shardwell.parallel.traffic import Kind, Ledger
-from shardwell.parallel.work import Pending
+from shardwell.parallel.gloo_wait import wait_all
+from shardwell.parallel.hierarchical import HierarchicalTransport
+from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.stragglers import Stragglers
+from shardwell.parallel.sums import sum_in_rank_order
+from shardwell.parallel.traffic import TrafficKind, TrafficStats
+from shardwell.parallel.work import Work
 
 _STAGING = "(staging)"
 _CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that nobody sends
@@ -42,10 +42,12 @@ _MOST_TOKENS = 1 << 14  # with sizes, that are remembered
 class Collectives:
     """The collectives of one engine over one mesh."""
 
-    def __init__(self, mesh: Mesh, device: Device, ledger: Ledger, scratch: Scratch) -> None:
+    def __init__(self, mesh: RankGroup, device: Device, ledger: TrafficStats, scratch: TemporaryBuffers) -> None:
         self.mesh = mesh
         self.agreement: Agreement | None = None
-        self.hops: Hops | None = None  # gathers and reduces go through these, if there are several nodes
+        self.hops: HierarchicalTransport | None = (
+            None  # gathers and reduces go through these, if there are several nodes
+        )
         self.leaves_the_machine = False  # some ranks are on other ones
         self.device = device
         self._ledger = ledger
@@ -69,14 +71,16 @@ class Collectives:
         """Gloo's own threads make the progress: what follows a hop has to be started by the host."""
         return self.mesh.backend == "gloo"
 
-    def gather(self, flat: Tensor, token: str | None, kind: Kind = Kind.GATHER, codec: Codec | None = None) -> Pending:
+    def gather(
+        self, flat: Tensor, token: str | None, kind: TrafficKind = TrafficKind.GATHER, codec: Codec | None = None
+    ) -> Work:
         """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already.
 
         With a codec, all shards become what was encoded of them, this rank's own too. Without a token it was announced.
         """
         self._announce(token, flat)  # also by a rank that is alone in its node: its peers' books say so
         if codec is not None and self.mesh.size > 1 and flat.numel():
-            return quantized.gather(self, flat, codec, kind, self._scratch)
+            return quantized.all_gather(self, flat, codec, kind, self._scratch)
         return self.path_gather(flat, kind)
 
     def gather_codes(
@@ -87,15 +91,15 @@ class Collectives:
         token: str,
         copied: Callable[[], object],
         keep: quantized.Keep | None = None,
-    ) -> Pending:
+    ) -> Work:
         """Fill `flat` with what the codes of all ranks stand for; `rest` are this rank's own. `keep` is shown all.
 
         `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
         """
         self._announce(token, flat)
-        return quantized.gather(self, flat, codec, Kind.GATHER, self._scratch, rest, copied, keep)
+        return quantized.all_gather(self, flat, codec, TrafficKind.GATHER, self._scratch, rest, copied, keep)
 
-    def path_gather(self, flat: Tensor, kind: Kind) -> Pending:
+    def path_gather(self, flat: Tensor, kind: TrafficKind) -> Work:
         """A gather that was announced."""
         if self.hops is not None:
             return self.hops.gather(flat, kind)
@@ -110,9 +114,9 @@ class Collectives:
         accumulate: bool,
         token: str | None,
         codecs: tuple[Codec, Codec] | None = None,
-        kind: Kind = Kind.REDUCE,
+        kind: TrafficKind = TrafficKind.REDUCE,
         lost: Tensor | None = None,
-    ) -> Pending:
+    ) -> Work:
         """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
 
         The sum runs in fp32 at least, in rank order with this rank first. `codecs` are for what travels inside a node,
@@ -125,7 +129,7 @@ class Collectives:
             path = self._path(*codecs)
             for (comm, _), size in zip(path, quantized.num_bytes(path, flat.numel()), strict=True):
                 comm.count_bytes(kind, size)
-            return quantized.reduce(path, flat, into, scale, accumulate, self._scratch, lost)
+            return quantized.reduce_scatter(path, flat, into, scale, accumulate, self._scratch, lost)
         if self.hops is not None:
             return self.hops.reduce(flat, into, scale, accumulate, kind)
         self.count(kind, flat)
@@ -133,7 +137,7 @@ class Collectives:
 
     def num_lost(self, numel: int, codecs: tuple[Codec, Codec]) -> int:
         """Elements that may lose something in the last hop of an encoded reduce."""
-        return quantized.num_lost(self._path(*codecs), numel) if self.mesh.size > 1 else 0
+        return quantized.residual_numel(self._path(*codecs), numel) if self.mesh.size > 1 else 0
 
     def _path(self, inside: Codec, between: Codec) -> list[tuple[Collectives, Codec]]:
         """The hops of a reduce, and the codec of each."""
@@ -141,52 +145,52 @@ class Collectives:
             return [(self.hops.inside, inside), (self.hops.across, between)]
         return [(self, between if self.leaves_the_machine else inside)]
 
-    def move_exchange(self, sent: Tensor, received: Tensor) -> Pending:
+    def move_exchange(self, sent: Tensor, received: Tensor) -> Work:
         """Each rank gets its part of what every rank sends, as part of what was announced and counted."""
         parts, answers = sent.chunk(self.mesh.size), received.chunk(self.mesh.size)
         if self._by_links:
             answers[self.mesh.rank].copy_(parts[self.mesh.rank])
             works = self._swap(list(zip(parts, answers, strict=True)))
-            return Pending(lambda: self._wait_all(works))
-        with self.device.reduces.after(Mark()):
+            return Work(lambda: self._wait_all(works))
+        with self.device.reduces.after(Event()):
             work = self._guarded(dist.all_to_all_single, received, sent, group=self.mesh.group, async_op=True)
             if not self.host_waits:
                 work.wait()
-        return Pending((lambda: self._wait_all([work])) if self.host_waits else None)
+        return Work((lambda: self._wait_all([work])) if self.host_waits else None)
 
-    def move_gather(self, flat: Tensor) -> Pending:
+    def move_gather(self, flat: Tensor) -> Work:
         """A gather, as part of what was announced and counted."""
         if self.mesh.size == 1:
-            return Pending()
+            return Work()
         if self._by_links:
             shards = flat.chunk(self.mesh.size)
             mine = shards[self.mesh.rank]
             works = self._swap([(mine, shard) for shard in shards])
-            return Pending(lambda: self._wait_all(works))
+            return Work(lambda: self._wait_all(works))
         with self.device.gathers.after_current():
             mine = flat.chunk(self.mesh.size)[self.mesh.rank]
             return self._launched(self._all_gather(flat, mine))
 
-    def move_reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
+    def move_reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """A reduce, as part of what was announced and counted."""
         if self.mesh.size == 1:
             with self.device.reduces.after_current():
-                combine([flat], into, scale, accumulate)
+                sum_in_rank_order([flat], into, scale, accumulate)
             return _after(self.device.reduces.mark())
         size, rank = self.mesh.size, self.mesh.rank
         shard = flat.numel() // size
         if self._by_links:
-            received = self._scratch.take((size - 1) * shard, flat.dtype, State.STAGING, _STAGING)
+            received = self._scratch.take((size - 1) * shard, flat.dtype, StateKind.STAGING, _STAGING)
             incoming = iter(received.split(shard) if shard else [received] * (size - 1))
             shards = flat.chunk(size)
             works = self._swap([(part, part if r == rank else next(incoming)) for r, part in enumerate(shards)])
 
             def finish() -> None:
                 self._wait_all(works)
-                combine([shards[rank], *received.split(max(shard, 1))], into, scale, accumulate)
+                sum_in_rank_order([shards[rank], *received.split(max(shard, 1))], into, scale, accumulate)
                 self._scratch.give(received)
 
-            return Pending(finish)
+            return Work(finish)
         if self.mesh.backend != "gloo" and flat.dtype in (torch.float32, torch.float64):
             return self._reduce_by_library(flat, into, scale, accumulate)
         return self._reduce_by_exchange(flat, into, scale, accumulate)
@@ -201,7 +205,7 @@ class Collectives:
         for source, tensor in enumerate(incoming):
             size = tensor.numel() * tensor.element_size() if source != rank else 0
             inside = size if self.mesh.is_inside(source) else 0
-            self._ledger.count(Kind.STEP, inside, size - inside)
+            self._ledger.count(TrafficKind.STEP, inside, size - inside)
         if self._by_links:
             self._wait_all(self._swap(list(zip(outgoing, incoming, strict=True))))
             return
@@ -211,7 +215,9 @@ class Collectives:
         for tensor, part in zip(incoming, received.split(sizes[0]), strict=True):
             tensor.copy_(part)
 
-    def broadcast(self, tensor: Tensor, source: int = 0, kind: Kind = Kind.SETUP, token: str = "broadcast") -> None:
+    def broadcast(
+        self, tensor: Tensor, source: int = 0, kind: TrafficKind = TrafficKind.SETUP, token: str = "broadcast"
+    ) -> None:
         """Overwrite `tensor` on every rank with `source`'s."""
         if self.mesh.size == 1 or tensor.numel() == 0:
             return
@@ -250,7 +256,7 @@ class Collectives:
             for peer in peers
         ]
 
-    def _count_from(self, source: int, received: Tensor, kind: Kind = Kind.SETUP) -> None:
+    def _count_from(self, source: int, received: Tensor, kind: TrafficKind = TrafficKind.SETUP) -> None:
         """Enter what one rank sends to the others."""
         size = received.numel() * received.element_size() if self.mesh.rank != source else 0
         inside = size if self.mesh.is_inside(source) else 0
@@ -262,7 +268,7 @@ class Collectives:
             return
         self._announce(token, value)
         size = value.numel() * value.element_size()
-        self._ledger.count(Kind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
+        self._ledger.count(TrafficKind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
         self._complete(dist.all_reduce, value)
 
     def least(self, value: float, token: str) -> float:
@@ -271,7 +277,7 @@ class Collectives:
             return value
         self._announce(token)
         least = self.device.scalar(value, torch.float64)
-        self._ledger.count(Kind.CONTROL, *self._hops(2 * 8 * (self.mesh.size - 1)))
+        self._ledger.count(TrafficKind.CONTROL, *self._hops(2 * 8 * (self.mesh.size - 1)))
         self._complete(dist.all_reduce, least, dist.ReduceOp.MIN)
         return value if least.is_meta else float(least)
 
@@ -286,7 +292,7 @@ class Collectives:
         flat = torch.zeros(self.mesh.size * len(mine), dtype=torch.uint8, device=self.device.torch_device)
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         flat.chunk(self.mesh.size)[self.mesh.rank].copy_(own)
-        self.count(Kind.CONTROL, flat)
+        self.count(TrafficKind.CONTROL, flat)
         self.move_gather(flat).wait()
         return [bytes(part.tolist()) for part in flat.cpu().chunk(self.mesh.size)]
 
@@ -311,17 +317,17 @@ class Collectives:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._guarded(gather, flat, source, group=self.mesh.group, async_op=True)
 
-    def _reduce_by_library(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
+    def _reduce_by_library(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with self.device.reduces.after_current():
             mine = flat.chunk(self.mesh.size)[self.mesh.rank]
             work = self._guarded(scatter, mine, flat, group=self.mesh.group, async_op=True)
             work.wait()
-            combine([mine], into, scale, accumulate)
+            sum_in_rank_order([mine], into, scale, accumulate)
             return _after(self.device.reduces.mark())
 
-    def _reduce_by_exchange(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Pending:
-        received = self._scratch.take(flat.numel(), flat.dtype, State.STAGING, _STAGING)
+    def _reduce_by_exchange(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        received = self._scratch.take(flat.numel(), flat.dtype, StateKind.STAGING, _STAGING)
         with self.device.reduces.after_current():
             work = self._guarded(dist.all_to_all_single, received, flat, group=self.mesh.group, async_op=True)
 
@@ -329,35 +335,35 @@ class Collectives:
                 with self.device.reduces.after_current():
                     self._wait_all([work])
                     parts = list(received.chunk(self.mesh.size))
-                    combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
+                    sum_in_rank_order([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
                     mark = self.device.reduces.mark()
                 mark.wait()
                 self._scratch.give(received)
 
             if self.mesh.backend == "gloo":
-                return Pending(finish)
+                return Work(finish)
             work.wait()
             parts = list(received.chunk(self.mesh.size))
-            combine([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
+            sum_in_rank_order([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
             mark = self.device.reduces.mark()
         return _after(mark).then(lambda: self._scratch.give(received))
 
-    def _launched(self, work: Any) -> Pending:
+    def _launched(self, work: Any) -> Work:
         """Called on the lane: what the caller's lane has to wait for."""
         if self.mesh.backend == "gloo":  # progress is made by the backend's threads, the host must wait
-            return Pending(lambda: self._wait_all([work]))
+            return Work(lambda: self._wait_all([work]))
         work.wait()
         return _after(self.device.gathers.mark())
 
     # ------------------------------------------------------------------------------------------------ the books
 
-    def count(self, kind: Kind, flat: Tensor) -> None:
+    def count(self, kind: TrafficKind, flat: Tensor) -> None:
         """Enter a gather or reduce of `flat`."""
         if self.mesh.size > 1:
             shard = flat.numel() * flat.element_size() // self.mesh.size
             self.count_bytes(kind, shard * (self.mesh.size - 1))
 
-    def count_bytes(self, kind: Kind, size: int) -> None:
+    def count_bytes(self, kind: TrafficKind, size: int) -> None:
         """Enter bytes that come evenly from all peers."""
         self._ledger.count(kind, *self._hops(size))
 
@@ -394,7 +400,7 @@ class Collectives:
         if self._by_links and self.agreement is not None:
             self.agreement.is_waiting = True
             try:
-                self._guarded(wait_for, works, self.looking(), self._abandon)
+                self._guarded(wait_all, works, self.looking(), self._abandon)
             finally:
                 self.agreement.is_waiting = False
             return
@@ -404,7 +410,7 @@ class Collectives:
     def looking(self) -> Callable[[], None]:
         """What is to be called again and again by who waits for others: raises if there is no use in that."""
         times = 0
-        slow = None if self.agreement is None else Slowness(self.agreement)
+        slow = None if self.agreement is None else Stragglers(self.agreement)
 
         def look() -> None:
             nonlocal times
@@ -492,5 +498,5 @@ def _nothing() -> Tensor:
     return torch.empty(1, device="cpu")
 
 
-def _after(mark: Mark) -> Pending:
-    return Pending(mark.wait)
+def _after(mark: Event) -> Work:
+    return Work(mark.wait)

@@ -37,7 +37,7 @@ def check_alike(world: Collectives, where: str, sections: Mapping[str, Section])
         return
     usual = Counter(rows).most_common(1)[0][0]  # of those that are equally many, the first rank's
     odd = next(row for row in rows if row != usual)
-    talk = _Talk(world, f"sameness/{rows[0].hex()}/{odd.hex()}", (rows.index(usual), rows.index(odd)))
+    talk = _Exchange(world, f"sameness/{rows[0].hex()}/{odd.hex()}", (rows.index(usual), rows.index(odd)))
     digests = talk.swap("sections", {name: digest.hex() for name, digest in own.items()})
     section = _first_difference(*digests)
     words = "other code: they compare other things"
@@ -47,7 +47,7 @@ def check_alike(world: Collectives, where: str, sections: Mapping[str, Section])
     raise agreement.fail(DivergenceError(f"ranks differ in {where}: {words}. All ranks must train the same thing."))
 
 
-class _Talk:
+class _Exchange:
     """What two ranks tell all others through the store, and how the others hear it before anybody leaves."""
 
     def __init__(self, world: Collectives, prefix: str, speakers: tuple[int, int]) -> None:

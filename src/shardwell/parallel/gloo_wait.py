@@ -16,10 +16,10 @@ from typing import Any
 _LOOK_EVERY = 0.5  # seconds
 _GRACE = 5.0  # seconds for what is on its way when a signal comes
 
-_idle: list[_Waiter] = []
+_idle: list[_WaitThread] = []
 
 
-def wait_for(works: list[Any], look: Callable[[], None], abandon: Callable[[BaseException], None]) -> None:
+def wait_all(works: list[Any], look: Callable[[], None], abandon: Callable[[BaseException], None]) -> None:
     """Return when all works are done; raises what one of them raises, or `look`, which is called while they are not.
 
     `abandon` is called with what a signal has raised, if works are left behind that still use their memory.
@@ -27,7 +27,7 @@ def wait_for(works: list[Any], look: Callable[[], None], abandon: Callable[[Base
     try:
         waiter = _idle.pop()
     except IndexError:
-        waiter = _Waiter()
+        waiter = _WaitThread()
     waiter.begin(works)
     is_over = False
     try:
@@ -48,7 +48,7 @@ def wait_for(works: list[Any], look: Callable[[], None], abandon: Callable[[Base
         raise error
 
 
-class _Waiter:
+class _WaitThread:
     """A thread that waits for one caller at a time."""
 
     def __init__(self) -> None:

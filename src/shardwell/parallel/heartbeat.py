@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwell.parallel.thread_location import whereabouts
+from shardwell.parallel.thread_location import thread_location
 
 if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
@@ -28,7 +28,7 @@ _RANKS_PER_INTERVAL = 256  # where there are more, signs are less frequent: one 
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """What a rank last said of itself."""
 
     moves: int  # collectives that it has announced
@@ -40,7 +40,7 @@ class Sign:
         return f"{self.doing} for {self.seconds:.0f} s"
 
 
-class Pulse:
+class Heartbeats:
     """The signs of one engine's ranks: this rank's own, for others, and theirs."""
 
     def __init__(self, agreement: Agreement, number: int, rank: int, size: int, store: Any, home: Any) -> None:
@@ -53,7 +53,7 @@ class Pulse:
             self._store = store.clone()  # with a connection of its own: others may wait while they hold theirs
         self._seen = (-1, False)
         self._since = time.monotonic()
-        self._processes: dict[int, Process] = {}  # of other ranks on this machine
+        self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
         self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # of these it is not known yet
         self._next = 0.0
         _heart.take(self)
@@ -77,7 +77,7 @@ class Pulse:
         other = _heart.waits_elsewhere(self)
         words["elsewhere"] = None if other is None else [other.number, other.num_moves]
         try:
-            self._store.set(f"pulse/{self._rank}", json.dumps({**words, "process": Process.own().words}))
+            self._store.set(f"pulse/{self._rank}", json.dumps({**words, "process": RankProcess.own().words}))
             self._learn_processes()
             for rank in self.lost():
                 agreement.report_lost(self._store, rank)
@@ -98,12 +98,12 @@ class Pulse:
     def _doing(self, agreement: Agreement, seconds: float) -> str:
         if agreement.is_waiting:
             return f"waiting in '{agreement.last_token}'"
-        return whereabouts(self._thread_id) if seconds >= INTERVAL else "busy"
+        return thread_location(self._thread_id) if seconds >= INTERVAL else "busy"
 
     def _learn_processes(self) -> None:
         for rank in list(self._asked):
             if self._store.check([key := f"pulse/{rank}"]):
-                process = Process(*json.loads(self._store.get(key))["process"])
+                process = RankProcess(*json.loads(self._store.get(key))["process"])
                 if process.is_near:
                     self._processes[rank] = process
                 self._asked.discard(rank)
@@ -114,15 +114,15 @@ class Pulse:
         """Ranks of this machine whose processes are known to have ended. Needs no store."""
         return [rank for rank, process in list(self._processes.items()) if process.has_ended]
 
-    def of(self, rank: int) -> Sign | None:
+    def of(self, rank: int) -> Heartbeat | None:
         """What another rank last said; None if it never did."""
         if not self._store.check([f"pulse/{rank}"]):
             return None
         said = json.loads(self._store.get(f"pulse/{rank}"))
         elsewhere = tuple(said["elsewhere"]) if said["elsewhere"] else None
-        return Sign(said["moves"], said["doing"], said["seconds"], elsewhere)
+        return Heartbeat(said["moves"], said["doing"], said["seconds"], elsewhere)
 
-    def crosses(self, sign: Sign) -> bool:
+    def crosses(self, sign: Heartbeat) -> bool:
         """Whether a rank waits in another engine for what this rank, which waits here, has not begun there."""
         if sign.elsewhere is None:
             return False
@@ -131,7 +131,7 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Process:
+class RankProcess:
     """A process, so that it is not taken for a later one with its number."""
 
     space: str  # the machine, since it was started, and the container
@@ -139,10 +139,10 @@ class Process:
     started: int  # in ticks of that machine
 
     @staticmethod
-    def own() -> Process:
+    def own() -> RankProcess:
         global _own
         if _own is None or _own.pid != os.getpid():
-            _own = Process(_space(), os.getpid(), _state_of(os.getpid())[1])
+            _own = RankProcess(_space(), os.getpid(), _state_of(os.getpid())[1])
         return _own
 
     @property
@@ -152,7 +152,7 @@ class Process:
     @property
     def is_near(self) -> bool:
         """Whether this process can know of it."""
-        return bool(self.space) and self.space == Process.own().space
+        return bool(self.space) and self.space == RankProcess.own().space
 
     @property
     def has_ended(self) -> bool:
@@ -160,7 +160,7 @@ class Process:
         return letter in ("", "Z", "X") or started != self.started
 
 
-_own: Process | None = None
+_own: RankProcess | None = None
 
 
 def _space() -> str:
@@ -180,17 +180,17 @@ def _state_of(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-class _Heart:
+class _HeartbeatThread:
     """The thread."""
 
     def __init__(self) -> None:
-        self._pulses: list[Pulse] = []
+        self._pulses: list[Heartbeats] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = 0
 
-    def take(self, pulse: Pulse) -> None:
+    def take(self, pulse: Heartbeats) -> None:
         with self._lock:
             self._pulses = [other for other in self._pulses if self._pid == os.getpid()] + [pulse]
             if self._thread is None or self._pid != os.getpid() or not self._thread.is_alive():
@@ -200,7 +200,7 @@ class _Heart:
                 self._thread.start()
                 atexit.register(self._end)  # a thread that is in torch when Python ends would end it by a signal
 
-    def waits_elsewhere(self, here: Pulse) -> Pulse | None:
+    def waits_elsewhere(self, here: Heartbeats) -> Heartbeats | None:
         """Another engine in which this process waits for others."""
         others = (pulse for pulse in self._pulses if pulse is not here and pulse.home is here.home)
         return next((pulse for pulse in others if pulse.is_waiting), None)
@@ -224,4 +224,4 @@ class _Heart:
             self._thread.join(2 * INTERVAL)
 
 
-_heart = _Heart()
+_heart = _HeartbeatThread()

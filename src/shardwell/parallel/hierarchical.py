@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwell.memory import Scratch, State
-from shardwell.parallel.mesh import stands_in_order
-from shardwell.parallel.traffic import Kind
-from shardwell.parallel.work import Pending
+from shardwell.memory import StateKind, TemporaryBuffers
+from shardwell.parallel.mesh import local_ranks_are_consecutive
+from shardwell.parallel.traffic import TrafficKind
+from shardwell.parallel.work import Work
 
 if TYPE_CHECKING:
     from shardwell.parallel.collectives import Collectives
 
 
-class Hops:
+class HierarchicalTransport:
     """The two meshes that a world falls into: this rank's node, and the ranks that stand alike in all nodes."""
 
-    def __init__(self, inside: Collectives, across: Collectives, scratch: Scratch) -> None:
+    def __init__(self, inside: Collectives, across: Collectives, scratch: TemporaryBuffers) -> None:
         self.inside, self.across, self._scratch = inside, across, scratch
 
     def place_of(self, rank: int) -> int:
@@ -37,23 +37,23 @@ class Hops:
         node, stand = divmod(rank, self.inside.mesh.size)
         return stand * self.across.mesh.size + node
 
-    def gather(self, flat: Tensor, kind: Kind) -> Pending:
+    def gather(self, flat: Tensor, kind: TrafficKind) -> Work:
         """Fill the other ranks' shards."""
         slab = flat.chunk(self.inside.mesh.size)[self.inside.mesh.rank]
         self.across.count(kind, slab)
         self.inside.count(kind, flat)
         return self._followed(self.across.move_gather(slab), lambda: self.inside.move_gather(flat))
 
-    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, kind: Kind) -> Pending:
+    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, kind: TrafficKind) -> Work:
         """What a node has summed is rounded to the dtype of `flat` once, and summed again in fp32 at least."""
-        part = self._scratch.take(flat.numel() // self.inside.mesh.size, flat.dtype, State.STAGING, "(staging)")
+        part = self._scratch.take(flat.numel() // self.inside.mesh.size, flat.dtype, StateKind.STAGING, "(staging)")
         self.inside.count(kind, flat)
         self.across.count(kind, part)
         first = self.inside.move_reduce(flat, part, 1.0, False)
         second = self._followed(first, lambda: self.across.move_reduce(part, into, scale, accumulate))
         return second.then(lambda: self._scratch.give(part))
 
-    def _followed(self, first: Pending, start: Callable[[], Pending]) -> Pending:
+    def _followed(self, first: Work, start: Callable[[], Work]) -> Work:
         if self.across.host_waits:
             return first.followed_by(start)
         # The second begins at once, behind the first on the same lane. Who waits for it ends the first as well, which
@@ -69,7 +69,9 @@ def ranks_per_node(world: Collectives) -> int:
     mesh = world.mesh
     if mesh.size == 1:
         return 1
-    most = int(-world.least(-mesh.ranks_here, "NODES"))
+    most = int(-world.least(-mesh.local_world_size, "NODES"))
     first = mesh.rank // most * most
-    fits = mesh.ranks_here == min(most, mesh.size - first) and (most == mesh.size or stands_in_order(mesh.rank, most))
+    fits = mesh.local_world_size == min(most, mesh.size - first) and (
+        most == mesh.size or local_ranks_are_consecutive(mesh.rank, most)
+    )
     return most if world.least(float(fits), "NODES") else 1

@@ -26,7 +26,7 @@ class Axis(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Mesh:
+class RankGroup:
     """One axis' group of ranks, as this rank sees it."""
 
     rank: int
@@ -35,7 +35,7 @@ class Mesh:
     backend: str  # "gloo", "nccl", "fake"; "none" for one process
     group: Any = None  # a torch process group; None stands for the default one
     ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
-    ranks_here: int = 1  # that share this machine's memory and drives, as the launcher says
+    local_world_size: int = 1  # that share this machine's memory and drives, as the launcher says
 
     def is_inside(self, rank: int) -> bool:
         """Whether `rank` is on this rank's own node."""
@@ -61,38 +61,38 @@ class Mesh:
             dist.destroy_process_group(self.group)
 
 
-def world_mesh(device: torch.device) -> Mesh:
+def world_mesh(device: torch.device) -> RankGroup:
     """All ranks of the default process group, as one node, or this process alone."""
     if not dist.is_initialized():
-        return Mesh(0, 1, 1, "none")
+        return RankGroup(0, 1, 1, "none")
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = _backend_for(device)
     # gloo gets links of its own: an engine that fails cuts them to wake its peers, and must not cut the user's.
     group = dist.new_group(backend="gloo", timeout=_timeout()) if backend == "gloo" and size > 1 else None
-    return Mesh(rank, size, size, backend if size > 1 else "none", group, ranks_here=ranks_here(size))
+    return RankGroup(rank, size, size, backend if size > 1 else "none", group, local_world_size=local_world_size(size))
 
 
-def node_mesh(world: Mesh) -> Mesh:
+def node_mesh(world: RankGroup) -> RankGroup:
     """The ranks of this rank's node: consecutive ranks, `world.node_size` at a time, and the last ones."""
-    mine: Mesh | None = None
+    mine: RankGroup | None = None
     for start in range(0, world.size, world.node_size):
         ranks = tuple(range(start, min(start + world.node_size, world.size)))
         group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if len(ranks) > 1 else None
         if world.rank in ranks:
             backend = world.backend if len(ranks) > 1 else "none"
-            mine = Mesh(world.rank - start, len(ranks), len(ranks), backend, group, ranks, world.ranks_here)
+            mine = RankGroup(world.rank - start, len(ranks), len(ranks), backend, group, ranks, world.local_world_size)
     assert mine is not None
     return mine
 
 
-def across_mesh(world: Mesh) -> Mesh:
+def across_mesh(world: RankGroup) -> RankGroup:
     """The ranks that stand like this one in their nodes."""
-    mine: Mesh | None = None
+    mine: RankGroup | None = None
     for stand in range(world.node_size):
         ranks = tuple(range(stand, world.size, world.node_size))
         group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout())
         if world.rank in ranks:
-            mine = Mesh(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
+            mine = RankGroup(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
     assert mine is not None
     return mine
 
@@ -113,13 +113,13 @@ def timeout() -> float:
     return _USUAL_TIMEOUT if limit is None else limit.total_seconds()
 
 
-def ranks_here(world_size: int) -> int:
+def local_world_size(world_size: int) -> int:
     """Ranks on this machine, as the launcher says."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return local if 0 < local <= world_size else world_size
 
 
-def stands_in_order(rank: int, node_size: int) -> bool:
+def local_ranks_are_consecutive(rank: int, node_size: int) -> bool:
     """Whether ranks of a node follow each other, as far as the launcher says of this one."""
     return int(os.environ.get("LOCAL_RANK", rank % node_size)) == rank % node_size
 

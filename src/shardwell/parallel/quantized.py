@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import Lane, Mark, Scratch, State
-from shardwell.parallel.traffic import Kind
-from shardwell.parallel.work import Pending
+from shardwell.memory import Event, StateKind, Stream, TemporaryBuffers
+from shardwell.parallel.traffic import TrafficKind
+from shardwell.parallel.work import Work
 
 if TYPE_CHECKING:
     from shardwell.parallel.collectives import Collectives
@@ -26,23 +26,23 @@ _STAGING = "(staging)"
 Keep = Callable[[Tensor], None]  # is shown the codes of all shards, before their memory goes
 
 
-def gather(
+def all_gather(
     world: Collectives,
     flat: Tensor,
     codec: Codec,
-    kind: Kind,
-    scratch: Scratch,
+    kind: TrafficKind,
+    scratch: TemporaryBuffers,
     rest: Tensor | None = None,
     copied: Callable[[], object] | None = None,
     keep: Keep | None = None,
-) -> Pending:
+) -> Work:
     """Fill all shards of `flat` with what was encoded of them: this rank's own is there already, or rests in codes.
 
     `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
     """
     place = world.place
 
-    def bring(memory: Tensor) -> Pending:
+    def bring(memory: Tensor) -> Work:
         codes = memory.view(world.mesh.size, -1)
         with world.device.gathers.after_current():
             if rest is None:
@@ -60,17 +60,17 @@ def decode(
     world: Collectives,
     flat: Tensor,
     codec: Codec,
-    bring: Callable[[Tensor], Pending],
-    scratch: Scratch,
+    bring: Callable[[Tensor], Work],
+    scratch: TemporaryBuffers,
     keep: Keep | None = None,
-) -> Pending:
+) -> Work:
     """Fill all shards of `flat` from the codes of all that `bring` begins to bring into memory; `keep` sees those."""
     shards, lane = flat.view(world.mesh.size, -1), world.device.gathers
     size = codec.num_bytes(shards.shape[1])
-    memory = scratch.take(len(shards) * size, torch.uint8, State.STAGING, _STAGING)
+    memory = scratch.take(len(shards) * size, torch.uint8, StateKind.STAGING, _STAGING)
     moved = bring(memory)
 
-    def decoded() -> Mark:
+    def decoded() -> Event:
         with _behind(world, lane):
             codec.decode(memory.view(-1, size), shards)
         return lane.mark()
@@ -85,15 +85,15 @@ def decode(
     return moved.then(decoded().wait).then(finish)
 
 
-def reduce(
+def reduce_scatter(
     path: Sequence[tuple[Collectives, Codec]],
     flat: Tensor,
     into: Tensor,
     scale: float,
     accumulate: bool,
-    scratch: Scratch,
+    scratch: TemporaryBuffers,
     lost: Tensor | None = None,
-) -> Pending:
+) -> Work:
     """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
 
     `lost` (1D) is what the codes of the last hop did not say last time: they say it now.
@@ -101,22 +101,22 @@ def reduce(
     (comm, codec), *rest = path
     rows = flat.view(comm.mesh.size, -1)
     size, lane = codec.num_bytes(rows.shape[1]), comm.device.reduces
-    sent, received = (scratch.take(len(rows) * size, torch.uint8, State.STAGING, _STAGING) for _ in range(2))
+    sent, received = (scratch.take(len(rows) * size, torch.uint8, StateKind.STAGING, _STAGING) for _ in range(2))
     with lane.after_current():
         if rest or lost is None:
             codec.encode(rows, sent.view(-1, size))
         else:
             _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), scratch)
     moved = comm.move_exchange(sent, received)
-    part = scratch.take(rows.shape[1], torch.float32, State.STAGING, _STAGING) if rest else _wide(into, scratch)
+    part = scratch.take(rows.shape[1], torch.float32, StateKind.STAGING, _STAGING) if rest else _wide(into, scratch)
 
-    def add_up() -> Pending:
+    def add_up() -> Work:
         with _behind(comm, lane):
             adds = accumulate and part is into
             codec.decode_sum(received.view(-1, size), part, 1.0 if rest else scale, add=adds)
             if not rest and part is not into:
                 into.add_(part) if accumulate else into.copy_(part)
-        return reduce(rest, part, into, scale, accumulate, scratch, lost) if rest else Pending(lane.mark().wait)
+        return reduce_scatter(rest, part, into, scale, accumulate, scratch, lost) if rest else Work(lane.mark().wait)
 
     def give() -> None:
         for memory in (sent, received, *(() if part is into else (part,))):
@@ -136,16 +136,16 @@ def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int
     return found
 
 
-def num_lost(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int:
+def residual_numel(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int:
     """Elements that the last hop of a reduce encodes."""
     for comm, _ in path[:-1]:
         numel //= comm.mesh.size
     return numel
 
 
-def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: Scratch) -> None:
+def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: TemporaryBuffers) -> None:
     """Encode rows and what was lost before; what is lost now is kept. Numbers that are not finite leave no trace."""
-    total, said = (scratch.take(rows.numel(), torch.float32, State.STAGING, _STAGING) for _ in range(2))
+    total, said = (scratch.take(rows.numel(), torch.float32, StateKind.STAGING, _STAGING) for _ in range(2))
     total.view_as(rows).copy_(rows).add_(lost)
     codec.encode(total.view_as(rows), codes)
     codec.decode(codes, said.view_as(rows))
@@ -154,13 +154,13 @@ def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratc
     scratch.give(said)
 
 
-def _behind(comm: Collectives, lane: Lane) -> AbstractContextManager[None]:
+def _behind(comm: Collectives, lane: Stream) -> AbstractContextManager[None]:
     """Work on a lane, behind a move. Waiting for it on the host has told the caller's lane of its end, not this one."""
-    return lane.after_current() if comm.host_waits else lane.after(Mark())
+    return lane.after_current() if comm.host_waits else lane.after(Event())
 
 
-def _wide(into: Tensor, scratch: Scratch) -> Tensor:
+def _wide(into: Tensor, scratch: TemporaryBuffers) -> Tensor:
     """Where sums are made: in place if that is fp32."""
     if into.dtype is torch.float32:
         return into
-    return scratch.take(into.numel(), torch.float32, State.STAGING, _STAGING)
+    return scratch.take(into.numel(), torch.float32, StateKind.STAGING, _STAGING)

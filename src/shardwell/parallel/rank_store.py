@@ -8,7 +8,7 @@ from typing import Any
 from shardwell.errors import ShardwellError
 
 
-class Board:
+class RankStore:
     """A store of torch's. What it raises, because whoever holds it is gone, becomes what `explain` makes of it."""
 
     def __init__(self, store: Any, explain: Callable[[Exception], ShardwellError]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardwell.errors import DivergenceError, PeerError
-from shardwell.parallel.heartbeat import Sign
+from shardwell.parallel.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
@@ -21,7 +21,7 @@ _FIRST_LOOK, _LONGEST_PAUSE = 1.0, 5.0  # seconds, between two looks at what oth
 _MOST_NAMES = 3
 
 
-class Wait:
+class PeerWait:
     """One wait of a rank until all have come to the same place."""
 
     def __init__(self, agreement: Agreement, key: str, token: str, expected: str, limit: float) -> None:
@@ -29,7 +29,7 @@ class Wait:
         self._limit = limit
         self._begin = time.monotonic()
         self._next = _FIRST_LOOK
-        self._report = Reports(agreement.time_limit)
+        self._report = WaitReports(agreement.time_limit)
 
     def look(self) -> None:
         """Raise if a rank is gone, or went on to something else; called again and again."""
@@ -66,14 +66,14 @@ class Wait:
         )
 
 
-class Slowness:
+class Stragglers:
     """A wait for what others have to send. Called twice a second while it has not come."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._begin = time.monotonic()
         self._next = agreement.time_limit
-        self._report = Reports(agreement.time_limit)
+        self._report = WaitReports(agreement.time_limit)
 
     def look(self) -> None:
         waited = time.monotonic() - self._begin
@@ -93,18 +93,18 @@ class Slowness:
             self._report(waited, behind, self._agreement.last_token)
 
 
-class Reports:
+class WaitReports:
     """What is said in the log, ever more seldom."""
 
     def __init__(self, first: float) -> None:
         self._next = first
 
-    def __call__(self, waited: float, signs: Mapping[int, Sign], token: str) -> None:
+    def __call__(self, waited: float, signs: Mapping[int, Heartbeat], token: str) -> None:
         if waited >= self._next:
             self._next = 2 * waited
             logging.getLogger("shardwell").warning("'%s' is waiting for %s", token, listed(signs))
 
 
-def listed(signs: Mapping[int, Sign]) -> str:
+def listed(signs: Mapping[int, Heartbeat]) -> str:
     said = "; ".join(f"rank {rank}, which is {sign}" for rank, sign in list(signs.items())[:_MOST_NAMES])
     return said if len(signs) <= _MOST_NAMES else f"{said}; and {len(signs) - _MOST_NAMES} more ranks"

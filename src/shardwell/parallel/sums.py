@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def combine(parts: list[Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
+def sum_in_rank_order(parts: list[Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
     """`into` = (or +=) `scale` x the sum of `parts`; 16-bit parts are summed in fp32 and rounded once."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     if accumulate:

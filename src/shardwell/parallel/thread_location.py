@@ -21,7 +21,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-def whereabouts(thread_id: int) -> str:
+def thread_location(thread_id: int) -> str:
     """Where a thread is: in the user's code or in the engine's, by the user's line."""
     inside = False
     frames = _frames(thread_id)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class Kind(enum.Enum):
+class TrafficKind(enum.Enum):
     """What a byte is for."""
 
     GATHER = "gather"  # parameters made whole
@@ -28,7 +28,7 @@ class Kind(enum.Enum):
     SETUP = "setup"
 
 
-PAYLOAD = (Kind.GATHER, Kind.REDUCE, Kind.PUBLISH, Kind.STEP)
+PAYLOAD = (TrafficKind.GATHER, TrafficKind.REDUCE, TrafficKind.PUBLISH, TrafficKind.STEP)
 INSIDE, BETWEEN = "inside", "between"  # a node; nodes
 
 
@@ -36,10 +36,10 @@ INSIDE, BETWEEN = "inside", "between"  # a node; nodes
 class TrafficReport:
     """Bytes received by this rank, by (kind, hop), and the number of collectives by kind."""
 
-    received: dict[tuple[Kind, str], int]
-    calls: dict[Kind, int]
+    received: dict[tuple[TrafficKind, str], int]
+    calls: dict[TrafficKind, int]
 
-    def total(self, *kinds: Kind) -> int:
+    def total(self, *kinds: TrafficKind) -> int:
         """Bytes of these kinds; of all payload kinds if none is named."""
         return sum(size for (kind, _), size in self.received.items() if kind in (kinds or PAYLOAD))
 
@@ -49,7 +49,7 @@ class TrafficReport:
         table = Table(title="received by this rank in one step")
         for column in ("collective", "calls", "inside the node", "between nodes"):
             table.add_column(column, justify="left" if column == "collective" else "right")
-        for kind in Kind:
+        for kind in TrafficKind:
             if self.calls.get(kind):
                 inside, between = (self.received.get((kind, hop), 0) for hop in (INSIDE, BETWEEN))
                 table.add_row(kind.value, str(self.calls[kind]), human(inside), human(between))
@@ -67,14 +67,14 @@ class TrafficReport:
 
 
 @dataclass
-class Ledger:
+class TrafficStats:
     """Counts one step at a time; `close_step` files the open page away."""
 
-    _open: defaultdict[tuple[Kind, str], int] = field(default_factory=lambda: defaultdict(int))
-    _calls: defaultdict[Kind, int] = field(default_factory=lambda: defaultdict(int))
+    _open: defaultdict[tuple[TrafficKind, str], int] = field(default_factory=lambda: defaultdict(int))
+    _calls: defaultdict[TrafficKind, int] = field(default_factory=lambda: defaultdict(int))
     last: TrafficReport = field(default_factory=lambda: TrafficReport({}, {}))
 
-    def count(self, kind: Kind, inside: int, between: int) -> None:
+    def count(self, kind: TrafficKind, inside: int, between: int) -> None:
         self._open[kind, INSIDE] += inside
         self._open[kind, BETWEEN] += between
         self._calls[kind] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Pending:
+class Work:
     """A collective on its way. `wait` may be called any number of times; the first one finishes the work."""
 
     def __init__(self, finish: Callable[[], None] | None = None, advance: Callable[[], bool] | None = None) -> None:
@@ -24,18 +24,18 @@ class Pending:
         """Wait for the first hop and begin the second; false if there is none that has not begun."""
         return self._finish is not None and self._advance is not None and self._advance()
 
-    def then(self, more: Callable[[], None]) -> Pending:
+    def then(self, more: Callable[[], None]) -> Work:
         """This collective, followed by `more` in the same wait."""
 
         def both() -> None:
             self.wait()
             more()
 
-        return Pending(both, self.advance)
+        return Work(both, self.advance)
 
-    def followed_by(self, start: Callable[[], Pending]) -> Pending:
+    def followed_by(self, start: Callable[[], Work]) -> Work:
         """This collective as the first hop, and what `start` begins as the second."""
-        second: list[Pending] = []
+        second: list[Work] = []
 
         def advance() -> bool:
             if second:
@@ -48,4 +48,4 @@ class Pending:
             advance()
             second[0].wait()
 
-        return Pending(finish, advance)
+        return Work(finish, advance)

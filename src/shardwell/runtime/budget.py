@@ -13,18 +13,18 @@ from shardwell.config import Config
 from shardwell.memory import Device, Tier
 from shardwell.memory.limits import free_host_bytes
 from shardwell.offload.disk_file import free_bytes
-from shardwell.sharding import Context, Unit, released
-from shardwell.sharding.init_parameters import Newborn
+from shardwell.sharding import EngineContext, Unit, released
+from shardwell.sharding.init_parameters import InitParameter
 
 _FILL_DISK = 0.95  # of what is free there
 
 
-def room(context: Context, share: float) -> float:
+def available_bytes(context: EngineContext, share: float) -> float:
     """Bytes: a share of what is free on the rank that has least."""
     return context.world.least(share * context.device.free_bytes(), "ROOM")
 
 
-def room_for_frozen(config: Config, units: Sequence[Unit], context: Context) -> int:
+def frozen_budget(config: Config, units: Sequence[Unit], context: EngineContext) -> int:
     """Elements of frozen parameters that may stay whole."""
     asked = config.shardwell.keep_frozen
     if asked != "auto":
@@ -32,25 +32,25 @@ def room_for_frozen(config: Config, units: Sequence[Unit], context: Context) -> 
     frozen = [group for unit in units for group in unit.releasable if not group.trainable]
     if not frozen:
         return 0
-    return int(room(context, 0.5)) // max(group.precision.compute.itemsize for group in frozen)
+    return int(available_bytes(context, 0.5)) // max(group.precision.compute.itemsize for group in frozen)
 
 
-def budgets(
-    config: Config, context: Context, parameters: Iterable[nn.Parameter], paths: Sequence[Path], floor: int
+def tier_budgets(
+    config: Config, context: EngineContext, parameters: Iterable[nn.Parameter], paths: Sequence[Path], floor: int
 ) -> dict[Tier, float]:
     """Bytes that a rank may fill on each tier: what the user says, or a share of what is free, on the rank with least.
 
     What the model's own parameters have now is free as soon as its units are built. Where the device is the CPU, it has
     what must be there, the `floor`, unless the user says otherwise.
     """
-    own, device, ranks_here = config.shardwell, context.device, context.world.mesh.ranks_here
+    own, device, local_world_size = config.shardwell, context.device, context.world.mesh.local_world_size
     held = _held(parameters, device)
     above = (device.unused_bytes() + held[Tier.DEVICE]) * (1 - own.device_room) if device.is_cuda else float(floor)
-    available = free_host_bytes(ranks_here) * (1 - own.host_room)
+    available = free_host_bytes(local_world_size) * (1 - own.host_room)
     found = {
         Tier.DEVICE: _or(own.device_memory, above),
-        Tier.HOST: _or(own.host_memory, available + ranks_here * held[Tier.HOST]) / ranks_here,
-        Tier.DISK: _or(own.disk_memory, _FILL_DISK * free_on(paths)) / ranks_here,
+        Tier.HOST: _or(own.host_memory, available + local_world_size * held[Tier.HOST]) / local_world_size,
+        Tier.DISK: _or(own.disk_memory, _FILL_DISK * free_on(paths)) / local_world_size,
     }
     if device.is_virtual:
         return found
@@ -65,8 +65,8 @@ def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
     """What parameters that are in no unit yet have in memory."""
     found: Counter[Tier] = Counter()
     for parameter in parameters:
-        keeper = released.keeper_of(parameter) if released.is_kept(parameter) else None
-        if isinstance(keeper, Newborn):
+        keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
+        if isinstance(keeper, InitParameter):
             tier, size = keeper.at_rest
             found[tier if device.is_cuda or tier is Tier.DISK else Tier.HOST] += size
         elif keeper is None and not parameter.is_meta:
@@ -74,7 +74,7 @@ def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
     return found
 
 
-def parts(num_bytes: int, paths: Sequence[Path]) -> list[tuple[Path, int]]:
+def bytes_by_path(num_bytes: int, paths: Sequence[Path]) -> list[tuple[Path, int]]:
     """What goes to the file system of each path; a path that does not answer is left to who opens it."""
     drives = Counter(os.stat(path).st_dev for path in paths if path.exists())
     return [(p, num_bytes * drives[os.stat(p).st_dev] // len(paths)) for p in paths if p.exists()]
@@ -83,5 +83,5 @@ def parts(num_bytes: int, paths: Sequence[Path]) -> list[tuple[Path, int]]:
 def free_on(paths: Sequence[Path]) -> float:
     """Bytes that fit when they are striped over the paths; infinite if none of those answers."""
     unit = 1 << 40
-    room = [(free_bytes(path), part) for path, part in parts(unit, paths)]
-    return min((unit * free / part for free, part in room if free is not None), default=float("inf"))
+    available_bytes = [(free_bytes(path), part) for path, part in bytes_by_path(unit, paths)]
+    return min((unit * free / part for free, part in available_bytes if free is not None), default=float("inf"))

@@ -8,7 +8,7 @@ from itertools import pairwise
 from shardwell.sharding import Unit
 
 
-class Order:
+class ExecutionOrder:
     """The order of units in one direction (forward or backward)."""
 
     def __init__(self, units: Sequence[Unit]) -> None:

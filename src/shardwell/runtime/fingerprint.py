@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from shardwell.sharding import released
 
 
-class Fingerprint:
+class ModelFingerprint:
     """Which parameters and submodules every module had, and which parameters have what training needs."""
 
     def __init__(self, model: nn.Module) -> None:
         ready = {
             id(parameter)
-            for unit in {released.keeper_of(p) for p in model.parameters() if released.is_kept(p)}
+            for unit in {released.owner_of(p) for p in model.parameters() if released.is_owned(p)}
             for group in getattr(unit, "trainable", [])
             for parameter in group.parameters
         }

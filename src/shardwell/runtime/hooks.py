@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.runtime.pytree import map_tensors, tensors_in
-from shardwell.runtime.scheduler import Call, Flow, current_task
-from shardwell.sharding import Group, Unit
+from shardwell.runtime.scheduler import ForwardCall, Scheduler, current_task
+from shardwell.sharding import ShardedGroup, Unit
 
 
 class _Hook:
     """A module's hook. A copy of the module is an ordinary one: the hook's copy does nothing."""
 
-    def __init__(self, function: Callable[..., Any], flow: Flow, unit: Unit) -> None:
+    def __init__(self, function: Callable[..., Any], flow: Scheduler, unit: Unit) -> None:
         self._call: Callable[..., Any] | None = partial(function, flow, unit)
 
     def __call__(self, *args: Any) -> Any:
@@ -36,7 +36,7 @@ def _without_call() -> _Hook:
     return hook
 
 
-def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:
+def attach(flow: Scheduler, unit: Unit) -> list[RemovableHandle]:
     """Hook a unit of `flow` into its module; the handles undo it."""
     before, after = _Hook(_before_forward, flow, unit), _Hook(_after_forward, flow, unit)
     handles: list[RemovableHandle] = [
@@ -56,7 +56,7 @@ def attach(flow: Flow, unit: Unit) -> list[RemovableHandle]:
     return handles
 
 
-def _attach_inside(flow: Flow, root: Unit) -> list[RemovableHandle]:
+def _attach_inside(flow: Scheduler, root: Unit) -> list[RemovableHandle]:
     """Hook the modules with parameters of the root's: `generate`, for one, calls parts of a model directly."""
     owned = {id(parameter) for group in root.releasable for parameter in group.parameters}
     handles: list[RemovableHandle] = []
@@ -67,7 +67,7 @@ def _attach_inside(flow: Flow, root: Unit) -> list[RemovableHandle]:
     return handles
 
 
-def _gradient_hook(flow: Flow, unit: Unit, group: Group, index: int) -> Callable[[Tensor], None]:
+def _gradient_hook(flow: Scheduler, unit: Unit, group: ShardedGroup, index: int) -> Callable[[Tensor], None]:
     """Weak, because a parameter's hooks live in C++ where the garbage collector cannot follow a cycle."""
     owners = weakref.ref(flow), weakref.ref(unit), weakref.ref(group)
 
@@ -79,16 +79,16 @@ def _gradient_hook(flow: Flow, unit: Unit, group: Group, index: int) -> Callable
     return hook
 
 
-def _enter_inside(flow: Flow, root: Unit, module: nn.Module, args: Any) -> None:
+def _enter_inside(flow: Scheduler, root: Unit, module: nn.Module, args: Any) -> None:
     flow.enter_inside(root)
 
 
-def _leave_inside(flow: Flow, root: Unit, module: nn.Module, args: Any, output: Any) -> None:
+def _leave_inside(flow: Scheduler, root: Unit, module: nn.Module, args: Any, output: Any) -> None:
     flow.leave_inside(root)
 
 
-def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-    call = Call(unit, is_counted=current_task() == -1)
+def _before_forward(flow: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    call = ForwardCall(unit, is_counted=current_task() == -1)
     flow.calls.append(call)
     flow.enter_forward(unit)
     if not torch.is_grad_enabled():
@@ -105,7 +105,7 @@ def _before_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs
             tensor.register_hook(lambda grad: flow.end_backward(unit))
 
 
-def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _after_forward(flow: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if unit.releasable and any(
         _is_view(unit, tensor) for tensor in tensors_in(output)
     ):  # of memory that is about to be freed
@@ -126,7 +126,7 @@ def _after_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, kwargs:
     return output
 
 
-def _end_forward(flow: Flow, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+def _end_forward(flow: Scheduler, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
     """Called also if the forward failed."""
     if not flow.calls or flow.calls[-1].unit is not unit:
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwell.runtime.pytree import map_tensors
 
 
-def moved(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """`value` with its tensors on `device`; floating ones in `dtype` if given. Unknown containers stay as they are."""
     return map_tensors(value, mover(device, dtype))
 

@@ -106,11 +106,11 @@ def alias_with(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
     It is no view for autograd, so that it may be modified in place like any other result.
     """
-    alias: Tensor = _Alias.apply(tensor, change)  # type: ignore[no-untyped-call]
+    alias: Tensor = _AliasFunction.apply(tensor, change)  # type: ignore[no-untyped-call]
     return alias
 
 
-class _Alias(torch.autograd.Function):
+class _AliasFunction(torch.autograd.Function):
     generate_vmap_rule = True  # for torch.func
 
     @staticmethod

@@ -18,23 +18,23 @@ from torch.optim import Optimizer
 
 from shardwell.engine.consistency import at_a_refit
 from shardwell.errors import ModelChangedError
-from shardwell.optim import Recipe, ShardedOptimizer
+from shardwell.optim import OptimizerFactory, ShardedOptimizer
 from shardwell.optim.factory import NO_LABEL
-from shardwell.optim.param_access import Access
+from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel.consistency import check_alike
-from shardwell.sharding import Cut, Group, Unit, released
+from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
 from shardwell.sharding.edits import look_closely
 
 
 @dataclass
-class Builder:
+class UnitBuilder:
     """What `initialize` knows about building units and optimizers."""
 
-    cut: Callable[[], list[Cut]]
-    groups: Callable[[Cut, list[Cut], Set[int]], list[Group]]
-    optimizer: Callable[[Any, Recipe], ShardedOptimizer]  # for an engine
-    recipe_of: Callable[[Optimizer], Recipe | None]
-    recipe: Recipe | None
+    cut: Callable[[], list[UnitSpec]]
+    groups: Callable[[UnitSpec, list[UnitSpec], Set[int]], list[ShardedGroup]]
+    optimizer: Callable[[Any, OptimizerFactory], ShardedOptimizer]  # for an engine
+    recipe_of: Callable[[Optimizer], OptimizerFactory | None]
+    recipe: OptimizerFactory | None
 
     def adopt(self, given: Optimizer, engine: Any, units: Sequence[Unit]) -> ShardedOptimizer:
         """The optimizer of an engine that was built without one, from one that the user made since."""
@@ -46,7 +46,7 @@ class Builder:
 
 
 def refit(
-    units: list[Unit], builder: Builder, optimizer: ShardedOptimizer | None, keep_frozen_state: bool
+    units: list[Unit], builder: UnitBuilder, optimizer: ShardedOptimizer | None, keep_frozen_state: bool
 ) -> list[Unit]:
     """The units of the model as it is now. What was trained and is frozen for now may keep what training needs."""
     look_closely(units)
@@ -86,7 +86,7 @@ def refit(
     return now
 
 
-def _fits(unit: Unit, one: Cut, keep_frozen_state: bool) -> bool:
+def _fits(unit: Unit, one: UnitSpec, keep_frozen_state: bool) -> bool:
     mine = {id(p): group for group in unit.groups for p in group.parameters}
     return (
         not unit.misfit
@@ -97,7 +97,7 @@ def _fits(unit: Unit, one: Cut, keep_frozen_state: bool) -> bool:
     )
 
 
-def _labels_of_the_gone(unit: Unit, present: set[int], recipe: Recipe | None) -> dict[str, int]:
+def _labels_of_the_gone(unit: Unit, present: set[int], recipe: OptimizerFactory | None) -> dict[str, int]:
     """In which parameter group parameters were that left the model: who takes over the name takes over the group.
 
     They keep it too, as long as they live: they may come back.
@@ -113,7 +113,7 @@ def _labels_of_the_gone(unit: Unit, present: set[int], recipe: Recipe | None) ->
     return labels
 
 
-def _label_newcomers(one: Cut, labels: dict[str, int], recipe: Recipe | None) -> None:
+def _label_newcomers(one: UnitSpec, labels: dict[str, int], recipe: OptimizerFactory | None) -> None:
     if recipe is None:
         return
     for name, parameter in one.parameters:
@@ -139,7 +139,7 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
             with group.fetched():
                 for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
                     if tuple(parameter.shape) == slot.shape:
-                        access = Access(parameter)
+                        access = ParamAccess(parameter)
                         dtype = group.precision.master if group.trainable else group.precision.compute
                         values.append((parameter, access.master().to(dtype)))
                         states[id(parameter)] = access.states() if optimizer is not None and group.trainable else {}
@@ -160,4 +160,4 @@ def _give_back(unit: Unit, remembered: dict[int, dict[str, Any]]) -> None:
         for group in unit.trainable:
             for parameter in group.parameters:
                 for key, value in remembered.get(id(parameter), {}).items():
-                    Access(parameter).set_state(key, value)
+                    ParamAccess(parameter).set_state(key, value)

@@ -15,15 +15,15 @@ from torch import Tensor
 from shardwell.errors import BackwardError
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.loss_scale import LossScale, NoScale
-from shardwell.runtime.trace import Action, profiled
-from shardwell.sharding import Group, Unit
+from shardwell.runtime.trace import TraceAction, profiled
+from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.spec import ReduceAt
 
 
 class Reducer:
     """The gradients of one engine's units until the step."""
 
-    def __init__(self, num_ranks: int, accumulation_steps: int, note: Callable[[Action, Unit], None]) -> None:
+    def __init__(self, num_ranks: int, accumulation_steps: int, note: Callable[[TraceAction, Unit], None]) -> None:
         self.num_averaged = num_ranks  # that gradients are averaged over
         self.accumulation_steps = accumulation_steps
         self.is_boundary = True
@@ -38,7 +38,7 @@ class Reducer:
         self.drop_gradients: Callable[[], None] = self.clear  # all of them, as `zero_grad` does
         self.reduced: Callable[[Unit, bool], None] | None = None  # whom to tell, and whether at the boundary
         self.kept_back = False  # some gradients of this boundary were
-        self.in_flight: dict[Group, bool] = {}  # on their way, and whether they are the boundary's
+        self.in_flight: dict[ShardedGroup, bool] = {}  # on their way, and whether they are the boundary's
         self._sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
         self._units: dict[str, Unit] = {}
         self._note = note
@@ -51,7 +51,7 @@ class Reducer:
 
     # -------------------------------------------------------------------------------------------------- coming in
 
-    def incoming(self, group: Group, index: int, parameter: Tensor) -> Tensor | None:
+    def incoming(self, group: ShardedGroup, index: int, parameter: Tensor) -> Tensor | None:
         """What a backward has just brought a parameter; None if that was nothing."""
         grad = parameter.grad
         if grad is not None and self.views is not None:
@@ -68,7 +68,7 @@ class Reducer:
         """Gradients of the running backward carry the loss scale."""
         self.has_met_scale = True
 
-    def absorb(self, unit: Unit, group: Group, index: int, parameter: Tensor, grad: Tensor) -> None:
+    def absorb(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor, grad: Tensor) -> None:
         """Move a gradient into the group's flat buffer."""
         if torch.is_grad_enabled() or grad.requires_grad:  # only where the backward keeps a graph: this costs
             with torch.no_grad():
@@ -81,11 +81,11 @@ class Reducer:
             parameter.grad = None
         unit.has_news = True
 
-    def _add(self, group: Group, index: int, grad: Tensor, scale: float) -> None:
+    def _add(self, group: ShardedGroup, index: int, grad: Tensor, scale: float) -> None:
         is_last = self.is_boundary and self.sync
         group.gradients.absorb(index, grad, scale, stays=self._adds_up(group), is_last=is_last)
 
-    def set_gradient(self, unit: Unit, group: Group, index: int, grad: Tensor) -> None:
+    def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """A gradient that the user set counts as one of this rank's: it is averaged over the ranks."""
         self._add(group, index, grad.clone(), self.loss_scale.value / self.num_averaged)
         unit.has_news = self._sums_wait = True
@@ -95,7 +95,7 @@ class Reducer:
         """What makes a sum over ranks and micro-steps their average."""
         return 1.0 / (self.num_averaged * (self.accumulation_steps if self.divide_by_steps else 1))
 
-    def _adds_up(self, group: Group) -> bool:
+    def _adds_up(self, group: ShardedGroup) -> bool:
         """Whether gradients of several micro-steps meet here before they are reduced.
 
         They then do so in the dtype for that, also on a rank whose first gradient comes with the last micro-step: what
@@ -112,7 +112,7 @@ class Reducer:
 
     # --------------------------------------------------------------------------------------------------- reducing
 
-    def _reduces_now(self, group: Group) -> bool:
+    def _reduces_now(self, group: ShardedGroup) -> bool:
         if self.paths_differ:
             return self.is_ending
         return self.sync and (self.is_boundary or group.row.reduce_at is ReduceAt.MICRO_STEP)
@@ -123,9 +123,9 @@ class Reducer:
             if self._reduces_now(group):
                 self._reduce(unit, group)
 
-    def _reduce(self, unit: Unit, group: Group) -> None:
+    def _reduce(self, unit: Unit, group: ShardedGroup) -> None:
         self.finish(self._reduced_before(group))
-        self._note(Action.REDUCE, unit)
+        self._note(TraceAction.REDUCE, unit)
         by_steps = group.row.reduce_at is ReduceAt.MICRO_STEP and not self.paths_differ
         accumulates = self.accumulation_steps > 1 and by_steps
         with torch.no_grad(), profiled("REDUCE", unit.name):
@@ -137,13 +137,13 @@ class Reducer:
             )
         self.in_flight[group] = self.is_boundary and self.sync
 
-    def _reduced_before(self, group: Group) -> list[Group]:
+    def _reduced_before(self, group: ShardedGroup) -> list[ShardedGroup]:
         """What to finish before a group's reduce.
 
         One unit is in flight while the next one's gradients fill: finish the one before, its buffers are next. One that
         has a hop to go, which the host begins, goes on beside the unit after that.
         """
-        units: dict[str, list[Group]] = {}
+        units: dict[str, list[ShardedGroup]] = {}
         for other in self.in_flight:
             if other.unit != group.unit:
                 units.setdefault(other.unit, []).append(other)
@@ -151,7 +151,7 @@ class Reducer:
             goes_on = {name: [other.gradients.advance() for other in others] for name, others in units.items()}
         return [other for name, others in units.items() if not any(goes_on[name]) for other in others]
 
-    def finish(self, groups: list[Group]) -> None:
+    def finish(self, groups: list[ShardedGroup]) -> None:
         """Wait for these, and tell who waits for whole units."""
         reduced: dict[str, bool] = {}
         with torch.no_grad():

@@ -5,7 +5,7 @@ of the user's, changed in place by the caller) is announced by nobody. So while 
 hooks write down "so much of that group, from here" where autograd saves a view of a group's flat buffer. When autograd
 reads it, the unit is made whole first, in the order of autograd's nodes, which is that of the forward and so the same
 on all ranks. And since no view stays behind, whatever looks at a released buffer is the user's own: see
-`Buffer.drop_unseen`.
+`FlatBuffer.drop_unseen`.
 
 All other tensors pass through as they are; torch's check that they were not changed in place is made here, because
 torch makes none where there are hooks.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.sharding import Group, Residency, Unit
+from shardwell.sharding import Residency, ShardedGroup, Unit
 
 _RECOMPUTING = ("torch.utils.checkpoint", "shardwell.checkpointing")  # their hooks save nothing, and count what comes
 
@@ -32,7 +32,7 @@ class SavedView:
 
     __slots__ = ("group", "is_parameter", "offset", "shape", "stride", "unit", "updates", "version", "whose")
 
-    def __init__(self, unit: Unit, group: Group, tensor: Tensor, whose: Tensor | None) -> None:
+    def __init__(self, unit: Unit, group: ShardedGroup, tensor: Tensor, whose: Tensor | None) -> None:
         self.unit, self.group = unit, group
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.whose, self.version = whose, tensor._version  # the parameter that shares its count of changes
@@ -56,7 +56,7 @@ class SavedViews:
     def __init__(self, need: Callable[[Unit], None]) -> None:
         """`need`: make a unit whole for the backward that runs."""
         self._need = need
-        self._groups: dict[int, tuple[Unit, Group]] = {}  # by the address of the flat buffer's storage
+        self._groups: dict[int, tuple[Unit, ShardedGroup]] = {}  # by the address of the flat buffer's storage
         self._parameters: set[int] = set()
         self._plain: tuple[_Pack, _Unpack] = (self._pack, self._unpack)
         self._pushed: list[_Pack] = []
@@ -107,13 +107,13 @@ class SavedViews:
 
     # ---------------------------------------------------------------------------------------------- in and out
 
-    def _group_of(self, tensor: Tensor) -> tuple[Unit, Group] | None:
+    def _group_of(self, tensor: Tensor) -> tuple[Unit, ShardedGroup] | None:
         try:
             return self._groups.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None  # no strided tensor, or one that a transform wraps
 
-    def _describe(self, tensor: Tensor, unit: Unit, group: Group) -> SavedView | None:
+    def _describe(self, tensor: Tensor, unit: Unit, group: ShardedGroup) -> SavedView | None:
         flat = group.flat.tensor
         if flat.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
             return None  # the storage of another tensor, where that of an earlier buffer was

@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import BackwardError, ReleasedParameterError
-from shardwell.offload.param_swap import Pages
-from shardwell.optim.auto_commit import Beginning
-from shardwell.runtime.execution_order import Order
+from shardwell.offload.param_swap import ReadBuffers
+from shardwell.optim.auto_commit import StepBeginning
+from shardwell.runtime.execution_order import ExecutionOrder
 from shardwell.runtime.pytree import tensors_in
 from shardwell.runtime.reducer import Reducer
 from shardwell.runtime.saved_tensors import SavedViews
-from shardwell.runtime.trace import Action, Event, Trace, profiled
+from shardwell.runtime.trace import Trace, TraceAction, TraceEvent, profiled
 from shardwell.runtime.transforms import named_refusals, outside_trace, outside_transforms
-from shardwell.sharding import Group, Residency, Unit
+from shardwell.sharding import Residency, ShardedGroup, Unit
 from shardwell.sharding.edits import look_closely
-from shardwell.sharding.unit import Arrival
+from shardwell.sharding.unit import PendingUpdate
 
 
 @dataclass(frozen=True)
-class Limits:
+class PrefetchLimits:
     """What may be whole at once; sizes are in elements."""
 
     prefetches: bool
@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass
-class Call:
+class ForwardCall:
     """A unit's forward that runs."""
 
     unit: Unit
@@ -55,16 +55,16 @@ def current_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class Flow:
+class Scheduler:
     """Moves the units of one engine."""
 
     def __init__(
         self,
         units: Sequence[Unit],
-        limits: Limits,
+        limits: PrefetchLimits,
         num_ranks: int,
         accumulation_steps: int,
-        pages: Pages | None = None,
+        pages: ReadBuffers | None = None,
     ) -> None:
         self.limits = limits
         self.pages = pages  # for parameters on disk
@@ -72,7 +72,7 @@ class Flow:
         self.trace: Trace | None = None
         self.reducer = Reducer(num_ranks, accumulation_steps, self.note)
         self.reducer.drop_gradients = self.finish_for_nobody
-        self.backward_begins: Callable[[Beginning], None] | None = None  # whom to tell, before anything is updated
+        self.backward_begins: Callable[[StepBeginning], None] | None = None  # whom to tell, before anything is updated
         self._num_forwards = 0  # of the engine, with gradients, since the last backward began
         self._is_partial = False  # since then, parts of the model were called outside of those
         self._is_chained = False  # since then, inputs of the model had a graph of their own
@@ -82,7 +82,7 @@ class Flow:
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
         self._graph_was_used = False  # a backward went through it
         self.saved = SavedViews(self.need)
-        self.calls: list[Call] = []  # the innermost last
+        self.calls: list[ForwardCall] = []  # the innermost last
         self._seen: list[Unit] = []  # released, but somebody looked at them
         self.take(units)
 
@@ -91,9 +91,9 @@ class Flow:
         self.units = units
         self._by_name = {unit.name: unit for unit in units}
         released = [unit for unit in units if unit.releasable]
-        self._forward = Order(released)
+        self._forward = ExecutionOrder(released)
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
-        self._backward = Order(root + [unit for unit in released[::-1] if unit.name])
+        self._backward = ExecutionOrder(root + [unit for unit in released[::-1] if unit.name])
         self._lifts = any(unit.is_liftable for unit in units)
         self.saved.take(released)
         for unit in units:
@@ -101,9 +101,9 @@ class Flow:
             unit.take_over_gradients, unit.look = self.reducer.take_edits, partial(look_closely, units)
         self.reducer.take_units(self._by_name)
 
-    def note(self, action: Action, unit: Unit) -> None:
+    def note(self, action: TraceAction, unit: Unit) -> None:
         if self.trace is not None:
-            self.trace.events.append(Event(action, unit.index))
+            self.trace.events.append(TraceEvent(action, unit.index))
 
     # -------------------------------------------------------------------------------------------------- forward
 
@@ -163,7 +163,7 @@ class Flow:
                 self._make_whole(unit, self._forward)
         else:
             self._make_whole(unit, self._forward)
-        self.note(Action.FORWARD, unit)
+        self.note(TraceAction.FORWARD, unit)
 
     def leave_forward(self, unit: Unit) -> None:
         if current_task() != -1:
@@ -186,7 +186,7 @@ class Flow:
         after = self._forward.elements_after(unit)
         return after is not None and 2 * after < self.limits.reuse_distance
 
-    def _make_whole(self, unit: Unit, order: Order) -> None:
+    def _make_whole(self, unit: Unit, order: ExecutionOrder) -> None:
         if self._seen:
             self._look_at_seen()
         if self.pages is not None and unit.releasable and order.last is not unit:
@@ -199,7 +199,7 @@ class Flow:
                 self._gather(expected)
             self._look_further(unit, order)
 
-    def _look_further(self, unit: Unit, order: Order) -> None:
+    def _look_further(self, unit: Unit, order: ExecutionOrder) -> None:
         """Beyond the gather of the next unit, the one after it goes to the device, and those behind come from disk."""
         depth = self.pages.pace.depth if self.pages is not None else 0
         ahead = order.following(unit, 1 + self._lifts + depth)
@@ -207,18 +207,18 @@ class Flow:
             if other.is_lifted and other not in ahead[:2]:
                 other.let_go()  # a wrong guess
         if self._lifts and len(ahead) > 1 and self._has_room(ahead[1], order, self.num_ranks) and ahead[1].lift():
-            self.note(Action.LIFT, ahead[1])
+            self.note(TraceAction.LIFT, ahead[1])
         for later in ahead:
             if later.expect():
-                self.note(Action.READ, later)
+                self.note(TraceAction.READ, later)
 
-    def _worth_prefetching(self, unit: Unit, order: Order) -> bool:
+    def _worth_prefetching(self, unit: Unit, order: ExecutionOrder) -> bool:
         may_wait = not unit.is_up_to_date if self.num_ranks == 1 else unit.awaits_update
         if unit.residency is not Residency.RELEASED or may_wait:
             return False  # waiting for an update here would hold up what can run already
         return self._has_room(unit, order)
 
-    def _has_room(self, unit: Unit, order: Order, parts: int = 1) -> bool:
+    def _has_room(self, unit: Unit, order: ExecutionOrder, parts: int = 1) -> bool:
         """Whether a unit, or one of so many parts of it, may be on the device early."""
         if order is self._backward and isinstance(unit.module, nn.Embedding):
             return False  # nothing in its backward waits for its values: early is only more memory
@@ -229,14 +229,14 @@ class Flow:
 
     def _gather(self, unit: Unit) -> None:
         if unit.residency is Residency.RELEASED:
-            self.note(Action.GATHER, unit)
+            self.note(TraceAction.GATHER, unit)
             with outside_transforms(), profiled("GATHER", unit.name):
                 unit.gather()
             self.saved.find(unit)
 
     def release(self, unit: Unit) -> None:
         if unit.release():
-            self.note(Action.RELEASE, unit)
+            self.note(TraceAction.RELEASE, unit)
             if unit.is_seen:
                 self._seen.append(unit)
 
@@ -327,7 +327,7 @@ class Flow:
         unit.lent = unit.lent or keeps_graph
         if not unit.in_backward:
             unit.in_backward = True
-            self.note(Action.BACKWARD, unit)
+            self.note(TraceAction.BACKWARD, unit)
             self.reducer.finish_larger(unit.numel)
         unit.reveal()  # a graph that is gone through again saved what was before
         if unit.releasable:
@@ -371,10 +371,10 @@ class Flow:
     def _tell_of_backward(self) -> None:
         if self.backward_begins is not None:
             keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-            self.backward_begins(Beginning(self._num_forwards, self._is_chained, self._is_partial, keeps_graph))
+            self.backward_begins(StepBeginning(self._num_forwards, self._is_chained, self._is_partial, keeps_graph))
         self._num_forwards, self._is_chained, self._is_partial = 0, False, False
 
-    def take_gradient(self, unit: Unit, group: Group, index: int, parameter: Tensor) -> None:
+    def take_gradient(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor) -> None:
         """A parameter's gradient is complete (for this graph task)."""
         grad = self.reducer.incoming(group, index, parameter)
         if grad is not None:
@@ -435,8 +435,8 @@ class Flow:
         if self._graph_was_used:
             self.end_loans()
 
-    def after_update(self, unit: Unit, arrival: Arrival | None = None) -> None:
-        self.note(Action.STEP, unit)
+    def after_update(self, unit: Unit, arrival: PendingUpdate | None = None) -> None:
+        self.note(TraceAction.STEP, unit)
         unit.note_update()
         if unit.publish(arrival):
-            self.note(Action.PUBLISH, unit)
+            self.note(TraceAction.PUBLISH, unit)

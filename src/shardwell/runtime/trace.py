@@ -12,7 +12,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 
-class Action(enum.Enum):
+class TraceAction(enum.Enum):
     """What can happen to a unit. The value is its letter in a token."""
 
     READ = "D"  # from the drive, ahead
@@ -27,21 +27,21 @@ class Action(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """One action on one unit; prints as 'G3' and parses back."""
 
-    action: Action
+    action: TraceAction
     unit: int
 
     def __str__(self) -> str:
         return f"{self.action.value}{self.unit}"
 
     @classmethod
-    def parse(cls, token: str) -> Event:
+    def parse(cls, token: str) -> TraceEvent:
         found = re.fullmatch(r"([A-Z])(\d+)", token)
         if found is None:
             raise ValueError(f"'{token}' is not an event; events look like 'G3'")
-        return cls(Action(found[1]), int(found[2]))
+        return cls(TraceAction(found[1]), int(found[2]))
 
 
 @dataclass
@@ -49,15 +49,15 @@ class Trace:
     """What happened, in order."""
 
     unit_names: list[str] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[TraceEvent]:
         return iter(self.events)
 
     def __len__(self) -> int:
         return len(self.events)
 
-    def count(self, action: Action, unit: int | None = None) -> int:
+    def count(self, action: TraceAction, unit: int | None = None) -> int:
         return sum(event.action is action and unit in (None, event.unit) for event in self.events)
 
     def __str__(self) -> str:

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwell.errors import NonFiniteError, PeerError, ShardwellError
-from shardwell.memory import Account, Device, Scratch
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
-from shardwell.offload.param_swap import Pages
+from shardwell.offload.param_swap import ReadBuffers
 from shardwell.parallel import Axis, Collectives
 
 
 @dataclass(frozen=True)
-class Context:
+class EngineContext:
     """What the groups of one engine share."""
 
     device: Device
-    account: Account
-    scratch: Scratch
+    account: MemoryStats
+    scratch: TemporaryBuffers
     comm: dict[Axis, Collectives]
     disk: DiskTier | None = None
-    pages: Pages | None = None  # for parameters on disk
+    pages: ReadBuffers | None = None  # for parameters on disk
 
     @property
     def world(self) -> Collectives:

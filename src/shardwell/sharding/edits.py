@@ -24,23 +24,23 @@ from torch import Tensor, nn
 
 from shardwell.errors import ModelChangedError
 from shardwell.kernels.rounding import narrow
-from shardwell.memory.device import Later, Mark
-from shardwell.parallel import Kind
+from shardwell.memory.device import AsyncScalar, Event
+from shardwell.parallel import TrafficKind
 from shardwell.sharding.layout import Slot
 
 if TYPE_CHECKING:
-    from shardwell.sharding.group import Group
+    from shardwell.sharding.group import ShardedGroup
     from shardwell.sharding.unit import Unit
 
 _SPAN = 1 << 17  # elements that are compared at once: they stay in a cache
 
 
 @dataclass(frozen=True)
-class Replaced:
+class ReplacedValues:
     """A parameter that is no view of its place any more."""
 
     unit: Unit
-    group: Group
+    group: ShardedGroup
     index: int  # in the group
 
     @property
@@ -72,7 +72,7 @@ def look(units: Sequence[Unit]) -> None:
 def look_closely(units: Sequence[Unit]) -> None:
     """Take over what was put in the place of parameters. Units with a parameter of another shape are misfits then."""
     found = [
-        Replaced(unit, group, index)
+        ReplacedValues(unit, group, index)
         for unit in units
         if unit.look is not None  # else it is being taken apart
         for group in unit.groups
@@ -100,7 +100,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
             )
 
 
-def _fits(one: Replaced) -> bool:
+def _fits(one: ReplacedValues) -> bool:
     """Whether its values can be taken over; with another shape, its unit has to be built anew."""
     slot, data, place = one.slot, one.parameter.data, one.group.places.views[one.index]
     if one.group.context.device.is_virtual:
@@ -128,7 +128,7 @@ def _fits(one: Replaced) -> bool:
     return True
 
 
-def _check_apart(found: list[Replaced], units: Sequence[Unit]) -> None:
+def _check_apart(found: list[ReplacedValues], units: Sequence[Unit]) -> None:
     """Memory that two parameters share would be updated by both in plain PyTorch, and by none here."""
     replaced = {id(one.parameter) for one in found}
     storages = {group.flat.tensor.untyped_storage()._cdata: group for unit in units for group in unit.groups}
@@ -148,7 +148,7 @@ def _check_apart(found: list[Replaced], units: Sequence[Unit]) -> None:
             )
 
 
-def bring_home(group: Group, source: int | None) -> bool:
+def bring_home(group: ShardedGroup, source: int | None) -> bool:
     """At the end of a context that had a group whole: take in what was replaced; false if one has another shape.
 
     Those of another shape do not fit into the group any more; they are `source`'s for everyone.
@@ -162,7 +162,7 @@ def bring_home(group: Group, source: int | None) -> bool:
         fits = False
         if source is not None:
             parameter.data = parameter.data.to(group.context.device.torch_device).contiguous()
-            group.context.world.broadcast(parameter.data, source, Kind.GATHER, f"WRITE {slot.name}")
+            group.context.world.broadcast(parameter.data, source, TrafficKind.GATHER, f"WRITE {slot.name}")
     return fits
 
 
@@ -185,19 +185,19 @@ def adopt(masters: Tensor, values: Tensor) -> None:
             mine.copy_(torch.where(rounded == theirs, mine, theirs.to(mine.dtype)))
 
 
-def take_over_in_place(group: Group, values: Tensor | None = None) -> None:
+def take_over_in_place(group: ShardedGroup, values: Tensor | None = None) -> None:
     """What was changed by hand becomes the truth; `values` are the parameters, if they were brought already."""
     if group.may_be_edited_apart:
         adopt(group.master, (group.resting if values is None else values).to(group.master.device))
 
 
-def brought_down(group: Group, after: Mark) -> Tensor:
+def brought_down(group: ShardedGroup, after: Event) -> Tensor:
     """1D, on the host, the parameters as they rest once the device has got as far as `after`; waits for that."""
     with group.context.device.uploads.after(after):
         return group.resting.cpu()
 
 
-def note_digest(group: Group) -> None:
+def note_digest(group: ShardedGroup) -> None:
     """What rests on the device now is the rounding of masters below it, on the caller's lane."""
     if group.may_be_edited_apart and group.resting.is_cuda and not group.master.is_cuda:
         group.digest = digest(group.resting)
@@ -210,12 +210,12 @@ def digest(values: Tensor) -> Tensor:
     return kernel(values)
 
 
-def edits_of(groups: Iterable[Group]) -> list[tuple[Group, Callable[[], bool]]]:
+def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callable[[], bool]]]:
     """Groups whose masters rest apart, and for who asks later whether their parameters may have been changed.
 
     On the host they are compared in any case: both are in its memory.
     """
-    found: list[tuple[Group, Callable[[], bool]]] = []
+    found: list[tuple[ShardedGroup, Callable[[], bool]]] = []
     for group in groups:
         if group.digest is not None:
             read = group.context.device.read_later(digest(group.resting) != group.digest)
@@ -225,7 +225,7 @@ def edits_of(groups: Iterable[Group]) -> list[tuple[Group, Callable[[], bool]]]:
     return found
 
 
-def _is_set(read: Later) -> bool:
+def _is_set(read: AsyncScalar) -> bool:
     return bool(read.get())
 
 
@@ -241,7 +241,7 @@ def versions(parameters: Iterable[nn.Parameter]) -> list[int]:
 _version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
-def is_unlike_its_shard(group: Group) -> bool:
+def is_unlike_its_shard(group: ShardedGroup) -> bool:
     """Whether whole parameters are not what rests, where that is cheap to know. They were gathered as they rest."""
     shard = group.shard
     if shard is None or group.is_encoded or not group.is_exact or shard.page is not None or shard.tensor.is_meta:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwell.sharding import released
-from shardwell.sharding.init_parameters import Newborn
+from shardwell.sharding.init_parameters import InitParameter
 
 
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
@@ -30,12 +30,12 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         enabled: bool = True,
     ) -> None:
         several = [params] if isinstance(params, nn.Parameter) else list(params or [])
-        kept = [p for p in several if enabled and isinstance(p, nn.Parameter) and released.is_kept(p)]
+        kept = [p for p in several if enabled and isinstance(p, nn.Parameter) and released.is_owned(p)]
         for parameter in kept:
-            keeper = released.keeper_of(parameter)
-            if isinstance(keeper, Newborn):
+            keeper = released.owner_of(parameter)
+            if isinstance(keeper, InitParameter):
                 keeper.belong_to(parameter)
-        self._keepers = list({id(released.keeper_of(p)): released.keeper_of(p) for p in kept}.values())
+        self._keepers = list({id(released.owner_of(p)): released.owner_of(p) for p in kept}.values())
         self._modifier_rank = modifier_rank
 
     def __enter__(self) -> GatheredParameters:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import Scratch, State
-from shardwell.parallel import Collectives, Kind, Pending
+from shardwell.memory import StateKind, TemporaryBuffers
+from shardwell.parallel import Collectives, TrafficKind, Work
 from shardwell.sharding.layout import Layout
-from shardwell.sharding.residual import Lost
-from shardwell.sharding.spec import Commit, Precision, Row
+from shardwell.sharding.residual import QuantizationResidual
+from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
 
 
 class GradState(enum.Enum):
@@ -48,7 +48,14 @@ class Gradients:
     result: Tensor | None  # 1D: this rank's shard, or all of it on rows that keep gradients whole
 
     def __init__(
-        self, name: str, unit: str, layout: Layout, row: Row, precision: Precision, comm: Collectives, scratch: Scratch
+        self,
+        name: str,
+        unit: str,
+        layout: Layout,
+        row: ShardingSpec,
+        precision: GroupPrecision,
+        comm: Collectives,
+        scratch: TemporaryBuffers,
     ) -> None:
         self._name, self._unit = name, unit
         self._layout, self._row, self._precision = layout, row, precision
@@ -66,9 +73,9 @@ class Gradients:
         self._scaled_late = False
         self._expected = 1.0  # what gradients in the flat buffer that are scaled late will be scaled by
         self._scale = 1.0  # what the reduce has to multiply by
-        self._pending: Pending | None = None  # a reduce
-        self._publishing: Pending | None = None  # its second half, on rows that keep gradients whole
-        self._lost: Lost | None = None  # in codes, and not said yet
+        self._pending: Work | None = None  # a reduce
+        self._publishing: Work | None = None  # its second half, on rows that keep gradients whole
+        self._lost: QuantizationResidual | None = None  # in codes, and not said yet
         self.loss_scale = 1.0  # that the gradients of this step carry
 
     def move(self, state: GradState) -> None:
@@ -136,9 +143,9 @@ class Gradients:
         self._filled = [adopt] * len(slots)
         if adopt and grad is not None:
             flat = grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
-            self._flat = self._scratch.adopt(flat, State.GRADIENTS, self._unit)
+            self._flat = self._scratch.adopt(flat, StateKind.GRADIENTS, self._unit)
         else:
-            self._flat = self._scratch.take(self._layout.padded, dtype, State.GRADIENTS, self._unit)
+            self._flat = self._scratch.take(self._layout.padded, dtype, StateKind.GRADIENTS, self._unit)
         return not adopt
 
     def reduce(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
@@ -168,7 +175,7 @@ class Gradients:
         wire = self._precision.wire
         if wire.dtype is None or flat.dtype == wire.dtype:
             return flat
-        sent = self._scratch.take(flat.numel(), wire.dtype, State.GRADIENTS, self._unit)
+        sent = self._scratch.take(flat.numel(), wire.dtype, StateKind.GRADIENTS, self._unit)
         if not self._scaled_late:
             self._scale = scale * wire.predivide
             flat.div_(self._scale)
@@ -176,12 +183,12 @@ class Gradients:
         self._scratch.give(flat)
         return sent
 
-    def _scatter(self, flat: Tensor, accumulates: bool) -> Pending:
+    def _scatter(self, flat: Tensor, accumulates: bool) -> Work:
         if self.hands_over and accumulates:
             return self._scatter_to_hand_over(flat)
         as_it_is = self._scale == 1.0 and not accumulates and flat.dtype == self._result_dtype(flat)
         if self._comm.mesh.size == 1 and self.result is None and as_it_is:
-            return Pending(partial(self._adopt, flat))
+            return Work(partial(self._adopt, flat))
         fresh = self.result is None
         if self.result is None:
             dtype = self._precision.accumulate if accumulates else self._result_dtype(flat)
@@ -191,9 +198,9 @@ class Gradients:
         move = self._reduced(flat, self.result, not fresh)
         return move.then(partial(self._scratch.give, flat))
 
-    def _scatter_to_hand_over(self, flat: Tensor) -> Pending:
+    def _scatter_to_hand_over(self, flat: Tensor) -> Work:
         if self._comm.mesh.size == 1:
-            return Pending(partial(self._hand, flat, self._scale))
+            return Work(partial(self._hand, flat, self._scale))
         fresh = self._take_result(self._layout.shard_numel, self._precision.accumulate)
 
         def finish() -> None:
@@ -213,10 +220,10 @@ class Gradients:
             fresh, factor = both, 1.0
         self._handed = fresh, factor
 
-    def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Pending:
+    def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Work:
         token, codecs = f"REDUCE {self._name}", self._row.reduce_codecs
         if codecs is not None and self._row.feedback and self._lost is None:
-            self._lost = Lost(self._comm.num_lost(flat.numel(), codecs), self._unit, self._scratch)
+            self._lost = QuantizationResidual(self._comm.num_lost(flat.numel(), codecs), self._unit, self._scratch)
         lost = self._lost.joining(self._scale / self.loss_scale) if self._lost is not None else None
         return self._comm.reduce(flat, into, self._scale, accumulate, token, codecs, lost=lost)
 
@@ -231,13 +238,13 @@ class Gradients:
         """As wide as the gradients are and as they travelled."""
         return torch.promote_types(self._precision.compute, flat.dtype)
 
-    def _average_whole(self, flat: Tensor) -> Pending:
+    def _average_whole(self, flat: Tensor) -> Work:
         """Reduce into this rank's own slice, then send the slice to everyone."""
         start, end = self._layout.shard_range(self._comm.place)
         reduced = self._comm.reduce(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
 
         def publish() -> None:
-            published = self._comm.gather(flat, f"PUBLISH {self._name}", Kind.PUBLISH)
+            published = self._comm.gather(flat, f"PUBLISH {self._name}", TrafficKind.PUBLISH)
             self._publishing = published.then(partial(self._adopt, flat))
 
         return reduced.then(publish)
@@ -333,7 +340,7 @@ class Gradients:
 
     def _add_sums(self, total: Tensor) -> None:
         """Add the average of what is in the flat buffers of all ranks, which stay as they are."""
-        flat = self._scratch.take(self._layout.padded, self.wide, State.STAGING, self._unit).zero_()
+        flat = self._scratch.take(self._layout.padded, self.wide, StateKind.STAGING, self._unit).zero_()
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if filled and self._flat is not None:
                 flat[slot.offset : slot.end].copy_(self._flat[slot.offset : slot.end]).mul_(self._scale)
@@ -366,7 +373,7 @@ class Gradients:
         """Forget everything, also a reduce that nobody will read. `was_used`: they were applied."""
         self.settle()
         if self._lost is not None:
-            self._lost.end_step(was_used if self.commit is not Commit.AT_ONCE else True)
+            self._lost.end_step(was_used if self.commit is not CommitPolicy.AT_ONCE else True)
         self.seen = [False] * len(self.seen)
         self._came_last = [False] * len(self.seen)
         self._drop_result()
@@ -404,7 +411,7 @@ class Gradients:
             self.result = wide
 
     def _take_result(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._scratch.take(numel, dtype, State.GRADIENTS, self._unit)
+        return self._scratch.take(numel, dtype, StateKind.GRADIENTS, self._unit)
 
 
 def gone() -> NoReturn:

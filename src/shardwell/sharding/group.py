@@ -22,22 +22,22 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.kernels.rounding import join, narrow, split
-from shardwell.memory import Buffer, Mark, State, Tier
-from shardwell.offload.param_swap import Page
-from shardwell.offload.swapped_tensors import Chest
-from shardwell.parallel import Kind, Pending
+from shardwell.memory import Event, FlatBuffer, StateKind, Tier
+from shardwell.offload.param_swap import SwappedShard
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.parallel import TrafficKind, Work
 from shardwell.sharding import edits, released
-from shardwell.sharding.context import Context
+from shardwell.sharding.context import EngineContext
 from shardwell.sharding.gradients import Gradients
-from shardwell.sharding.layout import Run, Spec, lay_out
-from shardwell.sharding.parameter_views import Places
-from shardwell.sharding.secondary import SecondCopy
-from shardwell.sharding.shard import Shard
-from shardwell.sharding.spec import Commit, Precision, Row
+from shardwell.sharding.layout import ParamGroupSpan, TensorSpec, make_layout
+from shardwell.sharding.parameter_views import ParameterViews
+from shardwell.sharding.secondary import SecondaryShard
+from shardwell.sharding.shard import StoredShard
+from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """A parameter on its way into a group."""
 
     name: str
@@ -46,20 +46,28 @@ class Member:
     trainable: bool = True  # or was, and keeps what training needs
 
     @property
-    def spec(self) -> Spec:
-        return Spec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
+    def spec(self) -> TensorSpec:
+        return TensorSpec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
 
 
-class Group:
+class ShardedGroup:
     """The buffers of some parameters of one unit, placed as their row says."""
 
     parameters: list[nn.Parameter]  # in slot order
-    places: Places  # in `flat`
+    places: ParameterViews  # in `flat`
     gradients: Gradients
-    runs: list[tuple[Run, Tensor]]  # this rank's stretches of the masters, 1D, one per optimizer parameter group
+    runs: list[
+        tuple[ParamGroupSpan, Tensor]
+    ]  # this rank's stretches of the masters, 1D, one per optimizer parameter group
 
     def __init__(
-        self, name: str, unit: str, members: list[Member], row: Row, precision: Precision, context: Context
+        self,
+        name: str,
+        unit: str,
+        members: list[GroupMember],
+        row: ShardingSpec,
+        precision: GroupPrecision,
+        context: EngineContext,
     ) -> None:
         self.name, self.unit = name, unit
         self.row, self.context = row, context
@@ -68,17 +76,17 @@ class Group:
         self.stays_whole = False  # whole for good, although its row would release it
         self.is_exact = True  # whole as it rests, and not as a codec left it
         world = context.world.mesh
-        self.layout = lay_out([member.spec for member in members], world.size)
+        self.layout = make_layout([member.spec for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         is_split = row.optimizer.over is not None
         self.own = self.layout.shard_range(context.world.place) if is_split else (0, self.layout.padded)
-        self.flat = self._buffer(State.PARAMETERS, self.layout.padded, precision.compute)
-        self.shard: Shard | None = None
-        self.remainder: Buffer | None = None
-        self._apart: Buffer | None = None  # masters that rest apart from the parameters
-        self.chest: Chest | None = None  # that those, or the remainder, are in if they rest on disk
-        self._joined: Buffer | None = None  # masters that are whole numbers only while somebody looks
+        self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
+        self.shard: StoredShard | None = None
+        self.remainder: FlatBuffer | None = None
+        self._apart: FlatBuffer | None = None  # masters that rest apart from the parameters
+        self.chest: SwappedTensors | None = None  # that those, or the remainder, are in if they rest on disk
+        self._joined: FlatBuffer | None = None  # masters that are whole numbers only while somebody looks
         self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
         self.digest: Tensor | None = None  # of what rests, where masters cannot be compared with it at every step
         self._num_openings = 0  # of the masters
@@ -88,8 +96,8 @@ class Group:
         self._store(context)
         self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
 
-    def _buffer(self, state: State, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Buffer:
-        return Buffer(self.context.device, self.context.account, (state, self.unit, tier), numel, dtype)
+    def _buffer(self, state: StateKind, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
+        return FlatBuffer(self.context.device, self.context.account, (state, self.unit, tier), numel, dtype)
 
     def _make_room_for_the_truth(self) -> None:
         own = self.own[1] - self.own[0]
@@ -98,28 +106,28 @@ class Group:
         no_halves = self.precision.is_mixed and not self.precision.has_halves
         is_below = tier is not Tier.DEVICE or self.row.parameters.tier is not Tier.DEVICE
         if self.trainable and not is_split and (is_below or (no_halves and not self.row.released)):
-            self._apart = self._buffer(State.OPTIMIZER, own, self.precision.master, tier)
+            self._apart = self._buffer(StateKind.OPTIMIZER, own, self.precision.master, tier)
         if self.row.released:
             dtype = self.precision.compute if is_split or self._apart is not None else self.precision.master
-            self.shard = Shard(self.name, self.unit, self.row, self.layout.shard_numel, dtype, self.context)
+            self.shard = StoredShard(self.name, self.unit, self.row, self.layout.shard_numel, dtype, self.context)
         if is_split:
-            self.remainder = self._buffer(State.OPTIMIZER, own, torch.int16, tier)
+            self.remainder = self._buffer(StateKind.OPTIMIZER, own, torch.int16, tier)
         if is_split or self.is_encoded:
             where = Tier.DEVICE if self.row.parameters.tier is Tier.DEVICE else Tier.HOST
-            self._joined = self._buffer(State.STAGING, own, self.precision.master, where)
+            self._joined = self._buffer(StateKind.STAGING, own, self.precision.master, where)
             self._joined.drop()
         self.runs = [(run, self.cut_master(run.start, run.numel)) for run in self._runs()]
 
-    def _take_over(self, context: Context) -> None:
+    def _take_over(self, context: EngineContext) -> None:
         """Move the parameters' values into the buffers, rank 0's for everyone, and make the parameters views."""
         whole = self.flat.tensor
         if self.precision.is_mixed:
             whole = context.device.empty(self.layout.padded, self.precision.master)
         whole[self.layout.numel :].zero_()
-        self.places = Places(self.flat, self.layout, self.parameters)
+        self.places = ParameterViews(self.flat, self.layout, self.parameters)
         for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
-            kept = released.is_kept(parameter)
-            values = released.keeper_of(parameter).surrender(parameter) if kept else parameter.data
+            kept = released.is_owned(parameter)
+            values = released.owner_of(parameter).surrender(parameter) if kept else parameter.data
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
             self.places.hang(index)
@@ -129,9 +137,9 @@ class Group:
         edits.note_digest(self)
         if self.row.released:
             self.flat.drop()
-            released.send_away(self.parameters)
+            released.release(self.parameters)
 
-    def _store(self, context: Context) -> None:
+    def _store(self, context: EngineContext) -> None:
         """What rests on disk goes there now."""
         if context.disk is None:
             return
@@ -146,7 +154,7 @@ class Group:
                 if group is not None and group._apart is not None:
                     group._cut_anew()
 
-            self.chest = Chest(context.disk, context.account, self.unit, on_move)
+            self.chest = SwappedTensors(context.disk, context.account, self.unit, on_move)
             self.chest.keep([below.tensor])
 
     @property
@@ -155,16 +163,16 @@ class Group:
         return self.row.rest_codec is not None
 
     @property
-    def page(self) -> Page | None:
+    def page(self) -> SwappedShard | None:
         """That the shard is in, if it rests on disk."""
         return self.shard.page if self.shard is not None else None
 
     @property
-    def second(self) -> SecondCopy | None:
+    def second(self) -> SecondaryShard | None:
         return self.shard.second if self.shard is not None else None
 
     @property
-    def chests(self) -> list[Chest]:
+    def chests(self) -> list[SwappedTensors]:
         """Of all that rests on disk."""
         return [
             *([self.page.chest] if self.page is not None else []),
@@ -212,7 +220,7 @@ class Group:
         Where a 16-bit value did not change, the master keeps its lower half. What rests in codes is encoded again.
         """
         flat, (start, end) = self.flat.tensor, self.own
-        self.context.world.broadcast(flat, source, Kind.GATHER, f"WRITE {self.name}")
+        self.context.world.broadcast(flat, source, TrafficKind.GATHER, f"WRITE {self.name}")
         self.forget_second_copy()
         truth = flat[start:end].to(self.master.device, self.precision.master)
         with self.fetched(changes=True):
@@ -242,7 +250,7 @@ class Group:
             with self.fetched():
                 narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
         if self.flat.present and self.row.optimizer.over is not None:
-            self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", Kind.SETUP).wait()
+            self.context.world.gather(self.flat.tensor, f"WRITE {self.name}", TrafficKind.SETUP).wait()
 
     def see_codes(self) -> None:
         """Whole parameters that rest in codes become what those say now. All ranks must call it."""
@@ -283,7 +291,7 @@ class Group:
 
     # ------------------------------------------------------------------------------------------------- residency
 
-    def gather(self, *, exact: bool = False) -> Pending:
+    def gather(self, *, exact: bool = False) -> Work:
         """Start making a released group whole; `exact`: without a codec, because somebody may keep what he sees."""
         assert self.shard is not None
         codec = None if exact else self.row.gather_codec
@@ -331,17 +339,17 @@ class Group:
         if self.second is not None:
             self.second.forget()
 
-    def publish(self) -> Pending:
+    def publish(self) -> Work:
         """Send this rank's updated slice to everyone."""
-        return self.context.world.gather(self.flat.tensor, f"PUBLISH {self.name}", Kind.PUBLISH)
+        return self.context.world.gather(self.flat.tensor, f"PUBLISH {self.name}", TrafficKind.PUBLISH)
 
     # --------------------------------------------------------------------------------------- between the tiers
 
-    def send_up(self, values: Tensor, start: int, after: Mark) -> Mark:
+    def send_up(self, values: Tensor, start: int, after: Event) -> Event:
         """Start copying updated parameters to where they rest, once the device is done with the old ones."""
         device = self.context.device
         if not self.resting.is_cuda:
-            return Mark()
+            return Event()
         with device.uploads.after(after), torch.no_grad():
             self.resting[start : start + values.numel()].copy_(values, non_blocking=True)
         return device.uploads.mark()
@@ -353,7 +361,7 @@ class Group:
 
     # ---------------------------------------------------------------------------------------------- the optimizer
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[ParamGroupSpan]:
         layout = self.layout if self.row.optimizer.over is not None else replace(self.layout, num_shards=1)
         return layout.runs(self.context.world.place if self.row.optimizer.over is not None else 0)
 
@@ -383,7 +391,7 @@ class Group:
         """Its optimizer state rests there, or on disk."""
         return self.trainable and self.row.optimizer.tier is not Tier.DEVICE
 
-    def commit_by(self, commit: Commit) -> None:
+    def commit_by(self, commit: CommitPolicy) -> None:
         """Updates become the truth at another time from now on."""
         self.row = replace(self.row, commit=commit)
         self.gradients.commit = commit
@@ -398,8 +406,8 @@ class Group:
         before = self._apart
         assert before is not None
         self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE))
-        self.commit_by(Commit.AFTER_NORM)
-        self._apart = self._buffer(State.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
+        self.commit_by(CommitPolicy.AFTER_NORM)
+        self._apart = self._buffer(StateKind.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
         self._apart.tensor.copy_(before.tensor)
         before.drop()
         self.digest = None
@@ -409,7 +417,7 @@ class Group:
         """Masters that rest in halves rest whole from now on, on the host."""
         assert self.remainder is not None
         with self.opened_master():
-            apart = self._buffer(State.OPTIMIZER, self.remainder.tensor.numel(), self.precision.master, Tier.HOST)
+            apart = self._buffer(StateKind.OPTIMIZER, self.remainder.tensor.numel(), self.precision.master, Tier.HOST)
             apart.tensor.copy_(self.master)
         if self.chest is not None:
             self.chest.free()
@@ -479,7 +487,7 @@ class Group:
         """Whoever changes a parameter does not change its master with it."""
         return self._apart is not None and not self.row.released
 
-    def _join(self, joined: Buffer) -> None:
+    def _join(self, joined: FlatBuffer) -> None:
         """Fill masters that are whole numbers only while somebody looks."""
         joined.grow()
         if self.shard is not None and self.is_encoded:

@@ -29,7 +29,7 @@ _KNOWN = {"device", "pin_memory", "mpu", *_GROUPS, *_WITHOUT_EFFECT, *_REFUSED}
 
 
 @dataclass(frozen=True)
-class Others:
+class ExtraInitArguments:
     """Arguments that few give."""
 
     device: torch.device | None  # where parameters are made
@@ -39,7 +39,7 @@ class Others:
     idle: list[str]  # were given, and have no effect
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> Others:
+    def of(given: Mapping[str, Any]) -> ExtraInitArguments:
         unknown = sorted(set(given) - _KNOWN)
         if unknown:
             raise TypeError(f"zero.Init got an unexpected keyword argument '{unknown[0]}'")
@@ -47,7 +47,7 @@ class Others:
             if given.get(name) is not None:
                 raise ConfigError(f"zero.Init({name}=...) is not supported: {instead}")
         device = given.get("device")
-        return Others(
+        return ExtraInitArguments(
             torch.device(device) if device is not None else None,
             bool(given.get("pin_memory")),
             {name: given[name] for name in _GROUPS if given.get(name) is not None},

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from shardwell.config import Config
 from shardwell.errors import ShardwellError
-from shardwell.memory import Account, Buffer, Device, Scratch, State, Tier
-from shardwell.offload.disk import DiskSettings, DiskTier
-from shardwell.offload.swapped_tensors import Chest
-from shardwell.parallel import Agreement, Axis, Collectives, Ledger
+from shardwell.memory import Device, FlatBuffer, MemoryStats, StateKind, TemporaryBuffers, Tier
+from shardwell.offload.disk import AioSettings, DiskTier
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats
 from shardwell.parallel.mesh import world_mesh
 from shardwell.sharding import released
-from shardwell.sharding.context import Context
-from shardwell.sharding.layout import Layout, Spec, lay_out
+from shardwell.sharding.context import EngineContext
+from shardwell.sharding.layout import Layout, TensorSpec, make_layout
 
 _ADVICE = (
     "From zero.Init to initialize every rank must build the same modules and use the same parameters. To change a "
@@ -37,7 +37,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Rest:
+class InitStorage:
     """How shards rest until `initialize` takes them."""
 
     tier: Tier
@@ -46,31 +46,31 @@ class Rest:
     folders: list[Path]  # on drives, if they rest there
 
 
-class Nursery:
+class InitRegistry:
     """Parameters between their birth and `initialize`. Only those of one module are whole at a time."""
 
-    def __init__(self, where: torch.device, settings: Config, rest: Rest) -> None:
-        device, account, ledger = Device(where, keep_pages=False), Account(), Ledger()
-        scratch = Scratch(device, account)
+    def __init__(self, where: torch.device, settings: Config, rest: InitStorage) -> None:
+        device, account, ledger = Device(where, keep_pages=False), MemoryStats(), TrafficStats()
+        scratch = TemporaryBuffers(device, account)
         world = world_mesh(where)
         comm = Collectives(world, device, ledger, scratch)
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
         self.agreement.advice, self.agreement.probe = _ADVICE, comm.probe
         disk = None
         if rest.tier is Tier.DISK:
-            disk = DiskTier(rest.folders, DiskSettings(**settings.aio.model_dump(exclude={"use_gds"})))
-        self.context = Context(device, account, scratch, {Axis.WORLD: comm}, disk)
+            disk = DiskTier(rest.folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+        self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, disk)
         self.rest = rest
         self.is_open = False  # modules are being built
-        self._whole: list[Newborn] = []
-        self._all: weakref.WeakSet[Newborn] = weakref.WeakSet()
+        self._whole: list[InitParameter] = []
+        self._all: weakref.WeakSet[InitParameter] = weakref.WeakSet()
         self._numbers = itertools.count()
 
     def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         owner = weakref.ref(module)
         self.focus(owner)
         name = f"{type(module).__name__}.{name} ({next(self._numbers)})"  # the same on all ranks, and no other's
-        newborn = Newborn(self, owner, name, parameter)
+        newborn = InitParameter(self, owner, name, parameter)
         self._whole.append(newborn)
         self._all.add(newborn)
 
@@ -95,43 +95,45 @@ class Nursery:
 
     def _follow_swaps(self) -> None:
         """`torch.utils.swap_tensors` gives a parameter another's keeper, or takes its own away."""
-        moved = [n for n in self._whole if released.keeper_or_none(n.parameter) is not n]
+        moved = [n for n in self._whole if released.owner_or_none(n.parameter) is not n]
         for newborn in moved:
-            keeper = released.keeper_or_none(newborn.parameter)
-            if isinstance(keeper, Newborn):
+            keeper = released.owner_or_none(newborn.parameter)
+            if isinstance(keeper, InitParameter):
                 keeper.belong_to(newborn.parameter)
         for newborn in moved:
-            if released.keeper_or_none(newborn.parameter) is None:
+            if released.owner_or_none(newborn.parameter) is None:
                 released.keep(newborn.parameter, newborn)
 
-    def unfold(self, newborn: Newborn, *, meet: bool) -> None:
+    def unfold(self, newborn: InitParameter, *, meet: bool) -> None:
         """With `meet`, some ranks may never come: the others do not wait for them for longer than the time limit."""
         self.focus(newborn.module)
         newborn.unfold(meet=meet)
         if newborn not in self._whole:
             self._whole.append(newborn)
 
-    def sharing(self, newborn: Newborn, values: Tensor) -> list[Newborn]:
+    def sharing(self, newborn: InitParameter, values: Tensor) -> list[InitParameter]:
         """Others whose parameters have the memory of these values."""
         storage = values.untyped_storage()._cdata
         return [other for other in self._all if other is not newborn and other.looks_at(storage)]
 
-    def forget(self, newborn: Newborn) -> None:
+    def forget(self, newborn: InitParameter) -> None:
         self._whole = [other for other in self._whole if other is not newborn]
         self._all.discard(newborn)
 
 
-class Newborn:
+class InitParameter:
     """One parameter in the nursery, and its keeper."""
 
     _layout: Layout
-    _flat: Buffer
+    _flat: FlatBuffer
 
-    def __init__(self, nursery: Nursery, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter) -> None:
+    def __init__(
+        self, nursery: InitRegistry, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter
+    ) -> None:
         self.module = module
         self._nursery, self._name, self.parameter = nursery, name, parameter
-        self._shard: Buffer | None = None
-        self._chest: Chest | None = None  # that the shard is in, if it rests on disk
+        self._shard: FlatBuffer | None = None
+        self._chest: SwappedTensors | None = None  # that the shard is in, if it rests on disk
         self._held = 0
         self._is_whole = True
         self._is_folded = False  # for all ranks, though it may still be whole here
@@ -143,7 +145,9 @@ class Newborn:
     def _take(self, values: Tensor) -> None:
         """Move the parameter into a flat buffer that fits it as it is now."""
         context = self._nursery.context
-        self._layout = lay_out([Spec.dense(self._name, values.shape, values.stride())], context.world.mesh.size)
+        self._layout = make_layout(
+            [TensorSpec.dense(self._name, values.shape, values.stride())], context.world.mesh.size
+        )
         self._range = self._layout.shard_range(context.world.place)
         self._flat = self._buffer(self._layout.padded, values.dtype)
         slot = self._layout.slots[0]
@@ -161,10 +165,10 @@ class Newborn:
         with torch._C.DisableTorchFunctionSubclass():
             return int(self.parameter._use_count())  # type: ignore[attr-defined]
 
-    def _buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = False) -> Buffer:
+    def _buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = False) -> FlatBuffer:
         context = self._nursery.context
-        entry = State.PARAMETERS, self._name, tier
-        return Buffer(context.device, context.account, entry, numel, dtype, pinned=pinned)
+        entry = StateKind.PARAMETERS, self._name, tier
+        return FlatBuffer(context.device, context.account, entry, numel, dtype, pinned=pinned)
 
     @property
     def agreement(self) -> Agreement:
@@ -204,7 +208,7 @@ class Newborn:
                 return True
             self._deal()
             self._is_folded = True
-            released.send_away([self.parameter])
+            released.release([self.parameter])
         if self._is_watched:
             if self._dealt is None:
                 self._dealt = self._flat.tensor[slice(*self._range)].clone()
@@ -262,7 +266,7 @@ class Newborn:
         with self._fetched(changes=True):
             context.world.scatter(flat.to(dtype), self._shard.tensor, words)
         if self._chest is None and context.disk is not None:
-            self._chest = Chest(context.disk, context.account, self._name)
+            self._chest = SwappedTensors(context.disk, context.account, self._name)
             self._chest.keep([self._shard.tensor])
 
     def _collect_late_words(self) -> None:
@@ -309,7 +313,7 @@ class Newborn:
         if whole is not self._flat.tensor:
             self._flat.tensor.copy_(whole)
         self._is_folded, self._is_whole = False, True
-        released.bring_back([self.parameter])
+        released.restore([self.parameter])
 
     def settle(self) -> None:
         """Have the dtype that it rests in, unless somebody still looks at it in the one that it was made in."""
@@ -368,8 +372,8 @@ class Newborn:
 
 def meet_for_initialize(model: nn.Module) -> None:
     """All ranks have left the nursery behind, or one of them has failed there: it is told before anybody else waits."""
-    keepers = [released.keeper_or_none(parameter) for parameter in model.parameters()]
-    agreements = {id(k.agreement): k.agreement for k in keepers if isinstance(k, Newborn)}
+    keepers = [released.owner_or_none(parameter) for parameter in model.parameters()]
+    agreements = {id(k.agreement): k.agreement for k in keepers if isinstance(k, InitParameter)}
     blank = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if agreements and blank:
         raise ShardwellError(

@@ -36,7 +36,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotPiece:
     """The part of a parameter that lies in one shard, in elements."""
 
     slot: Slot
@@ -46,17 +46,17 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Run:
+class ParamGroupSpan:
     """A stretch of one shard whose parameters all carry the same label; padding belongs to no run."""
 
     label: int
     start: int  # counted from the shard's start
     numel: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlotPiece, ...]
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """What a layout needs to know of a parameter."""
 
     name: str
@@ -65,7 +65,7 @@ class Spec:
     label: int = 0
 
     @classmethod
-    def dense(cls, name: str, shape: Sequence[int], stride: Sequence[int], label: int = 0) -> Spec:
+    def dense(cls, name: str, shape: Sequence[int], stride: Sequence[int], label: int = 0) -> TensorSpec:
         """Of a parameter that lies in memory by these strides; gaps are left out."""
         return cls(name, tuple(shape), dense_stride(tuple(shape), tuple(stride)), label)
 
@@ -91,24 +91,24 @@ class Layout:
         """The half-open range of shard `index` in the flat buffer."""
         return index * self.shard_numel, (index + 1) * self.shard_numel
 
-    def pieces(self, index: int) -> Iterator[Piece]:
+    def pieces(self, index: int) -> Iterator[SlotPiece]:
         """The parts of parameters that shard `index` holds, in order; together they are the shard less its padding."""
         start, end = self.shard_range(index)
         for slot in self.slots:
             low, high = max(slot.offset, start), min(slot.end, end)
             if low < high:
-                yield Piece(slot, low - start, low - slot.offset, high - low)
+                yield SlotPiece(slot, low - start, low - slot.offset, high - low)
 
-    def runs(self, index: int) -> list[Run]:
+    def runs(self, index: int) -> list[ParamGroupSpan]:
         """Shard `index` cut where the label changes: what the optimizer sees as its parameters."""
         found = []
         for label, group in groupby(self.pieces(index), key=lambda piece: piece.slot.label):
             pieces = tuple(group)
-            found.append(Run(label, pieces[0].in_shard, sum(piece.numel for piece in pieces), pieces))
+            found.append(ParamGroupSpan(label, pieces[0].in_shard, sum(piece.numel for piece in pieces), pieces))
         return found
 
 
-def lay_out(specs: Sequence[Spec], num_shards: int, alignment: int = ALIGNMENT) -> Layout:
+def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = ALIGNMENT) -> Layout:
     """Place parameters so that no padding stands between them.
 
     Sizes that keep the alignment come first, the odd ones after them; among each, equal labels stand together so that

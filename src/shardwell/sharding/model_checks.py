@@ -34,7 +34,7 @@ def check_model(model: nn.Module) -> None:
     named = list(model.named_parameters())
     for name, parameter in named:
         check_parameter(name, parameter)
-        if released.is_kept(parameter) and isinstance(released.keeper_of(parameter), Unit):
+        if released.is_owned(parameter) and isinstance(released.owner_of(parameter), Unit):
             raise ShardwellError(
                 f"parameter '{name}' belongs to another engine already. Call destroy() of that engine before the model "
                 "is handed to initialize again."
@@ -78,7 +78,7 @@ def _check_memory(named: list[tuple[str, nn.Parameter]]) -> None:
     """Two parameters with elements in common would both update them; shards of each would not."""
     by_storage: defaultdict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in named:
-        is_elsewhere = released.is_kept(parameter) or parameter.is_meta or parameter.layout is not torch.strided
+        is_elsewhere = released.is_owned(parameter) or parameter.is_meta or parameter.layout is not torch.strided
         if not is_elsewhere and parameter.numel():
             by_storage[parameter.untyped_storage()._cdata].append((name, parameter))
     for several in by_storage.values():

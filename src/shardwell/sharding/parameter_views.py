@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwell.memory import Buffer
+from shardwell.memory import FlatBuffer
 from shardwell.sharding.layout import Layout
 
 
-class Places:
+class ParameterViews:
     """The views that a group's parameters are, in slot order."""
 
-    def __init__(self, flat: Buffer, layout: Layout, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, flat: FlatBuffer, layout: Layout, parameters: list[nn.Parameter]) -> None:
         self._flat, self._layout, self._parameters = flat, layout, parameters
         self.views: list[Tensor] = []
         used = [index for index, slot in enumerate(layout.slots) if slot.numel]  # the others have no address

@@ -1,7 +1,7 @@
 """Parameters whose values are away keep their shape, dtype and identity; using their values is caught.
 
 A released parameter is a view of freed storage: reading it would crash the process. While it is away its class is
-`AwayParameter`, whose `__torch_function__` lets metadata through and asks the parameter's keeper about the rest.
+`ReleasedParameter`, whose `__torch_function__` lets metadata through and asks the parameter's keeper about the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-class Keeper(Protocol):
+class ParameterOwner(Protocol):
     """Who can bring a parameter's values back."""
 
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
@@ -60,7 +60,7 @@ METADATA: frozenset[Any] = frozenset(  # what can be asked of a tensor without i
 )
 
 
-class AwayParameter(nn.Parameter):
+class ReleasedParameter(nn.Parameter):
     """A parameter whose values are not here."""
 
     home: type[nn.Parameter] = nn.Parameter  # its class while its values are here
@@ -70,7 +70,7 @@ class AwayParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the whole values, if they can be had now."""
-        keeper = keeper_of(self)
+        keeper = owner_of(self)
         keeper.serve(self, "deepcopy")
         try:
             with torch._C.DisableTorchFunctionSubclass():
@@ -97,36 +97,36 @@ class AwayParameter(nn.Parameter):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        away = [leaf for leaf in tree_leaves((args, kwargs)) if is_away(leaf)]
+        away = [leaf for leaf in tree_leaves((args, kwargs)) if is_released(leaf)]
         for parameter in away:
-            keeper_of(parameter).serve(parameter, getattr(func, "__name__", str(func)))
+            owner_of(parameter).serve(parameter, getattr(func, "__name__", str(func)))
         try:
             return func(*args, **kwargs)
         finally:
             for parameter in away:
-                keeper_of(parameter).served(parameter)
+                owner_of(parameter).served(parameter)
 
 
-def keeper_of(parameter: nn.Parameter) -> Keeper:
-    keeper: Keeper = parameter._shardwell_keeper  # type: ignore[attr-defined]
+def owner_of(parameter: nn.Parameter) -> ParameterOwner:
+    keeper: ParameterOwner = parameter._shardwell_keeper  # type: ignore[attr-defined]
     return keeper
 
 
-def keeper_or_none(parameter: nn.Parameter) -> Keeper | None:
-    keeper: Keeper | None = parameter.__dict__.get("_shardwell_keeper")
+def owner_or_none(parameter: nn.Parameter) -> ParameterOwner | None:
+    keeper: ParameterOwner | None = parameter.__dict__.get("_shardwell_keeper")
     return keeper
 
 
-def is_kept(parameter: nn.Parameter) -> bool:
+def is_owned(parameter: nn.Parameter) -> bool:
     return parameter.__dict__.get("_shardwell_keeper") is not None
 
 
-def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
+def keep(parameter: nn.Parameter, keeper: ParameterOwner) -> None:
     parameter._shardwell_keeper = keeper  # type: ignore[attr-defined]
 
 
-def is_away(value: Any) -> bool:
-    return issubclass(type(value), AwayParameter)
+def is_released(value: Any) -> bool:
+    return issubclass(type(value), ReleasedParameter)
 
 
 def let_go(parameter: nn.Parameter) -> None:
@@ -135,30 +135,30 @@ def let_go(parameter: nn.Parameter) -> None:
     parameter.__dict__.pop("_shardwell_keeper", None)
 
 
-def send_away(parameters: Iterable[nn.Parameter]) -> None:
+def release(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         kind = type(parameter)
-        parameter.__class__ = AwayParameter if kind is nn.Parameter else _away_class(kind)
+        parameter.__class__ = ReleasedParameter if kind is nn.Parameter else _away_class(kind)
 
 
-def bring_back(parameters: Iterable[nn.Parameter]) -> None:
+def restore(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         kind = type(parameter)
-        parameter.__class__ = nn.Parameter if kind is AwayParameter else _home_of(parameter)
+        parameter.__class__ = nn.Parameter if kind is ReleasedParameter else _home_of(parameter)
 
 
 def _home_of(parameter: nn.Parameter) -> type[nn.Parameter]:
     kind = type(parameter)
-    return kind.home if issubclass(kind, AwayParameter) else kind
+    return kind.home if issubclass(kind, ReleasedParameter) else kind
 
 
-def _away_class(kind: type[nn.Parameter]) -> type[AwayParameter]:
+def _away_class(kind: type[nn.Parameter]) -> type[ReleasedParameter]:
     """A user's own class of parameters is still that while the values are away."""
-    if issubclass(kind, AwayParameter):
+    if issubclass(kind, ReleasedParameter):
         return kind
     if kind not in _away_classes:
-        _away_classes[kind] = type(f"Away{kind.__name__}", (AwayParameter, kind), {"home": kind})
+        _away_classes[kind] = type(f"Away{kind.__name__}", (ReleasedParameter, kind), {"home": kind})
     return _away_classes[kind]
 
 
-_away_classes: dict[type[nn.Parameter], type[AwayParameter]] = {}
+_away_classes: dict[type[nn.Parameter], type[ReleasedParameter]] = {}

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwell.memory import Scratch, State
+from shardwell.memory import StateKind, TemporaryBuffers
 
 
-class Lost:
-    def __init__(self, numel: int, unit: str, scratch: Scratch) -> None:
+class QuantizationResidual:
+    def __init__(self, numel: int, unit: str, scratch: TemporaryBuffers) -> None:
         self._scratch = scratch
-        self._both = scratch.take(2 * numel, torch.bfloat16, State.GRADIENTS, unit).zero_()
+        self._both = scratch.take(2 * numel, torch.bfloat16, StateKind.GRADIENTS, unit).zero_()
         self._now, self._before = self._both.chunk(2) if numel else (self._both, self._both)
         self._factor = 1.0  # that makes gradients of it
         self._has_begun = False

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwell.memory import Scratch, State
-from shardwell.parallel import Collectives, Pending
+from shardwell.memory import StateKind, TemporaryBuffers
+from shardwell.parallel import Collectives, Work
 from shardwell.sharding.layout import even_part
 
 
-class SecondCopy:
+class SecondaryShard:
     """This rank's part of it: in the compute dtype, on the device, from a gather until the parameters change."""
 
-    def __init__(self, name: str, unit: str, comm: Collectives, scratch: Scratch) -> None:
+    def __init__(self, name: str, unit: str, comm: Collectives, scratch: TemporaryBuffers) -> None:
         self._name, self._unit = name, unit
         self._comm, self._scratch = comm, scratch
         self._kept: Tensor | None = None
@@ -39,11 +39,11 @@ class SecondCopy:
         mesh = self._comm.mesh
         split, rest = self._parts(flat)
         mine = split.chunk(mesh.size)[mesh.rank]
-        self._kept = self._scratch.take(mine.numel() + rest.numel(), flat.dtype, State.PARAMETERS, self._unit)
+        self._kept = self._scratch.take(mine.numel() + rest.numel(), flat.dtype, StateKind.PARAMETERS, self._unit)
         self._kept[: mine.numel()] = mine
         self._kept[mine.numel() :] = rest
 
-    def gather(self, flat: Tensor) -> Pending:
+    def gather(self, flat: Tensor) -> Work:
         """Start filling `flat` from the copies of this node."""
         assert self._kept is not None
         mesh, gathers = self._comm.mesh, self._comm.device.gathers
@@ -54,7 +54,7 @@ class SecondCopy:
             rest.copy_(self._kept[mine.numel() :])
             mark = gathers.mark()
         move = self._comm.gather(split, f"GATHER {self._name} in the node")
-        return Pending(mark.wait).then(move.wait)
+        return Work(mark.wait).then(move.wait)
 
     def forget(self) -> None:
         """The parameters change, or are whole for good."""

@@ -14,32 +14,34 @@ import torch
 from torch import Tensor
 
 from shardwell.kernels.quantize import Codec
-from shardwell.kernels.quantize_stably import encode
+from shardwell.kernels.quantize_stably import quantize_stably
 from shardwell.kernels.rounding import narrow
-from shardwell.memory import Buffer, Lane, Mark, State, Tier
-from shardwell.offload.param_swap import Page
-from shardwell.offload.swapped_tensors import Chest
-from shardwell.parallel import Pending, quantized
-from shardwell.sharding.context import Context
-from shardwell.sharding.secondary import SecondCopy
-from shardwell.sharding.spec import Row
+from shardwell.memory import Event, FlatBuffer, StateKind, Stream, Tier
+from shardwell.offload.param_swap import SwappedShard
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.parallel import Work, quantized
+from shardwell.sharding.context import EngineContext
+from shardwell.sharding.secondary import SecondaryShard
+from shardwell.sharding.spec import ShardingSpec
 
 
-class Shard:
+class StoredShard:
     """Parameters at rest, of rows that release them."""
 
-    def __init__(self, name: str, unit: str, row: Row, numel: int, dtype: torch.dtype, context: Context) -> None:
+    def __init__(
+        self, name: str, unit: str, row: ShardingSpec, numel: int, dtype: torch.dtype, context: EngineContext
+    ) -> None:
         self._name, self._unit, self._row, self._context = name, unit, row, context
         codec, tier = row.rest_codec, row.parameters.tier
         size = (numel, dtype) if codec is None else (codec.num_bytes(numel), torch.uint8)
-        entry = (State.PARAMETERS, unit, tier)
-        self._buffer = Buffer(context.device, context.account, entry, *size, pinned=tier is Tier.HOST)
-        self.page: Page | None = None  # that it is in, if it rests on disk
+        entry = (StateKind.PARAMETERS, unit, tier)
+        self._buffer = FlatBuffer(context.device, context.account, entry, *size, pinned=tier is Tier.HOST)
+        self.page: SwappedShard | None = None  # that it is in, if it rests on disk
         self.is_liftable = tier is not Tier.DEVICE and context.device.has_own_memory and context.world.mesh.size > 1
-        self._lifted: tuple[Tensor, Mark] | None = None  # a copy on the device, and when it is there
-        self.second: SecondCopy | None = None
+        self._lifted: tuple[Tensor, Event] | None = None  # a copy on the device, and when it is there
+        self.second: SecondaryShard | None = None
         if row.second_copy is not None and row.second_copy.over is not None:
-            self.second = SecondCopy(name, unit, context.comm[row.second_copy.over], context.scratch)
+            self.second = SecondaryShard(name, unit, context.comm[row.second_copy.over], context.scratch)
 
     @property
     def tensor(self) -> Tensor:
@@ -53,7 +55,7 @@ class Shard:
             rests.copy_(values)
             return
         codes = rests if rests.device == values.device else torch.empty_like(rests, device=values.device)
-        encode(codec, values, codes)
+        quantize_stably(codec, values, codes)
         if codes is not rests:
             rests.copy_(codes)
 
@@ -64,7 +66,9 @@ class Shard:
 
     def send_to_disk(self) -> None:
         if self._row.parameters.tier is Tier.DISK and self._context.disk and self._context.pages:
-            self.page = Page(self._context.pages, Chest(self._context.disk, self._context.account, self._unit))
+            self.page = SwappedShard(
+                self._context.pages, SwappedTensors(self._context.disk, self._context.account, self._unit)
+            )
             self.page.chest.keep([self.tensor])
 
     def free(self) -> None:
@@ -78,7 +82,7 @@ class Shard:
 
     # --------------------------------------------------------------------------------------------------- gathers
 
-    def gather(self, flat: Buffer, codec: Codec | None, *, keeps: bool = True) -> Pending:
+    def gather(self, flat: FlatBuffer, codec: Codec | None, *, keeps: bool = True) -> Work:
         """Start to fill `flat` with all shards; a codec is for numbers, on the way. `keeps`: a second copy, if any."""
         second = self.second if keeps else None
         if self._row.rest_codec is not None:
@@ -101,12 +105,12 @@ class Shard:
                     mine.copy_(source, non_blocking=True)
         mark = lane.mark()
         move = world.gather(flat.tensor, token, codec=codec)
-        whole = Pending(mark.wait) if world.mesh.size == 1 else move
+        whole = Work(mark.wait) if world.mesh.size == 1 else move
         if second is None or second.is_there:
             return whole
         return whole.then(partial(second.keep, flat.tensor))
 
-    def _gather_codes(self, flat: Buffer, codec: Codec, second: SecondCopy | None) -> Pending:
+    def _gather_codes(self, flat: FlatBuffer, codec: Codec, second: SecondaryShard | None) -> Work:
         """The second copy is one of codes, too."""
         world, lane = self._context.world, self._context.device.gathers
         if second is not None and second.is_there:
@@ -120,7 +124,7 @@ class Shard:
                 return world.gather_codes(source, flat.tensor, codec, f"GATHER {self._name}", stack.close, keep)
             with lane.after_current():
                 codec.decode(source.to(flat.tensor.device, non_blocking=True), flat.tensor)
-        return Pending(lane.mark().wait)
+        return Work(lane.mark().wait)
 
     @contextlib.contextmanager
     def _source(self) -> Iterator[Tensor]:
@@ -140,7 +144,7 @@ class Shard:
                 self._context.scratch.give(copy)
 
     @contextlib.contextmanager
-    def _below(self, lane: Lane) -> Iterator[Tensor]:
+    def _below(self, lane: Stream) -> Iterator[Tensor]:
         """What rests, where it rests, or in a slot if that is on disk; it is copied on the lane."""
         if self.page is None:
             yield self.tensor
@@ -173,12 +177,12 @@ class Shard:
             return False
         scratch, lane = self._context.scratch, self._context.device.lifts
         try:
-            with lane.after(Mark()):
-                copy = scratch.take(self.tensor.numel(), self.tensor.dtype, State.STAGING, self._unit)
+            with lane.after(Event()):
+                copy = scratch.take(self.tensor.numel(), self.tensor.dtype, StateKind.STAGING, self._unit)
         except torch.OutOfMemoryError:
             return False  # the gather may do without it
         try:
-            with self._below(lane) as source, lane.after(Mark()):
+            with self._below(lane) as source, lane.after(Event()):
                 copy.copy_(source, non_blocking=True)
         except BaseException:
             scratch.give(copy)

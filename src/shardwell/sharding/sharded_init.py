@@ -30,8 +30,8 @@ from shardwell.memory import Tier
 from shardwell.memory.device import default_device, returning_freed_pages
 from shardwell.parallel import start_process_group
 from shardwell.sharding import released
-from shardwell.sharding.init_arguments import Others
-from shardwell.sharding.init_parameters import Nursery, Rest
+from shardwell.sharding.init_arguments import ExtraInitArguments
+from shardwell.sharding.init_parameters import InitRegistry, InitStorage
 from shardwell.sharding.parameter_subclasses import has_no_size, own_rules
 
 _TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -70,11 +70,11 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 f"zero.Init does nothing: its configuration has ZeRO stage {self._settings.zero_optimization.stage}, "
                 "which keeps parameters whole. Set zero_optimization.stage to 3, or leave zero.Init out."
             )
-        self._others = Others.of(others)
+        self._others = ExtraInitArguments.of(others)
         self._where = self._others.device or default_device()
         self._rest = _rest(self._settings, remote_device, dtype, self._others.pin_memory)
         self._scope: contextlib.ExitStack = contextlib.ExitStack()
-        self._nursery: Nursery | None = None
+        self._nursery: InitRegistry | None = None
         if module is not None and self._enabled:
             with self:
                 self._adopt_all(module)
@@ -90,7 +90,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         start_process_group(self._where)
         if words := self._others.about_groups():
             _say_once(words)
-        self._nursery = self._nursery or Nursery(self._where, self._settings, self._rest)
+        self._nursery = self._nursery or InitRegistry(self._where, self._settings, self._rest)
         with contextlib.ExitStack() as scope:
             scope.enter_context(returning_freed_pages(self._where))
             scope.enter_context(self._where)
@@ -144,7 +144,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     self._adopt(child, name, parameter)
 
     def _adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if released.is_kept(parameter):
+        if released.is_owned(parameter):
             return
         if has_no_size(parameter):
             _say_once(
@@ -161,7 +161,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
             self._nursery.adopt(module, name, parameter)
 
 
-def _rest(settings: Config, remote_device: str | None, dtype: torch.dtype | None, pin_memory: bool) -> Rest:
+def _rest(settings: Config, remote_device: str | None, dtype: torch.dtype | None, pin_memory: bool) -> InitStorage:
     """How shards rest: what the caller says, else the configuration."""
     block = settings.zero_optimization.offload_param
     if remote_device not in _TIERS:
@@ -177,7 +177,7 @@ def _rest(settings: Config, remote_device: str | None, dtype: torch.dtype | None
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"zero.Init(dtype={dtype}): expected a floating-point dtype")
     computes_in = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
-    return Rest(tier, dtype or computes_in, pin_memory, folders)
+    return InitStorage(tier, dtype or computes_in, pin_memory, folders)
 
 
 def _say_once(words: str) -> None:

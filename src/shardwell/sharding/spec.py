@@ -25,7 +25,7 @@ class ReduceAt(enum.Enum):
     BOUNDARY = "the boundary"
 
 
-class Commit(enum.Enum):
+class CommitPolicy(enum.Enum):
     """When an optimizer update becomes the truth."""
 
     AT_ONCE = "at once"
@@ -35,7 +35,7 @@ class Commit(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Resting:
+class StatePlacement:
     """How a state rests between its uses: split over an axis or whole on every rank (None), and on which tier."""
 
     over: Axis | None
@@ -46,20 +46,20 @@ class Resting:
         return where if self.tier is Tier.DEVICE else f"{where}, on the {self.tier.value}"
 
 
-WHOLE = Resting(None)
-SPLIT = Resting(Axis.WORLD)
+WHOLE = StatePlacement(None)
+SPLIT = StatePlacement(Axis.WORLD)
 
 
 @dataclass(frozen=True)
-class Row:
+class ShardingSpec:
     """One line of the table."""
 
-    parameters: Resting
-    gradients: Resting
-    optimizer: Resting
+    parameters: StatePlacement
+    gradients: StatePlacement
+    optimizer: StatePlacement
     reduce_at: ReduceAt
-    second_copy: Resting | None = None  # of the parameters, closer by; filled by a gather, read by the next one
-    commit: Commit = Commit.AFTER_NORM
+    second_copy: StatePlacement | None = None  # of the parameters, closer by; filled by a gather, read by the next one
+    commit: CommitPolicy = CommitPolicy.AFTER_NORM
     gather_codec: Codec | None = None  # of parameters that are gathered
     rest_codec: Codec | None = None  # of parameters that rest encoded, and travel as they rest
     reduce_codecs: tuple[Codec, Codec] | None = None  # of gradients, inside a node and between nodes
@@ -84,52 +84,52 @@ class Row:
         if not self.released:
             return self.optimizer.tier is Tier.DEVICE
         is_below = self.optimizer.tier is self.parameters.tier is not Tier.DEVICE
-        return is_below and self.commit is not Commit.SHADOW
+        return is_below and self.commit is not CommitPolicy.SHADOW
 
 
-STAGES: dict[int, Row] = {
-    0: Row(parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE, reduce_at=ReduceAt.BOUNDARY),
-    1: Row(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.BOUNDARY),
-    2: Row(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
-    3: Row(parameters=SPLIT, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
+STAGES: dict[int, ShardingSpec] = {
+    0: ShardingSpec(parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE, reduce_at=ReduceAt.BOUNDARY),
+    1: ShardingSpec(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.BOUNDARY),
+    2: ShardingSpec(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
+    3: ShardingSpec(parameters=SPLIT, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
 }
 
 
 @dataclass(frozen=True)
-class Wish:
+class SpecOverrides:
     """What a configuration adds to a stage's row."""
 
     second_copy_in_node: bool = False
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
     gradient_tier: Tier = Tier.DEVICE
-    commit: Commit = Commit.AFTER_NORM
+    commit: CommitPolicy = CommitPolicy.AFTER_NORM
     gather_codec: Codec | None = None
     rest_codec: Codec | None = None  # of what is frozen
     reduce_codecs: tuple[Codec, Codec] | None = None
     feedback: bool = False
 
-    def of(self, dtype: torch.dtype, trains: bool) -> Wish:
+    def of(self, dtype: torch.dtype, trains: bool) -> SpecOverrides:
         """What of it is for parameters of a dtype: no codec takes all of them, and only frozen ones rest encoded."""
         if not Codec.takes(dtype):
             return replace(self, gather_codec=None, rest_codec=None, reduce_codecs=None)
         return replace(self, rest_codec=None if trains else self.rest_codec)
 
 
-def row_for(
+def spec_for(
     stage: int,
     *,
     persistent: bool = False,
     num_ranks: int = 2,
     shard_at_world_one: bool = False,
-    wish: Wish | None = None,
-) -> Row:
+    wish: SpecOverrides | None = None,
+) -> ShardingSpec:
     """The row of a group at `stage`.
 
     Persistent groups (small parameters) stay whole, on stage 2's row. With one rank a split over the world is no
     split: parameters then rest whole, at the same bytes, unless asked otherwise or encoded, which takes fewer.
     """
-    wish = wish or Wish()
+    wish = wish or SpecOverrides()
     row = STAGES[stage]
     if not persistent:  # small parameters are not worth the way
         row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
@@ -142,7 +142,7 @@ def row_for(
         travels = wish.gather_codec if wish.rest_codec is None else None
         row = replace(row, gather_codec=travels, rest_codec=wish.rest_codec)
     if row.released and wish.second_copy_in_node:
-        row = replace(row, second_copy=Resting(Axis.NODE))
+        row = replace(row, second_copy=StatePlacement(Axis.NODE))
     alone = num_ranks == 1 and not shard_at_world_one and row.rest_codec is None
     if row.released and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
         row = replace(row, parameters=WHOLE, second_copy=None, gather_codec=None)
@@ -150,7 +150,7 @@ def row_for(
 
 
 @dataclass(frozen=True)
-class Wire:
+class CommPrecision:
     """How gradients travel: in which dtype (None: as they are), and what they are divided by before they are summed.
 
     The rest of the division follows the sum, in fp32.
@@ -161,13 +161,13 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Precision:
+class GroupPrecision:
     """Which dtype a group computes, rests and accumulates in, and how its gradients travel."""
 
     compute: torch.dtype
     master: torch.dtype
     accumulate: torch.dtype
-    wire: Wire = Wire()
+    wire: CommPrecision = CommPrecision()
 
     @classmethod
     def of(
@@ -176,10 +176,10 @@ class Precision:
         mixed: torch.dtype | None,
         trainable: bool,
         accumulate: torch.dtype | None = None,
-        wire: Wire | None = None,
-    ) -> Precision:
+        wire: CommPrecision | None = None,
+    ) -> GroupPrecision:
         """For parameters of `dtype` when the model runs in `mixed` (None: as it is)."""
-        wire = wire or Wire()
+        wire = wire or CommPrecision()
         compute = mixed if mixed is not None and dtype.is_floating_point else dtype
         if not trainable or not compute.is_floating_point:
             return cls(compute, compute, compute, wire)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ReleasedParameterError, ShardwellError
-from shardwell.parallel import Pending
+from shardwell.parallel import Work
 from shardwell.sharding import edits, released
-from shardwell.sharding.group import Group
-from shardwell.sharding.spec import Commit
-from shardwell.sharding.wrap import Cut
+from shardwell.sharding.group import ShardedGroup
+from shardwell.sharding.spec import CommitPolicy
+from shardwell.sharding.wrap import UnitSpec
 
 
-class Arrival(Protocol):
+class PendingUpdate(Protocol):
     """An update that is on its way."""
 
     @property
@@ -58,7 +58,7 @@ _CLOSE_LOOKS = 4  # what a forward does to its own parameters it does from the s
 class Unit:
     """A module and its groups."""
 
-    def __init__(self, index: int, one: Cut, groups: list[Group]) -> None:
+    def __init__(self, index: int, one: UnitSpec, groups: list[ShardedGroup]) -> None:
         self.index, self.name, self.module, self.groups = index, one.name, one.module, groups
         self.is_brief = one.is_tile  # a recomputed forward does not keep it for its backward: it is gathered again
         self.is_named = one.is_named  # by the user: ranks may use different parts of it, or none
@@ -89,9 +89,9 @@ class Unit:
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user's that nobody gave
         self.has_news = False  # gradients came in this backward
         self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
-        self._pending: list[Pending] = []
-        self._arrival: Arrival | None = None  # an update that nobody has waited for yet
-        self._update: Arrival | None = None  # the same, also of a unit whose publish waits for it
+        self._pending: list[Work] = []
+        self._arrival: PendingUpdate | None = None  # an update that nobody has waited for yet
+        self._update: PendingUpdate | None = None  # the same, also of a unit whose publish waits for it
         self.is_ahead = False  # of a step: on some ranks at least, its update was begun. The same on all ranks
         self.is_watched = False  # whoever uses it between a backward and its step is noticed
         self._is_hidden = False  # parameters that rest whole are away: they may hold what will never be true
@@ -202,7 +202,7 @@ class Unit:
                     pending.wait()
             self._pending = []
             self._move(Residency.WHOLE)
-            released.bring_back(self._parameters(self.groups))
+            released.restore(self._parameters(self.groups))
         self._update = None
 
     @property
@@ -215,7 +215,7 @@ class Unit:
         """Whoever needs it now will not wait for an update. Ranks differ: nothing that they do together may ask."""
         return self._arrival is None or self._arrival.is_known
 
-    def await_update(self, arrival: Arrival | None, *, hides: bool = False) -> None:
+    def await_update(self, arrival: PendingUpdate | None, *, hides: bool = False) -> None:
         """An update was begun ahead of being published: who needs the unit waits for it. None: no more.
 
         `hides`: so does who reads a parameter that rests whole, and that the update writes to.
@@ -223,18 +223,18 @@ class Unit:
         self._arrival = self._update = arrival
         if hides:
             self._is_hidden = True
-            released.send_away(self._parameters(self._resting_whole))
+            released.release(self._parameters(self._resting_whole))
         elif arrival is None:
             self._show()
 
     @property
-    def _resting_whole(self) -> list[Group]:
+    def _resting_whole(self) -> list[ShardedGroup]:
         return [group for group in self.trainable if group not in self.releasable]
 
     @property
     def may_be_hidden(self) -> bool:
         """Updates of it are begun before it is known that they may be."""
-        return self.is_watched or any(group.row.commit is Commit.SHADOW for group in self.trainable)
+        return self.is_watched or any(group.row.commit is CommitPolicy.SHADOW for group in self.trainable)
 
     def reveal(self) -> None:
         """Let everybody see what is true, of this rank's part: what may not become true is taken back."""
@@ -244,7 +244,7 @@ class Unit:
     def _show(self) -> None:
         if self._is_hidden:
             self._is_hidden = False
-            released.bring_back(self._parameters(self._resting_whole))
+            released.restore(self._parameters(self._resting_whole))
 
     def hear_update(self) -> None:
         """Wait for an update of this rank's part: alone, where `wait` may do what all ranks do together."""
@@ -287,7 +287,7 @@ class Unit:
                 group.spare_views()
         self._was_opened = False
         self._move(Residency.RELEASED)
-        released.send_away(self._parameters(self.releasable))
+        released.release(self._parameters(self.releasable))
         for group in self.releasable:
             group.release()
 
@@ -328,7 +328,7 @@ class Unit:
         if self._resting:
             torch.autograd.graph.increment_version(self._resting)
 
-    def publish(self, arrival: Arrival | None = None) -> bool:
+    def publish(self, arrival: PendingUpdate | None = None) -> bool:
         """Start sending the updated slices of groups that rest whole; readers wait for it.
 
         With `arrival` the update itself is still on its way: who needs the unit waits for that first.
@@ -344,9 +344,9 @@ class Unit:
         elif groups or arrival is not None:
             self.wait()
             self._move(Residency.GATHERING)
-            released.send_away(self._parameters(self.trainable))
+            released.release(self._parameters(self.trainable))
             self._update, self._is_hidden = arrival, False
-            self._pending = [Pending(_after(arrival, groups))] if arrival else [group.publish() for group in groups]
+            self._pending = [Work(_after(arrival, groups))] if arrival else [group.publish() for group in groups]
         return bool(groups)
 
     def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
@@ -357,7 +357,7 @@ class Unit:
             self.wait()
             if is_fetched and self.fetch is not None:
                 self.fetch(self)  # nobody else holds what was only prefetched
-        if released.is_away(parameter) and not (self.fetch is not None and self.fetch(self)):
+        if released.is_released(parameter) and not (self.fetch is not None and self.fetch(self)):
             raise ReleasedParameterError(
                 f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "
                 f"only its shard of unit '{self.name}'. Read them inside "
@@ -431,11 +431,11 @@ class Unit:
         return "a parameter"
 
     @staticmethod
-    def _parameters(groups: list[Group]) -> Iterable[nn.Parameter]:
+    def _parameters(groups: list[ShardedGroup]) -> Iterable[nn.Parameter]:
         return (parameter for group in groups for parameter in group.parameters)
 
 
-def _after(arrival: Arrival, groups: list[Group]) -> Callable[[], None]:
+def _after(arrival: PendingUpdate, groups: list[ShardedGroup]) -> Callable[[], None]:
     """Wait for an update, then for the others to be sent it."""
 
     def finish() -> None:

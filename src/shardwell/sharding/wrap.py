@@ -21,7 +21,7 @@ _LEAF_SHARE = 0.25  # a leaf outside the blocks is a unit of its own from this s
 
 
 @dataclass(frozen=True)
-class Names:
+class LeafRules:
     """The modules that the user wants as units."""
 
     classes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Cut:
+class UnitSpec:
     """One unit to be: a module, and the names and parameters that it owns."""
 
     name: str
@@ -63,9 +63,9 @@ class Cut:
     is_named: bool = False  # by the user, as one unit
 
 
-def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
+def wrap_model(model: nn.Module, wanted: LeafRules | None = None) -> list[UnitSpec]:
     """Cut `model` into units, in the order of their modules; the root unit ("") comes first if it owns anything."""
-    wanted = wanted or Names()
+    wanted = wanted or LeafRules()
     chosen = _chosen(model, wanted)
     owner = _owners(model, chosen)
     owned: defaultdict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
@@ -74,13 +74,13 @@ def cut(model: nn.Module, wanted: Names | None = None) -> list[Cut]:
     modules = dict(model.named_modules())
     tiles = _tiles(model) & chosen
     return [
-        Cut(name, module, owned[name], name in tiles, wanted.match(name, module))
+        UnitSpec(name, module, owned[name], name in tiles, wanted.match(name, module))
         for name, module in modules.items()
         if owned.get(name)
     ]
 
 
-def _chosen(model: nn.Module, wanted: Names) -> set[str]:
+def _chosen(model: nn.Module, wanted: LeafRules) -> set[str]:
     """Names of the modules that become units, the root aside."""
     _check_all_matched(model, wanted)
     if wanted.match("", model):
@@ -170,7 +170,7 @@ def _common_ancestor(units: set[str], chosen: set[str]) -> str:
     return _unit_of(".".join(shared), chosen)
 
 
-def _check_all_matched(model: nn.Module, wanted: Names) -> None:
+def _check_all_matched(model: nn.Module, wanted: LeafRules) -> None:
     modules = dict(model.named_modules())
     kinds = {kind.__name__ for m in modules.values() for kind in type(m).__mro__}
     kinds |= {f"{kind.__module__}.{kind.__qualname__}" for m in modules.values() for kind in type(m).__mro__}

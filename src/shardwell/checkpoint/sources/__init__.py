@@ -8,11 +8,11 @@ from pathlib import Path
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import NAME
 from shardwell.checkpoint.sources import dcp, safetensors
-from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, Stored
+from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, StoredTensor
 from shardwell.checkpoint.sources.dcp import DcpSource
 from shardwell.checkpoint.sources.deepspeed import DeepSpeedSource, is_deepspeed
 from shardwell.checkpoint.sources.safetensors import SafetensorsSource
-from shardwell.checkpoint.sources.shardwell import OwnSource
+from shardwell.checkpoint.sources.shardwell import ShardwellSource
 from shardwell.errors import CheckpointError
 
 __all__ = [
@@ -21,10 +21,10 @@ __all__ = [
     "STATE",
     "DcpSource",
     "DeepSpeedSource",
-    "OwnSource",
     "SafetensorsSource",
+    "ShardwellSource",
     "Source",
-    "Stored",
+    "StoredTensor",
     "is_deepspeed",
     "is_foreign",
     "kind_of",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _KINDS = {
-    "OwnSource": "shardwell",
+    "ShardwellSource": "shardwell",
     "SafetensorsSource": "safetensors (Hugging Face)",
     "DcpSource": "torch.distributed.checkpoint",
     "DeepSpeedSource": "DeepSpeed",
@@ -46,7 +46,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
     own = locate_own(path, tag)
     if own is not None:
         folder, chosen = own
-        return OwnSource(folder.path(chosen), folder.open(chosen))
+        return ShardwellSource(folder.path(chosen), folder.open(chosen))
     if is_deepspeed(path):
         return DeepSpeedSource(path, tag)
     if tag is not None:

@@ -38,7 +38,7 @@ _STORAGES: dict[str, torch.dtype] = {
 }
 
 
-class File:
+class ArchiveFile:
     """An open file, of which any bytes can be read, by several threads at once."""
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +66,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStorage:
     """A tensor in a file."""
 
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class Saved:
         wanted = contiguous_stride(self.shape)
         return all(self.shape[dim] == 1 or self.stride[dim] == wanted[dim] for dim in range(len(self.shape)))
 
-    def read(self, file: File, first: int, last: int) -> Tensor:
+    def read(self, file: ArchiveFile, first: int, last: int) -> Tensor:
         """1D: elements `first` to `last` of the flat tensor."""
         if first == last or self.numel == 0:
             return torch.empty(0, dtype=self.dtype, device="cpu")
@@ -93,7 +93,7 @@ class Saved:
         whole = self._take(file, 0, span).as_strided(self.shape, self.stride)
         return whole.reshape(-1)[first:last]
 
-    def _take(self, file: File, first: int, last: int) -> Tensor:
+    def _take(self, file: ArchiveFile, first: int, last: int) -> Tensor:
         width = self.dtype.itemsize
         raw = torch.empty((last - first) * width, dtype=torch.uint8, device="cpu")
         file.fill(self.start + first * width, raw.numpy().data)
@@ -102,12 +102,12 @@ class Saved:
         return raw.view(self.dtype)
 
 
-def load_value(file: File, offset: int, length: int, where: str) -> Any:
+def load_value(file: ArchiveFile, offset: int, length: int, where: str) -> Any:
     """What is no tensor: numbers, strings, lists and dictionaries of them."""
     return pickles.load(_Members(file, offset, length, where).read("data.pkl"), {}, where)
 
 
-def locate(file: File, offset: int, length: int, where: str) -> Saved:
+def locate(file: ArchiveFile, offset: int, length: int, where: str) -> SavedStorage:
     """The tensor that these bytes hold."""
     members = _Members(file, offset, length, where)
     if "byteorder" in members and members.read("byteorder") != b"little":
@@ -130,7 +130,7 @@ def locate(file: File, offset: int, length: int, where: str) -> Saved:
     start, num_bytes = members.place(f"data/{storage.key}")
     if (tensor.offset + _reach(shape, stride)) * dtype.itemsize > num_bytes:
         raise CheckpointError(f"{where}: {show(shape)} of {dtype} does not fit into a storage of {num_bytes} bytes")
-    return Saved(dtype, shape, stride, start + tensor.offset * dtype.itemsize)
+    return SavedStorage(dtype, shape, stride, start + tensor.offset * dtype.itemsize)
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -143,7 +143,7 @@ def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 class _Members:
     """The members of an archive, which is a stretch of a file; their names are without the folder that all share."""
 
-    def __init__(self, file: File, offset: int, length: int, where: str) -> None:
+    def __init__(self, file: ArchiveFile, offset: int, length: int, where: str) -> None:
         self._file, self._offset, self._length, self._where = file, offset, length, where
         try:
             with zipfile.ZipFile(_Slice(file, offset, length)) as archive:
@@ -180,7 +180,7 @@ class _Members:
 class _Slice(io.RawIOBase):
     """A stretch of a file, as a file."""
 
-    def __init__(self, file: File, offset: int, length: int) -> None:
+    def __init__(self, file: ArchiveFile, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:

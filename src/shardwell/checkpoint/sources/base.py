@@ -25,7 +25,7 @@ MODEL, STATE, SCALAR = "model/", "state/", "scalar/"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor that can be read."""
 
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Source(Protocol):
         """What messages call it."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]: ...
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     @property
     def values(self) -> Mapping[str, Any]: ...

@@ -28,8 +28,8 @@ from torch import Tensor
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.checkpoint.parsing import failing, is_size, open_plain, parse_shape, show
 from shardwell.checkpoint.sources import pickles
-from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, File, Saved, load_value, locate
-from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
+from shardwell.checkpoint.sources.archive import KNOWN_DTYPES, ArchiveFile, SavedStorage, load_value, locate
+from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, StoredTensor
 from shardwell.checkpoint.sources.pickles import Record, member, nothing, ordered
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import contiguous_stride, product
@@ -65,7 +65,7 @@ class _Box:
 class _Cut:
     """A tensor, and the boxes that it was cut into. `starts` are their first elements if each is one stretch."""
 
-    stored: Stored
+    stored: StoredTensor
     boxes: tuple[_Box, ...]
     starts: tuple[int, ...] | None
 
@@ -73,15 +73,15 @@ class _Cut:
 class DcpSource:
     """A directory that torch.distributed.checkpoint wrote to."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.where = str(path)
         self.bytes_read = 0
         self._root = Path(path)
-        self._files: dict[str, File] = {}
-        self._saved: dict[_Bytes, Saved] = {}
+        self._files: dict[str, ArchiveFile] = {}
+        self._saved: dict[_Bytes, SavedStorage] = {}
         self._lock = threading.Lock()
         self._metadata = _Metadata(self._root)
         self._cuts: dict[str, _Cut] = {}
@@ -162,10 +162,10 @@ class DcpSource:
         self.bytes_read += part.nbytes
         return part
 
-    def _file(self, name: str) -> File:
+    def _file(self, name: str) -> ArchiveFile:
         with self._lock:
             if name not in self._files:
-                self._files[name] = File(self._root / name)
+                self._files[name] = ArchiveFile(self._root / name)
             return self._files[name]
 
     # --- names --------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def _cut(key: str, record: Record, places: Mapping[Any, _Bytes], where: str) -> 
         boxes.append(_Box(offsets, sizes, place))
     if sum(box.numel for box in boxes) != product(shape):
         raise CheckpointError(f"{where}: {show(shape)}: the chunks hold more or fewer elements than the tensor")
-    return _tiled(Stored(dtype, shape), boxes, where)
+    return _tiled(StoredTensor(dtype, shape), boxes, where)
 
 
 def _is_offsets(raw: Any) -> bool:
@@ -402,7 +402,7 @@ def _inside(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _tiled(stored: Stored, boxes: list[_Box], where: str) -> _Cut:
+def _tiled(stored: StoredTensor, boxes: list[_Box], where: str) -> _Cut:
     """Orders the boxes by their first elements if each of them is one stretch of the flat tensor."""
     strides = contiguous_stride(stored.shape)
     starts: list[int] = []

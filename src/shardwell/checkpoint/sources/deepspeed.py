@@ -23,8 +23,8 @@ from torch import Tensor
 from shardwell.checkpoint.folder import LATEST
 from shardwell.checkpoint.manifest import MAX_NAME, plain_name
 from shardwell.checkpoint.parsing import failing, is_size, parse_shape, show
-from shardwell.checkpoint.sources.base import MODEL, Stored
-from shardwell.checkpoint.sources.flat_parts import Part, Parts, Shapes, cut_each, cut_together
+from shardwell.checkpoint.sources.base import MODEL, StoredTensor
+from shardwell.checkpoint.sources.flat_parts import FlatPart, FlatParts, Shapes, cut_each, cut_together
 from shardwell.checkpoint.sources.torch_files import Stub, json_entries, load, number
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import product
@@ -73,13 +73,13 @@ class DeepSpeedSource:
     A checkpoint with objects of unknown classes is refused. `ignore` names those that may be there and are left out.
     """
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
 
     def __init__(self, root: str | os.PathLike[str], tag: str | None = None, *, ignore: Collection[str] = ()) -> None:
         directory = _find(Path(root), tag)
         self.where, self.bytes_read = str(directory), 0
-        self._parts = Parts()
+        self._parts = FlatParts()
         try:
             self.values = _read(_Files.find(directory, (*STUBS, *ignore)), self._parts)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -99,7 +99,7 @@ class DeepSpeedSource:
         return self._parts.read(name, start, stop)
 
     def close(self) -> None:
-        self._parts = Parts()
+        self._parts = FlatParts()
         self.tensors = self._parts.tensors
 
 
@@ -194,7 +194,7 @@ class _Files:
 # --- what is in them --------------------------------------------------------------------------------------------
 
 
-def _read(files: _Files, parts: Parts) -> dict[str, Any]:
+def _read(files: _Files, parts: FlatParts) -> dict[str, Any]:
     """Fills `parts`; the result is what is no tensor."""
     main = files.open(files.model[0])
     if main.take(int, "mp_world_size") != 1:
@@ -206,7 +206,7 @@ def _read(files: _Files, parts: Parts) -> dict[str, Any]:
     return {**parts.values, **values, **_values(main.content)}
 
 
-def _read_plain(files: _Files, main: _File, parts: Parts) -> dict[str, Any]:
+def _read_plain(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
     """Stage 0. The optimizer's state is read if the optimizer was made with names."""
     saved: dict[str, Any] = main.content.get("optimizer") or {"state": {}, "param_groups": []}
     if files.optim or "param_groups" not in saved:
@@ -223,7 +223,7 @@ def _read_plain(files: _Files, main: _File, parts: Parts) -> dict[str, Any]:
     return {"aliases": aliases, "optimizer": _optimizer(main, saved)}
 
 
-def _read_zero(files: _Files, main: _File, parts: Parts) -> dict[str, Any]:
+def _read_zero(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
     """Stages 1 to 3."""
     ranks = main.take(int, "dp_world_size")
     optim = [files.open(path) for path in files.of_all(files.optim, "optimizer", ranks)]
@@ -252,14 +252,14 @@ def _read_zero(files: _Files, main: _File, parts: Parts) -> dict[str, Any]:
     }
 
 
-def _read_module(main: _File, others: Collection[str], parts: Parts) -> None:
+def _read_module(main: _File, others: Collection[str], parts: FlatParts) -> None:
     """Stages 0 to 2: tensors that the model states hold whole, but for those that are found elsewhere."""
     for name, tensor in main.take(dict, "module").items():
         if isinstance(tensor, Tensor) and name not in others:
             parts.add_whole(f"{MODEL}{name}", tensor, main.path)
 
 
-def _read_frozen(files: _Files, main: _File, ranks: int, parts: Parts) -> None:
+def _read_frozen(files: _Files, main: _File, ranks: int, parts: FlatParts) -> None:
     """Stage 3: what has no master. Buffers are whole on every rank, frozen parameters are split."""
     paths = files.of_all(files.model, "model", ranks)
     module = main.take(dict, "module")
@@ -270,11 +270,11 @@ def _read_frozen(files: _Files, main: _File, ranks: int, parts: Parts) -> None:
     opened = [main, *(files.open(path) for path in paths[1:])] if shapes else []
     for name, shape in shapes.items():
         spans, sizes = cut_each({name: product(shape)}, ranks)
-        held = [Part(file.path, file.take(dict, "frozen_param_fragments").get(name), {}) for file in opened]
+        held = [FlatPart(file.path, file.take(dict, "frozen_param_fragments").get(name), {}) for file in opened]
         parts.add_group({name: shape}, spans, held, sizes)
 
 
-def _held(file: _File, masters: str, state: str, count: int) -> list[Part]:
+def _held(file: _File, masters: str, state: str, count: int) -> list[FlatPart]:
     """What a rank holds of each group."""
     content = file.take(dict, "optimizer_state_dict")
     flats, saved = file.take(list, "optimizer_state_dict", masters), content.get(state)
@@ -286,7 +286,7 @@ def _held(file: _File, masters: str, state: str, count: int) -> list[Part]:
     if len(flats) != count or len(states) != count:
         raise CheckpointError(f"{file.path}: {len(flats)} groups of masters, {len(states)} of state; expected {count}")
     return [
-        Part(file.path, flat, one if step is None else {"step": step, **one})
+        FlatPart(file.path, flat, one if step is None else {"step": step, **one})
         for flat, (step, one) in zip(flats, states, strict=True)
     ]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwell.checkpoint.parsing import show
-from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Stored
+from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, StoredTensor
 from shardwell.checkpoint.sources.torch_files import number
 from shardwell.errors import CheckpointError
 
@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 ALIGNMENT = 2  # elements; stages 1 and 2 pad each rank's part to a multiple
 
 
-class Span(NamedTuple):
+class FlatSpan(NamedTuple):
     """Elements `start` to `stop` of a tensor: those of a rank's flat tensor from `first` on."""
 
     rank: int
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Part(NamedTuple):
+class FlatPart(NamedTuple):
     """What one rank holds of one group of parameters."""
 
     file: Path
@@ -46,58 +46,58 @@ class Part(NamedTuple):
 
 def cut_together(
     numels: Mapping[str, int], paddings: list[int], ranks: int
-) -> tuple[dict[str, list[Span]], list[set[int]]]:
+) -> tuple[dict[str, list[FlatSpan]], list[set[int]]]:
     """Stages 1 and 2: parameters one after the other, each with its padding, in equal parts for the ranks.
 
     The other result is how many elements each rank may have: with the padding at the end, or without.
     """
     total = sum(numels.values()) + sum(paddings)
     size = ALIGNMENT * -(-total // (ALIGNMENT * ranks))
-    spans: dict[str, list[Span]] = {}
+    spans: dict[str, list[FlatSpan]] = {}
     begin = 0
     for (name, numel), padding in zip(numels.items(), paddings, strict=True):
         end, spans[name] = begin + numel, []
         for rank in range(begin // size, -(-end // size)) if numel else ():
             first, last = max(begin, rank * size), min(end, (rank + 1) * size)
-            spans[name].append(Span(rank, first - rank * size, first - begin, last - begin))
+            spans[name].append(FlatSpan(rank, first - rank * size, first - begin, last - begin))
         begin = end + padding
     return spans, [{size, min(max(total - rank * size, 0), size)} for rank in range(ranks)]
 
 
-def cut_each(numels: Mapping[str, int], ranks: int) -> tuple[dict[str, list[Span]], list[set[int]]]:
+def cut_each(numels: Mapping[str, int], ranks: int) -> tuple[dict[str, list[FlatSpan]], list[set[int]]]:
     """Stage 3: each parameter in equal parts, the last one padded. The other result is as in `cut_together`."""
-    spans: dict[str, list[Span]] = {}
+    spans: dict[str, list[FlatSpan]] = {}
     first = 0
     for name, numel in numels.items():
         part = -(-numel // ranks)
         ends = [(rank, min(rank * part, numel), min((rank + 1) * part, numel)) for rank in range(ranks)]
-        spans[name] = [Span(rank, first, start, stop) for rank, start, stop in ends if start < stop]
+        spans[name] = [FlatSpan(rank, first, start, stop) for rank, start, stop in ends if start < stop]
         first += part
     return spans, [{first}] * ranks
 
 
-class Parts:
+class FlatParts:
     """Tensors that are put together from parts, and the numbers of the optimizer's state."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self.values: dict[str, Any] = {}
-        self._places: dict[str, tuple[list[Span], list[Tensor]]] = {}
+        self._places: dict[str, tuple[list[FlatSpan], list[Tensor]]] = {}
 
-    def add(self, name: str, shape: tuple[int, ...], spans: list[Span], flats: list[Tensor], file: Path) -> None:
+    def add(self, name: str, shape: tuple[int, ...], spans: list[FlatSpan], flats: list[Tensor], file: Path) -> None:
         """A tensor, and the flat tensors of the ranks that hold its spans."""
         if name in self.tensors:
             raise CheckpointError(f"{file}: tensor {show(name)}: there twice")
         if any(flat.dtype != flats[0].dtype for flat in flats):
             raise CheckpointError(f"{file}: tensor {show(name)}: ranks have it in different dtypes")
-        self.tensors[name] = Stored(flats[0].dtype, shape)
+        self.tensors[name] = StoredTensor(flats[0].dtype, shape)
         self._places[name] = spans, flats
 
     def add_whole(self, name: str, tensor: Tensor, file: Path) -> None:
         """A tensor that one file holds as it is."""
         if tensor.numel() * tensor.dtype.itemsize > file.stat().st_size:
             raise CheckpointError(f"{file}: tensor {show(name)}: has more bytes than the file")
-        self.add(name, tuple(tensor.shape), [Span(0, 0, 0, tensor.numel())], [tensor.detach().reshape(-1)], file)
+        self.add(name, tuple(tensor.shape), [FlatSpan(0, 0, 0, tensor.numel())], [tensor.detach().reshape(-1)], file)
 
     def add_state(self, name: str, key: str, value: Any, file: Path) -> None:
         """An entry of the optimizer's state of a parameter that one file holds as it is."""
@@ -107,7 +107,7 @@ class Parts:
             self.values[f"{SCALAR}{name}/{key}"] = number(value)
 
     def add_group(
-        self, shapes: Shapes, spans: Mapping[str, list[Span]], parts: list[Part], sizes: list[set[int]]
+        self, shapes: Shapes, spans: Mapping[str, list[FlatSpan]], parts: list[FlatPart], sizes: list[set[int]]
     ) -> None:
         """The masters and the state of a group of parameters; `sizes` are those that each rank's part may have."""
         file, state = parts[0].file, parts[0].state
@@ -141,7 +141,7 @@ def _is_split(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _check(part: Part, sizes: set[int], name: str) -> None:
+def _check(part: FlatPart, sizes: set[int], name: str) -> None:
     """Raises unless the masters and each state are flat tensors of one of these sizes; `name` is for the message."""
     flats = {f"{MODEL}{name}": part.masters}
     flats |= {f"{STATE}{name}/{key}": value for key, value in part.state.items() if _is_split(value)}
@@ -154,7 +154,7 @@ def _check(part: Part, sizes: set[int], name: str) -> None:
             )
 
 
-def _check_same(state: Mapping[str, Any], part: Part, name: str) -> None:
+def _check_same(state: Mapping[str, Any], part: FlatPart, name: str) -> None:
     """Raises unless an entry of the state is split on all ranks, or the same number on all."""
     for key in sorted(state.keys() | part.state.keys()):
         one, other = state.get(key), part.state.get(key)

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from shardwell.checkpoint.sources.base import MODEL, Source, Stored
+from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import contiguous_stride
 
@@ -24,7 +24,7 @@ def weights(source: Source) -> list[str]:
 
 
 @runtime_checkable
-class Direct(Protocol):
+class DirectRead(Protocol):
     """A source that can do without a tensor in between."""
 
     def read_into(self, name: str, start: int, flat: Tensor) -> None: ...
@@ -32,7 +32,7 @@ class Direct(Protocol):
 
 def into(source: Source, name: str, start: int, flat: Tensor) -> None:
     """Fills a 1D tensor on the CPU with the elements from `start` on."""
-    if isinstance(source, Direct) and flat.dtype == source.tensors[name].dtype:
+    if isinstance(source, DirectRead) and flat.dtype == source.tensors[name].dtype:
         source.read_into(name, start, flat)
     else:
         flat.copy_(source.read(name, start, start + flat.numel()))
@@ -65,6 +65,6 @@ def whole(source: Source, name: str, progress: Progress | None = None) -> Tensor
     return flat.as_strided(stored.shape, stored.order).contiguous()
 
 
-def is_contiguous(stored: Stored) -> bool:
+def is_contiguous(stored: StoredTensor) -> bool:
     steps = zip(stored.shape, stored.order, contiguous_stride(stored.shape), strict=True)
     return stored.numel == 0 or all(size == 1 or step == wanted for size, step, wanted in steps)

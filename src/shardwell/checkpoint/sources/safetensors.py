@@ -23,7 +23,7 @@ from shardwell.checkpoint.files import Entry
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.checkpoint.parsing import failing, open_plain, parse_json, show
 from shardwell.checkpoint.reader import Reader
-from shardwell.checkpoint.sources.base import MODEL, Stored
+from shardwell.checkpoint.sources.base import MODEL, StoredTensor
 from shardwell.errors import CheckpointError
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -34,7 +34,7 @@ _MAX_JSON = 2**28  # bytes
 class SafetensorsSource:
     """The tensors of a model. `rename` gives the model's own name for the name in the file."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
 
     def __init__(self, path: str | os.PathLike[str], rename: Callable[[str], str] | None = None) -> None:
@@ -51,7 +51,7 @@ class SafetensorsSource:
         else:
             entries = [(found.name, entry) for entry in self._entries(found.name).values()]
         self._places = _places(entries, rename or (lambda name: name), self.where)
-        self.tensors = {name: Stored(entry.dtype, entry.shape) for name, (_, entry) in self._places.items()}
+        self.tensors = {name: StoredTensor(entry.dtype, entry.shape) for name, (_, entry) in self._places.items()}
         self.values = {} if Path(path).is_file() else _config(self._root / CONFIG)
 
     @property

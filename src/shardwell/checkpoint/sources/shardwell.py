@@ -9,21 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwell.checkpoint.manifest import Extent, Manifest, plan
+from shardwell.checkpoint.manifest import FileExtent, Manifest, plan
 from shardwell.checkpoint.reader import Reader, room
-from shardwell.checkpoint.sources.base import Stored
+from shardwell.checkpoint.sources.base import StoredTensor
 from shardwell.errors import CheckpointError
 
 
-class OwnSource:
+class ShardwellSource:
     """A committed checkpoint: its directory, and the manifest that was read from it. `shares`: see `Reader`."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
 
     def __init__(self, path: Path, manifest: Manifest, *, shares: bool = False) -> None:
         self.where = str(path)
-        self.tensors = {name: Stored(r.dtype, r.shape, r.stride) for name, r in manifest.tensors.items()}
+        self.tensors = {name: StoredTensor(r.dtype, r.shape, r.stride) for name, r in manifest.tensors.items()}
         self.values = manifest.values
         self._path, self._manifest, self._shares = path, manifest, shares
         self._readers: dict[str, Reader] = {}
@@ -46,12 +46,12 @@ class OwnSource:
         """As `read`, into a tensor of the stored dtype."""
         self._fill(self._plan(name, start, start + flat.numel()), flat)
 
-    def _plan(self, name: str, start: int, stop: int) -> list[Extent]:
+    def _plan(self, name: str, start: int, stop: int) -> list[FileExtent]:
         if name not in self._manifest.tensors:
             raise CheckpointError(f"{self.where}: tensor {name!r}: not in this checkpoint")
         return plan(self._manifest.tensors[name], start, stop)
 
-    def _fill(self, extents: list[Extent], flat: Tensor) -> Tensor:
+    def _fill(self, extents: list[FileExtent], flat: Tensor) -> Tensor:
         at = 0
         for one in extents:
             numel = one.last - one.first
