@@ -104,8 +104,8 @@ class Shardwell:
                 yield f"{name} {key}", safe_get_full_optimizer_state(parameter, key)
 
     def held(self) -> int:
-        groups = [group for unit in self.engine._flow.units for group in unit.groups]
-        return sum(piece.numel for group in groups for run, _ in group.runs for piece in run.pieces)
+        groups = [group for unit in self.engine._scheduler.units for group in unit.groups]
+        return sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
 
 
 class Dcp:

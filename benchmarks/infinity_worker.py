@@ -59,7 +59,7 @@ def size_of(name: str, batch: int) -> Size:
 def places_of(engine: Any) -> list[Place]:
     """How many elements rest where."""
     sums: Counter[tuple[str, str]] = Counter()
-    for group in (group for unit in engine._flow.units for group in unit.trainable):
+    for group in (group for unit in engine._scheduler.units for group in unit.trainable):
         sums[group.row.parameters.tier.value, group.row.optimizer.tier.value] += group.layout.numel
     return [Place(*tiers, numel) for tiers, numel in sums.items()]
 
@@ -75,7 +75,7 @@ def bytes_by_tier(engine: Any) -> dict[str, dict[str, int]]:
 def at_rest(engine: Any) -> dict[str, Any]:
     """Wait for every update that is on its way; then what rests where, and what a step asks for."""
     begin = time.perf_counter()
-    for unit in engine._flow.units:
+    for unit in engine._scheduler.units:
         unit.wait()
     drained, tiers, places = time.perf_counter() - begin, bytes_by_tier(engine), places_of(engine)
     offloaded = engine.optimizer._offloaded

@@ -79,7 +79,7 @@ def look(engine: Engine) -> None:
     scratch = engine._context.scratch
     if scratch in _failed:
         return
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     kept = {id(tensor) for group in groups for tensor in _kept_by(group)}
     kept |= {id(memory) for memory in _on_their_way_down(engine)}
     for key, (_, state, unit) in list(scratch._out.items()):

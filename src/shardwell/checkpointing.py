@@ -277,7 +277,7 @@ class _Kept:
         assert route is not None
         whole = part.new_empty(part.numel() * route.mesh.size)
         whole.chunk(route.mesh.size)[route.mesh.rank].copy_(part)
-        route.gather(whole, "GATHER (activation)").wait()
+        route.all_gather(whole, "GATHER (activation)").wait()
         return whole
 
 

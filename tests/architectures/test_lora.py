@@ -73,7 +73,7 @@ def test_adapters_train_as_they_do_plainly(ranks: Ranks, kind: str) -> None:
 def below(kind: str, deeper: dict[str, Any]) -> tuple[Run, list[str]]:
     """Trained with parameters and state below the device; and where the frozen weights rest."""
     engine = zoo.make_engine(adapted(kind), 3, zero_optimization=deeper)
-    frozen = [group for unit in engine._flow.units for group in unit.groups if not group.trainable]
+    frozen = [group for unit in engine._scheduler.units for group in unit.groups if not group.trainable]
     return zoo.train(engine, base_of(kind)), sorted({group.row.parameters.tier.value for group in frozen})
 
 
@@ -94,17 +94,17 @@ def books(kind: str, stage: int) -> dict[str, Any]:
     engine = zoo.make_engine(adapted(kind), stage)
     batch = zoo.share(zoo.batches(base_of(kind), 1)[0], engine.global_rank, engine.world_size)
     engine.backward(engine(**batch).loss)
-    engine._flow.reducer.finish_all()  # the last one may still be on its way
-    groups = [group for unit in engine._flow.units for group in unit.trainable]
+    engine._scheduler.reducer.finish_all()  # the last one may still be on its way
+    groups = [group for unit in engine._scheduler.units for group in unit.trainable]
     for group in groups:
-        group.gradients.settle()
+        group.gradients.wait()
     after_backward = engine.memory()
     assert all(parameter.grad is None for parameter in engine.module.parameters() if not parameter.requires_grad)
     engine.step()
     return {
         "elements": sum(group.layout.numel for group in groups),
         "with pads": sum(group.layout.padded for group in groups),
-        "training units": {unit.name for unit in engine._flow.units if unit.trainable},
+        "training units": {unit.name for unit in engine._scheduler.units if unit.trainable},
         "tensors": sum(len(group.parameters) for group in groups),
         "gradients": after_backward.total(StateKind.GRADIENTS),
         "optimizer": engine.memory().total(StateKind.OPTIMIZER),

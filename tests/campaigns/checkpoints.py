@@ -82,11 +82,11 @@ def save(root: str, layout: tuple[int, int, int], steps: int) -> None:
 def digest(engine: shardwell.Engine) -> str:
     """Of all numbers that this rank holds, and that a load may change."""
     found = hashlib.sha256()
-    for unit in engine._flow.units:
+    for unit in engine._scheduler.units:
         unit.wait()
         for group in unit.groups:
-            with group.opened_master():
-                for run, master in group.runs:
+            with group.open_master():
+                for run, master in group.spans:
                     for piece in run.pieces:
                         found.update(master[piece.in_shard - run.start :][: piece.numel].numpy().tobytes())
     for shard in engine.optimizer.shards:

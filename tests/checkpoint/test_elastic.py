@@ -90,9 +90,9 @@ def read_counting(leg: Leg, root: str) -> dict[str, int]:
         engine.load_checkpoint(root)
     finally:
         ShardwellSource.close = before  # type: ignore[method-assign]
-    groups = [group for unit in engine._flow.units for group in unit.groups]
-    own = sum(piece.numel for group in groups for run, _ in group.runs for piece in run.pieces)
-    (read, beside), stretches = opened[0], sum(len(run.pieces) for group in groups for run, _ in group.runs)
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    own = sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
+    (read, beside), stretches = opened[0], sum(len(run.pieces) for group in groups for run, _ in group.spans)
     whole = sum(group.layout.numel for group in groups)
     return {"read": read - beside, "beside": beside, "stretches": stretches, "own": own, "all": whole}
 

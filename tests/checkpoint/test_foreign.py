@@ -51,8 +51,8 @@ def load_slices(
         engine.load_model(path)
     finally:
         SafetensorsSource.close = close  # type: ignore[method-assign]
-    groups = [group for unit in engine._flow.units for group in unit.groups]
-    own = sum(piece.numel for group in groups for run, _ in group.runs for piece in run.pieces)
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    own = sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
     rest = {tier.value: sum(size for (_, _, t), size in engine.memory().now.items() if t is tier) for tier in Tier}
     masters = {name: safe_get_full_fp32_param(p).float() for name, p in model.named_parameters()}
     return masters, read[0], own, rest

@@ -59,7 +59,7 @@ def step(engine: shardwell.Engine, number: int) -> Tensor:
 
 
 def groups(engine: shardwell.Engine, frozen: bool) -> list[Any]:
-    return [group for unit in engine._flow.units for group in unit.groups if group.trainable is not frozen]
+    return [group for unit in engine._scheduler.units for group in unit.groups if group.trainable is not frozen]
 
 
 def all_codes(engine: shardwell.Engine) -> list[Tensor]:

@@ -103,7 +103,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
     kind: Any = torch.optim.AdamW if "offload_optimizer" in run.block else torch.optim.SGD
     engine = shardwell.initialize(model=model, optimizer=kind(model.parameters(), lr=0.1), config=config).engine
     assert engine._context.world.hops is not None, "these are no two nodes"
-    assert not engine._context.world.host_waits
+    assert not engine._context.world.host_drives_progress
     losses, held = [], []
     for number, batch in enumerate(batches(STEPS, ROWS)):
         total = 0.0

@@ -62,14 +62,14 @@ def moved(of: int, kinds: tuple[str, str, str], shard: int) -> dict[str, Any]:
     values = [noise(size * shard, r) for r in range(size)]
     mine = values[rank].to(world.device.torch_device)
     flat = torch.zeros_like(mine)
-    flat.chunk(size)[world.place].copy_(mine[:shard])
-    world.gather(flat, "A", codec=weights).wait()
+    flat.chunk(size)[world.shard_index].copy_(mine[:shard])
+    world.all_gather(flat, "A", codec=weights).wait()
     into = torch.zeros_like(mine[:shard])
-    world.reduce(mine.clone(), into, 0.5, False, "B", (inside, between)).wait()
+    world.reduce_scatter(mine.clone(), into, 0.5, False, "B", (inside, between)).wait()
     twice = into.clone()
-    world.reduce(mine.clone(), twice, 0.5, True, "C", (inside, between)).wait()
-    exact = torch.stack(values).sum(0).chunk(size)[world.place] * 0.5
-    return {"flat": flat.cpu(), "into": into.cpu(), "twice": twice.cpu(), "exact": exact, "place": world.place}
+    world.reduce_scatter(mine.clone(), twice, 0.5, True, "C", (inside, between)).wait()
+    exact = torch.stack(values).sum(0).chunk(size)[world.shard_index] * 0.5
+    return {"flat": flat.cpu(), "into": into.cpu(), "twice": twice.cpu(), "exact": exact, "place": world.shard_index}
 
 
 @pytest.mark.parametrize(("num_ranks", "of"), [(2, 2), (3, 3), (4, 2), (6, 3), (2, 1)])
@@ -108,11 +108,11 @@ def fed(of: int, kind: str, feedback: bool) -> dict[str, Any]:
     rank, size, shard, times = dist.get_rank(), dist.get_world_size(), 333, 60
     codecs = Codec("int8"), Codec(kind)
     values = [noise(size * shard, r) for r in range(size)]
-    lost = torch.zeros(world.num_lost(size * shard, codecs)) if feedback else None
+    lost = torch.zeros(world.residual_numel(size * shard, codecs)) if feedback else None
     total = torch.zeros(shard)
     for _ in range(times):
-        world.reduce(values[rank].clone(), total, 1.0, True, "A", codecs, lost=lost).wait()
-    exact = torch.stack(values).sum(0).chunk(size)[world.place]
+        world.reduce_scatter(values[rank].clone(), total, 1.0, True, "A", codecs, lost=lost).wait()
+    exact = torch.stack(values).sum(0).chunk(size)[world.shard_index]
     return {"off": float((total / times - exact).abs().max()), "lost": 0 if lost is None else lost.numel()}
 
 
@@ -132,7 +132,7 @@ def spoiled() -> list[bool]:
     world, codecs = engine_with({})._context.world, (Codec("int8"), Codec("int4"))
     lost, into, found = torch.zeros(2 * 300), torch.zeros(300), []
     for number in (1.0, float("nan"), float("inf"), 1.0):
-        world.reduce(torch.full((600,), number), into, 1.0, False, "A", codecs, lost=lost).wait()
+        world.reduce_scatter(torch.full((600,), number), into, 1.0, False, "A", codecs, lost=lost).wait()
         found.append(bool(into.isfinite().all()) and bool(lost.isfinite().all()))
     return found
 
@@ -152,7 +152,7 @@ def traffic(of: int, block: dict[str, Any], others: dict[str, Any]) -> dict[str,
         train(engine, 1)
     assert sum(counter.received.values()) == engine.traffic().total(*TrafficKind)
     received = engine.traffic().received
-    shards = [g.layout.shard_numel for unit in engine._flow.units for g in unit.groups]
+    shards = [g.layout.shard_numel for unit in engine._scheduler.units for g in unit.groups]
     kinds, hops = (TrafficKind.GATHER, TrafficKind.REDUCE), (INSIDE, BETWEEN)
     found = {f"{kind.value} {hop}": received.get((kind, hop), 0) for kind in kinds for hop in hops}
     return {**found, "shards": shards}
@@ -218,7 +218,7 @@ def kept() -> dict[str, Any]:
     as_nodes(2)
     engine = engine_with(ON, 3, bf16=True, gradient_clipping=1.0, shardwell={"codecs": {"feedback": True}})
     losses = train(engine, 20)
-    groups = [group for unit in engine._flow.units for group in unit.groups if group.gradients._lost is not None]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups if group.gradients._lost is not None]
     held = sum(size for (state, _, _), size in engine.memory().now.items() if state is StateKind.GRADIENTS)
     return {"losses": losses, "held": held, "padded": sum(group.layout.padded for group in groups)}
 

@@ -33,8 +33,8 @@ def reduced(of: int, kinds: tuple[str, str], cases: list[tuple[int, int, float]]
     for shard, seed, spread in cases:
         flat = numbers(shard * dist.get_world_size(), dist.get_rank(), seed, spread)
         into = torch.zeros(shard)
-        world.reduce(flat, into, 1.0, False, "A", codecs).wait()
-        found.append({"place": world.place, "into": into})
+        world.reduce_scatter(flat, into, 1.0, False, "A", codecs).wait()
+        found.append({"place": world.shard_index, "into": into})
     return found
 
 

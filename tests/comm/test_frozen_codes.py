@@ -214,7 +214,9 @@ def odd(threshold: int) -> dict[str, Any]:
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 16)).square().mean())
         engine.step()
-    rows = {slot.name: g.row.rest_codec for u in engine._flow.units for g in u.groups for slot in g.layout.slots}
+    rows = {
+        slot.name: g.row.storage_codec for u in engine._scheduler.units for g in u.groups for slot in g.layout.slots
+    }
     whole = whole_parameters(model)
     return {
         "table": rows["0.table"] is None and whole["0.table"].tolist() == list(range(-64, 64)),

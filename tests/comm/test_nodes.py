@@ -65,9 +65,9 @@ def place() -> int:
     model = Gpt()
     engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=zero(3))
     world = engine._context.world
-    assert [world.place_of(rank) for rank in range(dist.get_world_size())][dist.get_rank()] == world.place
+    assert [world.shard_index_of(rank) for rank in range(dist.get_world_size())][dist.get_rank()] == world.shard_index
     engine.destroy()
-    return world.place
+    return world.shard_index
 
 
 @pytest.mark.parametrize(("sizes", "by_turns"), [([4, 2], False), ([2, 2, 2], True), ([1, 5], False)])

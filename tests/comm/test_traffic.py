@@ -38,18 +38,18 @@ def traffic_of_a_step(
                 engine.backward(engine(share(batch, rank, num_ranks, micro, accumulation)))
                 engine.step()
     counter.__exit__(None, None, None)
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     report = engine.traffic()
     return {
         "payload": report.total(),
         "control": report.total(TrafficKind.CONTROL),
         "counted": sum(counter.received.values()),
         "padded": sum(group.layout.padded for group in groups),
-        "padded_released": sum(group.layout.padded for group in groups if group.row.released),
+        "padded_released": sum(group.layout.padded for group in groups if group.row.reshards),
         "numel": sum(group.layout.numel for group in groups),
         "parameters": len(list(model.parameters())),
         "gathers": trace.count(TraceAction.GATHER),
-        "units": len(engine._flow.units),
+        "units": len(engine._scheduler.units),
         "pad_per_group": max(group.layout.padded - group.layout.numel for group in groups),
     }
 
@@ -113,11 +113,11 @@ def traffic_over_two_nodes(stage: int, bf16: bool) -> dict[str, Any]:
     engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
     engine.backward(engine(share(batches(1, 4)[0], rank, dist.get_world_size())))
     engine.step()
-    for unit in engine._flow.units:
+    for unit in engine._scheduler.units:
         unit.wait()
     received = engine.traffic().received
     found = {hop: sum(size for (kind, h), size in received.items() if h == hop and kind in PAYLOAD) for hop in HOPS}
-    return {**found, "padded": sum(group.layout.padded for unit in engine._flow.units for group in unit.groups)}
+    return {**found, "padded": sum(group.layout.padded for unit in engine._scheduler.units for group in unit.groups)}
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -49,7 +49,7 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
     return {
         "losses": losses,
         "off": max(float((seen[n].float() - m).abs().max() / m.abs().max()) for n, m in masters.items()),
-        "shards": [group.layout.shard_numel for unit in engine._flow.units for group in unit.groups],
+        "shards": [group.layout.shard_numel for unit in engine._scheduler.units for group in unit.groups],
         "gathered": [received[TrafficKind.GATHER, hop] for hop in (INSIDE, BETWEEN)],
         "reduced": [received[TrafficKind.REDUCE, hop] for hop in (INSIDE, BETWEEN)],
         "whole": whole_parameters(model),
@@ -98,10 +98,10 @@ def kept_whole() -> dict[str, Any]:
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(4):
         if step == 1:
-            engine._flow.keep_frozen(10**9)
+            engine._scheduler.keep_frozen(10**9)
         engine.backward(engine(torch.ones(2, 64) * dist.get_rank()).square().mean())
         engine.step()
-    kept = [group.stays_whole for unit in engine._flow.units for group in unit.groups if not group.trainable]
+    kept = [group.stays_whole for unit in engine._scheduler.units for group in unit.groups if not group.trainable]
     frozen = {name: p for name, p in whole_parameters(model).items() if name in before}
     return {"kept": kept, "same": all(torch.equal(torch.as_tensor(frozen[n]), before[n]) for n in before)}
 

@@ -62,7 +62,7 @@ def story(block: dict[str, Any], others: dict[str, Any], lora: bool = False, **m
                 parameter.requires_grad_("down" in name)
     engine = built(gpt, block, others)
     losses = train(engine, range(STEPS))
-    rows = [group.row for unit in engine._flow.units for group in unit.groups]
+    rows = [group.row for unit in engine._scheduler.units for group in unit.groups]
     return {
         "losses": losses,
         "whole": whole_parameters(gpt),

@@ -26,7 +26,7 @@ def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
         values = [torch.randn(5000), torch.arange(7, dtype=torch.uint8), torch.randn(1)]
         tensors = [value.clone() for value in values]
         blank = torch.full((1,), 3.0).expand(1000)
-        chest.keep([*tensors, blank])
+        chest.register([*tensors, blank])
         assert tensors[0].isnan().all()
         assert (tensors[1] == 255).all()
         assert (blank == 3.0).all()
@@ -41,9 +41,9 @@ def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
         assert account.report().total() == 0
         assert blank.isnan().all()
         reserved = tier.num_bytes
-        chest.keep([tensors[0], blank])
+        chest.register([tensors[0], blank])
         assert tier.num_bytes <= reserved
-        chest.empty()
+        chest.restore()
         values[0][17] = 5.0
         assert torch.equal(tensors[0], values[0])
         assert blank.tolist() == [3.0] * 999 + [4.0]
@@ -55,11 +55,11 @@ def test_one_number_may_have_any_stride(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         tensor = torch.full((1,), 2.5).as_strided((1,), (0,))
         chest = SwappedTensors(tier, MemoryStats(), "unit")
-        chest.keep([tensor])
-        with chest.opened(changes=True):
+        chest.register([tensor])
+        with chest.swapped_in(changes=True):
             assert tensor.tolist() == [2.5]
             tensor.fill_(3.5)
-        with chest.opened(changes=False):
+        with chest.swapped_in(changes=False):
             assert tensor.tolist() == [3.5]
 
 
@@ -67,7 +67,7 @@ def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         tensor = torch.zeros(100)
         chest = SwappedTensors(tier, MemoryStats(), "unit")
-        chest.keep([tensor])
+        chest.register([tensor])
         chest.open()
         tensor.fill_(1.0)
         chest.close(changed=False)
@@ -79,26 +79,26 @@ def test_what_is_not_changed_is_not_kept(tmp_path: Path) -> None:
 def test_a_write_that_failed_does_not_matter_to_who_writes_all_anew(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         chest, tensor = SwappedTensors(tier, MemoryStats(), "unit"), torch.zeros(1).expand(5000)
-        chest.keep([tensor])
+        chest.register([tensor])
         memory = aligned(chest.num_bytes)
         drive = os.dup(tier._files[0].descriptor)
 
         def rewrite(value: float) -> None:
-            chest.fetch(memory, blank=True)
+            chest.swap_in_to(memory, blank=True)
             tensor.fill_(value)
-            for transfer in chest.put_back(changed=True):
+            for transfer in chest.swap_out(changed=True):
                 transfer.end()
 
         replace(tier, __file__, os.O_RDONLY)
         rewrite(1.0)
         with pytest.raises(ShardwellError, match="Bad file descriptor"):
-            chest.fetch(memory)
+            chest.swap_in_to(memory)
         os.dup2(drive, tier._files[0].descriptor)
         os.close(drive)
         with pytest.raises(ShardwellError, match="Bad file descriptor"):
             chest.open()
         rewrite(2.0)
-        with chest.opened(changes=False):
+        with chest.swapped_in(changes=False):
             assert (tensor == 2.0).all()
 
 
@@ -110,7 +110,7 @@ def test_tensors_that_cannot_be_kept_stay_as_they_are(
         chest, write, calls = SwappedTensors(tier, MemoryStats(), "unit"), tier.write, list[DiskExtent]()
         old, new = torch.randn(3000), [torch.randn(size) for size in (5000, 100, 7000)]
         before = [tensor.clone() for tensor in (old, *new)]
-        chest.keep([old])
+        chest.register([old])
 
         def failing(extent: DiskExtent, *args: Any, **kwargs: Any) -> Any:
             calls.append(extent)
@@ -120,13 +120,13 @@ def test_tensors_that_cannot_be_kept_stay_as_they_are(
 
         monkeypatch.setattr(tier, "write", failing)
         with pytest.raises(ShardwellError, match="no room"):
-            chest.keep([old, *new])
+            chest.register([old, *new])
         assert all(one.equal(other) for one, other in zip(new, before[1:], strict=True))
         for _ in range(2):
-            with chest.opened(changes=False):
+            with chest.swapped_in(changes=False):
                 assert old.equal(before[0])
                 assert all(one.equal(other) for one, other in zip(new, before[1:], strict=True))
-            chest.keep([old, *new])
+            chest.register([old, *new])
         assert all(tensor.stride() == (0,) for tensor in new)
 
 
@@ -136,8 +136,8 @@ def test_what_is_being_written_is_waited_for_if_the_rest_cannot_be(
     with DiskTier([tmp_path], settings()) as tier:
         chest, write, begun = SwappedTensors(tier, MemoryStats(), "unit"), tier.write, list[DiskTransfer]()
         tensors = [torch.zeros(1).expand(5000) for _ in range(3)]
-        chest.keep(tensors)
-        chest.fetch(aligned(chest.num_bytes))
+        chest.register(tensors)
+        chest.swap_in_to(aligned(chest.num_bytes))
 
         def failing(*args: Any, **kwargs: Any) -> DiskTransfer:
             if len(begun) == 2:
@@ -147,7 +147,7 @@ def test_what_is_being_written_is_waited_for_if_the_rest_cannot_be(
 
         monkeypatch.setattr(tier, "write", failing)
         with pytest.raises(ShardwellError, match="no memory"):
-            chest.put_back(changed=True)
+            chest.swap_out(changed=True)
         assert all(transfer._request is None for transfer in begun)
         assert [tensor[0].isnan().item() for tensor in tensors] == [True, True, False]  # the last is what it was
 
@@ -163,7 +163,7 @@ def test_host_memory_is_host_memory_whatever_the_default_device_is(tmp_path: Pat
             kernels.Moment8bit.zeros(9, is_second=True)[:],
         ]
         chest = SwappedTensors(tier, MemoryStats(), "a unit")
-        chest.keep([kept.fill_(3.0)])
+        chest.register([kept.fill_(3.0)])
         held += [kept]
         assert [tensor.device.type for tensor in held] == ["cpu"] * 4
         assert kept.isnan().all()

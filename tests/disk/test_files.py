@@ -62,8 +62,8 @@ def test_names_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 KILLED = """
 import sys, time
-from shardwell.offload.disk import DiskSettings, DiskTier, aligned
-tier = DiskTier([sys.argv[1]], DiskSettings(engine="python"))
+from shardwell.offload.disk import AioSettings, DiskTier, aligned
+tier = DiskTier([sys.argv[1]], AioSettings(engine="python"))
 tier.write(tier.allocate(1 << 20), 0, aligned(1 << 20)).wait()
 print("ready", flush=True)
 time.sleep(60)

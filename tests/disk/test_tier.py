@@ -227,8 +227,8 @@ def test_aligned_memory_is_aligned() -> None:
 
 FORKED = """
 import os, sys
-from shardwell.offload.disk import DiskSettings, DiskTier, aligned
-tier = DiskTier([sys.argv[1]], DiskSettings(engine=sys.argv[2]))
+from shardwell.offload.disk import AioSettings, DiskTier, aligned
+tier = DiskTier([sys.argv[1]], AioSettings(engine=sys.argv[2]))
 extent, memory, found = tier.allocate(1 << 20), aligned(1 << 20).fill_(5), aligned(1 << 20)
 tier.write(extent, 0, memory).wait()
 child = os.fork()

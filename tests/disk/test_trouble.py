@@ -113,9 +113,9 @@ def test_without_reservations_space_is_taken_when_it_is_written(
 
 LIMITED = """
 import resource, sys
-from shardwell.offload.disk import DiskSettings, DiskTier
+from shardwell.offload.disk import AioSettings, DiskTier
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-tier = DiskTier([sys.argv[1]], DiskSettings(engine="python"))
+tier = DiskTier([sys.argv[1]], AioSettings(engine="python"))
 try:
     tier.allocate(1 << 21)
 except Exception as error:
@@ -245,7 +245,7 @@ def test_a_slot_that_a_drive_may_still_write_to_is_not_used_again(
         pages = ReadBuffers(tier, AlignedAllocator(Device("cpu"), MemoryStats()), 2)
         page = SwappedShard(pages, SwappedTensors(tier, MemoryStats(), "unit"))
         queue.is_done = True
-        page.chest.keep([torch.randn(100)])
+        page.chest.register([torch.randn(100)])
         slot = pages.slots.take(SECTOR)
         pages.slots.give(slot, Event())
         queue.is_done = False

@@ -151,7 +151,7 @@ def lost(folder: str, *, asynchronous: bool) -> tuple[str, float]:
         if dist.get_rank() == 1:
             patch.setattr(Saver, "_write", lambda *_: None)
             engine.save_checkpoint(folder, tag="one", asynchronous=asynchronous)
-            engine._context.world.cut_links()
+            engine._context.world.abort_links()
             store.wait(["rank 0 is done"], timedelta(seconds=30))
             return "", 0.0
         try:

@@ -37,14 +37,14 @@ def routes() -> Collectives:
     """The collectives of all ranks, on links of their own."""
     home = Device(torch.device("cpu"))
     comm = Collectives(world_mesh(home.torch_device), home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
-    comm.agreement = Agreement(comm.mesh, SOON, comm.cut_links)
+    comm.agreement = Agreement(comm.mesh, SOON, comm.abort_links)
     return comm
 
 
 def waited(comm: Collectives, flat: torch.Tensor) -> dict[str, Any]:
     begin = time.monotonic()
     try:
-        comm.gather(flat, "GATHER all").wait()
+        comm.all_gather(flat, "GATHER all").wait()
     except ShardwellError as error:
         return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begin}
     return {"error": "", "text": "", "seconds": time.monotonic() - begin}
@@ -65,13 +65,13 @@ def cut_in_turn() -> list[str]:
         return ["woken"] if time.monotonic() - begin < SOON else []
     store.wait(["rank 3 waits"])
     if rank == 1:
-        comm.cut_links()
+        comm.abort_links()
         store.set("rank 1 is gone", "")
     if rank == 0:
         store.wait(["rank 1 is gone"])
         with pytest.raises(RuntimeError):
             dist.recv(torch.empty(1), 1, group=comm.mesh.group)  # so that it knows
-        comm.cut_links()
+        comm.abort_links()
     return []
 
 
@@ -85,7 +85,7 @@ def fail_under_way(num_bytes: int) -> dict[str, Any]:
     waited(comm, torch.zeros(2))
     if comm.mesh.rank == 1:
         assert comm.agreement is not None
-        lost = comm.gather(flat, "GATHER all")
+        lost = comm.all_gather(flat, "GATHER all")
         comm.agreement.fail(ShardwellError("no more"))
         lost._finish = None  # nobody will wait for it, which is what this is about
         return {}
@@ -163,7 +163,7 @@ def interrupted(late: float, grace: float) -> dict[str, Any]:
     flat = torch.zeros(1 << 20)
     with pytest.MonkeyPatch.context() as patch, alarm_after(0.2):
         patch.setattr(gloo_wait, "_GRACE", grace)
-        gathering = comm.gather(flat, "GATHER all")
+        gathering = comm.all_gather(flat, "GATHER all")
         with pytest.raises(TimeoutError):
             gathering.wait()
     had_come = bool((flat[1 << 19 :] == 5.0).all())
@@ -203,7 +203,7 @@ dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), 
 comm, flat = routes(), torch.zeros(1 << 28, dtype=torch.uint8)
 waited(comm, torch.zeros(2))
 if comm.mesh.rank == 1:
-    comm.gather(flat, "GATHER all")
+    comm.all_gather(flat, "GATHER all")
     time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 found = waited(comm, flat)
@@ -234,7 +234,7 @@ def without_a_word() -> dict[str, Any]:
     engine.step()
     store, begin, found = dist.distributed_c10d._get_default_store(), time.monotonic(), {}
     if rank == 3:
-        engine._context.world.cut_links()
+        engine._context.world.abort_links()
     else:
         try:
             engine(rows)

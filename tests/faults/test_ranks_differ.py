@@ -140,7 +140,7 @@ def change_a_rate(stage: int, name: str, groups: int, late: bool = False) -> dic
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage))
     if late:
         device = SimpleNamespace(
-            is_cuda=True, scalar=engine._context.device.scalar, read_later=engine._context.device.read_later
+            is_cuda=True, scalar=engine._context.device.scalar, read_later=engine._context.device.read_async
         )
         engine.optimizer._global_norm._rates._context = SimpleNamespace(world=engine._context.world, device=device)
     taken = 0
@@ -248,11 +248,11 @@ def gather_unequal(dtypes: bool) -> dict[str, str]:
     """Rank 1 gathers more than the others, or numbers of another kind, under the same name."""
     home = Device(torch.device("cpu"))
     comm = Collectives(world_mesh(home.torch_device), home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
-    comm.agreement = Agreement(comm.mesh, 5.0, comm.cut_links)
+    comm.agreement = Agreement(comm.mesh, 5.0, comm.abort_links)
     is_odd = dist.get_rank() == 1
     numel, dtype = (8, torch.float64) if is_odd and dtypes else (12 if is_odd else 8, torch.float32)
     try:
-        comm.gather(torch.zeros(numel, dtype=dtype), "GATHER all").wait()
+        comm.all_gather(torch.zeros(numel, dtype=dtype), "GATHER all").wait()
     except shardwell.ShardwellError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": "", "text": ""}

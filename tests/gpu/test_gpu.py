@@ -183,7 +183,7 @@ def resting_bytes(stage: int, bf16: bool) -> tuple[int, int]:
     gc.collect()
     before = torch.cuda.memory_allocated()
     engine, data = nccl_engine(stage, bf16={"enabled": bf16})
-    numel = sum(group.layout.numel for unit in engine._flow.units for group in unit.groups)
+    numel = sum(group.layout.numel for unit in engine._scheduler.units for group in unit.groups)
     for batch in data[:2]:
         engine.backward(engine(batch))
         engine.step()

@@ -140,7 +140,7 @@ def gathers_of_frozen_weights(keep: Any) -> list[int]:
         with engine.record() as trace:
             engine.backward(engine(batch))
             engine.step()
-        frozen = [g for unit in engine._flow.units for g in unit.groups if not g.trainable]
+        frozen = [g for unit in engine._scheduler.units for g in unit.groups if not g.trainable]
         assert trace.count(TraceAction.GATHER) > 0
         bytes_whole.append(sum(group.flat.present for group in frozen))
     return bytes_whole

@@ -88,10 +88,10 @@ def micro_step(engine: shardwell.Engine, step: int) -> None:
 
 
 def settle(engine: shardwell.Engine) -> None:
-    engine._flow.finish()
-    for unit in engine._flow.units:
+    engine._scheduler.finish_backward()
+    for unit in engine._scheduler.units:
         for group in unit.trainable:
-            group.gradients.settle()
+            group.gradients.wait()
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes
@@ -109,7 +109,7 @@ def bytes_of_a_run(stage: int, precision: str) -> dict[str, Any]:
     engine.step()
     at_rest, live = engine.memory(), live_bytes() - before if counts else None
     books = {**with_gradients.now, **with_gradients.peak, **at_rest.now, **at_rest.peak}
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     return {
         "owners": sorted({unit for state, unit, _ in books if state in (StateKind.GRADIENTS, StateKind.OPTIMIZER)}),
         "trainable": sum(group.layout.padded for group in groups if group.trainable),
@@ -161,7 +161,7 @@ def kept(room: int | str, **config: Any) -> dict[str, Any]:
         found["gathered"].append(engine.traffic().total(TrafficKind.GATHER))
         found["parameters"].append(engine.memory().total(StateKind.PARAMETERS))
         found["traces"].append(sorted({trace.unit_names[e.unit] for e in trace if e.action is TraceAction.GATHER}))
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     return {
         **found,
         "frozen": {group.unit: group.layout.padded for group in groups if not group.trainable},

@@ -38,11 +38,11 @@ def bytes_of_a_run(stage: int, bf16: bool, accumulation: int) -> dict[str, int]:
         engine.step()
     rest, rest_by_books = live_bytes() - before, engine.memory().total()
     micro_step(engine)
-    engine._flow.reducer.finish_all()  # the last one may still be on its way
-    for unit in engine._flow.units:
+    engine._scheduler.reducer.finish_all()  # the last one may still be on its way
+    for unit in engine._scheduler.units:
         for group in unit.trainable:
-            group.gradients.settle()
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+            group.gradients.wait()
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     return {
         "numel": sum(group.layout.numel for group in groups),
         "pad": sum(group.layout.padded - group.layout.numel for group in groups),
@@ -100,7 +100,7 @@ def bytes_of_no_sync(stage: int) -> tuple[int, int]:
     with engine.no_sync():
         micro_step(engine)
     held = engine.memory().total(StateKind.GRADIENTS)
-    return held, sum(group.layout.numel for unit in engine._flow.units for group in unit.groups)
+    return held, sum(group.layout.numel for unit in engine._scheduler.units for group in unit.groups)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -124,7 +124,7 @@ def peak_of_a_step() -> dict[str, int]:
     del model, loss
     with PeakWatch() as watch:
         micro_step(engine, 3)
-    units = sorted((unit.numel * 4 for unit in engine._flow.units), reverse=True)
+    units = sorted((unit.numel * 4 for unit in engine._scheduler.units), reverse=True)
     return {
         "peak": watch.peak - watch.start,
         "gradients": sum(units) // dist.get_world_size(),
@@ -154,7 +154,7 @@ def bytes_of_construction(stage: int) -> dict[str, int]:
     born = live_bytes()
     with PeakWatch() as regroup:
         engine = shardwell.initialize(model=model, config=config).engine
-    units = sorted((unit.numel * 4 for unit in engine._flow.units), reverse=True)
+    units = sorted((unit.numel * 4 for unit in engine._scheduler.units), reverse=True)
     shards = sum(units) // dist.get_world_size()
     return {
         "peak": watch.peak - watch.start,

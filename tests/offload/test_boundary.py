@@ -104,7 +104,7 @@ def half_finite(block: dict[str, Any], name: str) -> tuple[str, dict[str, tuple[
     with pytest.raises(NonFiniteError) as caught:
         engine.step()
     counts: dict[str, tuple[int, int]] = {}
-    for unit in engine._flow.units:
+    for unit in engine._scheduler.units:
         names = [slot.name for group in unit.trainable for slot in group.layout.slots]
         after = {key: safe_get_full_fp32_param(p) for key, p in model.named_parameters() if key in names}
         changed = sum(int((value != before[key]).sum()) for key, value in after.items())

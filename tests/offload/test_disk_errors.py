@@ -58,7 +58,7 @@ def train(engine: shardwell.Engine, num_steps: int = 2) -> None:
 
 
 def wait(engine: shardwell.Engine) -> None:
-    for unit in engine._flow.units:
+    for unit in engine._scheduler.units:
         unit.wait()
 
 
@@ -66,37 +66,37 @@ def wait(engine: shardwell.Engine) -> None:
 
 
 def reading_masters(engine: shardwell.Engine) -> None:
-    group = engine._flow.units[2].groups[0]
+    group = engine._scheduler.units[2].groups[0]
     with failing(SwappedTensors, "open", only=group.chest):  # the parameters' chest is open already
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def writing_masters(engine: shardwell.Engine) -> None:
-    group = engine._flow.units[2].groups[0]
+    group = engine._scheduler.units[2].groups[0]
     value = safe_get_full_fp32_param(group.parameters[0])
-    with failing(SwappedTensors, "_write", only=group.page.chest):
+    with failing(SwappedTensors, "_write", only=group.swapped_shard.chest):
         safe_set_full_fp32_param(group.parameters[0], value)
 
 
 def joining_masters(engine: shardwell.Engine) -> None:
-    group = engine._flow.units[2].groups[0]
+    group = engine._scheduler.units[2].groups[0]
     with failing(FlatBuffer, "grow", only=group._joined):
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def reading_ahead(engine: shardwell.Engine) -> None:
-    with failing(SwappedShard, "read", only=engine._flow.units[3].groups[0].page):
+    with failing(SwappedShard, "read", only=engine._scheduler.units[3].groups[0].swapped_shard):
         engine(batches(1, 4)[0])
 
 
 def reading_to_look(engine: shardwell.Engine) -> None:
-    page, last_first = engine._flow.units[0].groups[0].page, list(engine.module.parameters())[::-1]
+    page, last_first = engine._scheduler.units[0].groups[0].swapped_shard, list(engine.module.parameters())[::-1]
     with failing(SwappedShard, "read", only=page), shardwell.zero.GatheredParameters(last_first):
         pytest.fail("it was opened")
 
 
 def remembering_masters(engine: shardwell.Engine) -> None:
-    group = engine._flow.units[0].groups[0]
+    group = engine._scheduler.units[0].groups[0]
     with failing(SwappedTensors, "open", only=group.chest), shardwell.zero.GatheredParameters(group.parameters):
         pytest.fail("it was opened")
 
@@ -120,7 +120,7 @@ def after(folder: str, go_wrong: Callable[[shardwell.Engine], None] | None) -> d
             go_wrong(engine)
     train(engine)
     engine.save_checkpoint(f"{folder}/saved")
-    assert not [unit.name for unit in engine._flow.units if unit.held]
+    assert not [unit.name for unit in engine._scheduler.units if unit.is_held]
     return whole_parameters(engine.module)
 
 
@@ -157,7 +157,7 @@ def stepping(folder: str) -> bool:
     check_equal({name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}, before)
     sizes = [len(group["params"]) for group in engine.optimizer.param_groups]
     train(engine)
-    return sizes == [len(engine._flow.units)]
+    return sizes == [len(engine._scheduler.units)]
 
 
 def test_a_step_that_fails_leaves_parameters_on_disk_as_they_were(ranks: Ranks, tmp_path: Path) -> None:

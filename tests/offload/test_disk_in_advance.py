@@ -59,7 +59,7 @@ def reads(folder: str, commit: str) -> dict[str, Any]:
         found["in forward"] = sum(sizes)
         engine.backward(loss)
         engine.step()
-        for unit in engine._flow.units:
+        for unit in engine._scheduler.units:
             unit.wait()
     finally:
         DiskTier.read = before  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ def moved(commit: str, path: str) -> list[dict[str, int]]:
         with counted(bytes_moved):
             engine.backward(engine(torch.ones(2, 16).bfloat16(), used))
             engine.step()
-            for unit in engine._flow.units:
+            for unit in engine._scheduler.units:
                 unit.wait()
             read_ahead(engine)
         found.append(bytes_moved)
@@ -227,7 +227,7 @@ def taken_unawares(folder: str, how: str) -> int:
     with guessing(may_go_on):
         step(engine, batches(1, 4)[0])
         engine.zero_grad()
-        for unit in engine._flow.units:
+        for unit in engine._scheduler.units:
             unit.wait()
         threading.Timer(0.1, may_go_on.set).start()
         if how == "refit":
@@ -253,9 +253,9 @@ def crossed(folder: str) -> bool:
         step(engine, batch)
     updates = engine.optimizer._offloaded.host
     updates.forget_guesses()
-    unit = engine._flow.units[1]
+    unit = engine._scheduler.units[1]
     unit.wait()
-    with unit.trainable[0].fetched():
+    with unit.trainable[0].swapped_in():
         guess = updates._reader.submit(lambda: updates.store.prepare(unit))
         time.sleep(0.1)
         with updates.store.opened(unit, changes=False):
@@ -290,7 +290,7 @@ def failing(folder: str) -> str:
         step(engine, data[1])  # a guess that came to nothing stops nobody
         OptimizerSwapper.seat = broken  # type: ignore[method-assign]
         step(engine, data[2])
-        for unit in engine._flow.units:
+        for unit in engine._scheduler.units:
             unit.wait()
     except shardwell.ShardwellError as error:
         return str(error)

@@ -137,10 +137,10 @@ def adapted(block: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], t
             x = torch.randn(2, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
             engine.backward(engine(x).float().square().mean())
             engine.step()
-            for unit in engine._flow.units:
+            for unit in engine._scheduler.units:
                 unit.wait()
             wait_for_the_reader(engine)
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     sizes = [sum(g.layout.shard_numel for g in groups if g.trainable is kind) for kind in (True, False)]
     return whole_parameters(engine.module), moved, (sizes[0], sizes[1])
 
@@ -231,7 +231,7 @@ def books(parameters: str, optimizer: str, path: str) -> dict[str, float]:
     quickly()
     engine = engine_with(blocks(parameters, optimizer, path))
     train(engine, 2)
-    numel = sum(group.own[1] - group.own[0] for unit in engine._flow.units for group in unit.groups)
+    numel = sum(group.own[1] - group.own[0] for unit in engine._scheduler.units for group in unit.groups)
     found: defaultdict[str, float] = defaultdict(float)
     for (state, _, tier), size in engine.memory().now.items():
         found[f"{state.value} {tier.value}"] += size / numel
@@ -242,7 +242,7 @@ def train(engine: Any, num_steps: int) -> None:
     for batch in batches(num_steps, 4):
         engine.backward(engine(batch))
         engine.step()
-        for unit in engine._flow.units:
+        for unit in engine._scheduler.units:
             unit.wait()
 
 
@@ -250,7 +250,7 @@ def where_parameters_rest(path: str, max_in_cpu: int) -> list[Tier]:
     quickly()
     engine = engine_with(blocks("nvme", "nvme", path, max_in_cpu=max_in_cpu))
     train(engine, 1)
-    return [group.row.parameters.tier for unit in engine._flow.units for group in unit.groups]
+    return [group.row.parameters.tier for unit in engine._scheduler.units for group in unit.groups]
 
 
 def test_parameters_that_may_be_on_the_host_are(ranks: Ranks, tmp_path: Path) -> None:
@@ -281,8 +281,8 @@ def expected_reads(path: str, buffer_count: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwappedShard, "read", lambda page: found.append(page._coming is not None) or read(page))
         train(engine, 1)
-    assert engine._flow.pages is not None
-    assert engine._flow.pages.num_ahead == 0
+    assert engine._scheduler.pages is not None
+    assert engine._scheduler.pages.num_ahead == 0
     return found
 
 
@@ -302,7 +302,7 @@ def depths(path: str, buffer_count: int, seconds: list[float]) -> list[int]:
         for each in seconds:
             patch.setattr(DiskTransfer, "seconds", each)
             train(engine, 2)
-            found.append(engine._flow.pages.pace.depth)
+            found.append(engine._scheduler.pages.pace.depth)
     return found
 
 

@@ -308,9 +308,9 @@ def books(path: str, moments: str, directory: str) -> tuple[MemoryReport, int, i
         engine.save_checkpoint(directory)
         engine.load_checkpoint(directory)
     whole_parameters(engine.module)
-    sizes = [sum(group.own[1] - group.own[0] for group in unit.groups) for unit in engine._flow.units]
+    sizes = [sum(group.own[1] - group.own[0] for group in unit.groups) for unit in engine._scheduler.units]
     held = engine.memory()
-    for unit in engine._flow.units:
+    for unit in engine._scheduler.units:
         for shard in engine.optimizer.shards.of(unit):
             state = engine.optimizer.state[shard.tensor]
             assert shard.tensor.untyped_storage().nbytes() == 4
@@ -345,7 +345,7 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
 ) -> None:
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(on_disk(tmp_path), commit="after_norm")
-    seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in engine._flow.units}
+    seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in engine._scheduler.units}
     overlaps = []
     seat, step = OptimizerSwapper.seat, host_updates.HostUpdateQueue._step
 
@@ -447,7 +447,7 @@ def test_a_shadow_on_disk_commits_after_the_norm(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(on_disk(tmp_path), commit="shadow")
     assert set(engine.offload.commits.values()) == {CommitPolicy.AFTER_NORM}
-    assert len(engine.offload.commits) == len(engine._flow.units)
+    assert len(engine.offload.commits) == len(engine._scheduler.units)
 
 
 def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

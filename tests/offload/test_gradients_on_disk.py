@@ -99,11 +99,11 @@ def bytes_of_gradients(block: dict[str, Any], tier: str, accumulation: int) -> t
     found: dict[Tier, int] = {}
 
     def look(number: int) -> None:
-        engine._flow.end_passes()
+        engine._scheduler.end_passes()
         found.update(held(engine))
 
     trained(engine, look=look)
-    groups = [group for unit in engine._flow.units for group in unit.trainable if group.is_stepped_on_host]
+    groups = [group for unit in engine._scheduler.units for group in unit.trainable if group.is_stepped_on_host]
     return sum(group.own[1] - group.own[0] for group in groups), found
 
 
@@ -139,12 +139,12 @@ def bytes_moved(block: dict[str, Any], tier: str, accumulation: int) -> tuple[in
     finally:
         for name, original in originals.items():
             setattr(DiskTier, name, original)
-    numel = sum(g.own[1] - g.own[0] for unit in engine._flow.units for g in unit.trainable if g.is_stepped_on_host)
+    numel = sum(g.own[1] - g.own[0] for unit in engine._scheduler.units for g in unit.trainable if g.is_stepped_on_host)
     return numel, moved["read"], moved["write"]
 
 
 def settled(engine: shardwell.Engine) -> None:
-    for unit in engine._flow.units:
+    for unit in engine._scheduler.units:
         unit.wait()
     engine.optimizer._offloaded.host.bytes_in_advance()
 
@@ -198,7 +198,7 @@ def given_up(block: dict[str, Any], tier: str, accumulation: int) -> dict[str, T
     engine.optimizer.zero_grad()
     trained(engine, 1)
     engine.backward(engine(rows[0]))
-    engine._flow.end_passes()
+    engine._scheduler.end_passes()
     engine.backward(engine(rows[1]))
     engine.step()
     return whole_parameters(engine.module)
@@ -233,7 +233,7 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
     engine = clipped(block, "disk", accumulation)
     trained(engine, 1)
     settled(engine)
-    put_back, failed = SwappedTensors.put_back, list[SwappedTensors]()
+    put_back, failed = SwappedTensors.swap_out, list[SwappedTensors]()
     chests = [away.chest for away in engine.optimizer._offloaded.host.descent._waiting._units.values()]
 
     def failing(chest: SwappedTensors, *, changed: bool) -> Any:
@@ -243,12 +243,12 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
             raise ShardwellError("the drive is gone")
         return put_back(chest, changed=changed)
 
-    SwappedTensors.put_back = failing  # type: ignore[method-assign]
+    SwappedTensors.swap_out = failing  # type: ignore[method-assign]
     try:
         with pytest.raises(ShardwellError) as caught:
             trained_and_settled(engine)
     finally:
-        SwappedTensors.put_back = put_back  # type: ignore[method-assign]
+        SwappedTensors.swap_out = put_back  # type: ignore[method-assign]
     with contextlib.suppress(ShardwellError):
         settled(engine)
     return str(caught.value), goes_on(engine)
@@ -278,8 +278,8 @@ def with_sums_that_cannot_be_read(block: dict[str, Any], micro: int) -> tuple[bo
         waiting: GradientSwapper, unit: Unit, *args: Any, **kwargs: Any
     ) -> tuple[dict[ShardedGroup, Tensor], list[Any]]:
         sums, reads = add(waiting, unit, *args, **kwargs)
-        calls.extend([unit] if unit is engine._flow.units[2] else [])
-        if unit is not engine._flow.units[2] or len(calls) != micro + 1:
+        calls.extend([unit] if unit is engine._scheduler.units[2] else [])
+        if unit is not engine._scheduler.units[2] or len(calls) != micro + 1:
             return sums, reads
         for tensor in sums.values():
             tensor.fill_(float("nan") if micro == 2 else 1e3)
@@ -325,7 +325,7 @@ def test_a_drive_that_fails_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_pat
 
 def tiers_of(block: dict[str, Any], **own: Any) -> set[Tier]:
     engine = clipped(block, own.pop("gradients", "auto"), **own)
-    groups = [group for unit in engine._flow.units for group in unit.trainable if group.is_stepped_on_host]
+    groups = [group for unit in engine._scheduler.units for group in unit.trainable if group.is_stepped_on_host]
     return {group.row.gradients.tier for group in groups}
 
 

@@ -342,7 +342,7 @@ def bytes_by_tier(ratio: float, moments: str = "fp32") -> dict[str, float]:
     for (state, _, tier), size in engine.memory().now.items():
         if state is StateKind.OPTIMIZER:
             held[tier.value] += size
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     return {**held, "own": float(sum(group.own[1] - group.own[0] for group in groups))}
 
 

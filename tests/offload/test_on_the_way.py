@@ -87,7 +87,7 @@ def loaded(block: dict[str, Any], commit: str, folder: str, steps: bool) -> tupl
         if steps:
             engine.step()
         engine.load_checkpoint(folder)
-        for unit in engine._flow.units:
+        for unit in engine._scheduler.units:
             unit.wait()
         found = copied(everything(engine))
     train(engine, 1)
@@ -297,7 +297,7 @@ def refitted(commit: str) -> list[dict[tuple[StateKind, str, Tier], int]]:
             model.blocks[1].up.weight.requires_grad_(trains)
             engine.refit()
             train(engine)
-        for unit in engine._flow.units:
+        for unit in engine._scheduler.units:
             unit.wait()
         now = engine.memory().now.items()
         found.append({key: size for key, size in now if key[0] in (StateKind.GRADIENTS, StateKind.STAGING) and size})

@@ -89,7 +89,7 @@ def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[s
     held: Counter[Tier] = Counter()
     for (state, _, tier), size in engine.memory().now.items():
         held[tier] += size if state in (StateKind.PARAMETERS, StateKind.OPTIMIZER) else 0
-    rows = [unit.groups[0].row for unit in engine._flow.units]
+    rows = [unit.groups[0].row for unit in engine._scheduler.units]
     return {
         "values": values,
         "rows": [(row.parameters.tier, row.optimizer.tier) for row in rows],
@@ -241,13 +241,13 @@ def grown(own: dict[str, Any]) -> list[Any]:
     torch.manual_seed(0)
     model = Stack(layers=4)
     engine = shardwell.initialize(model=model, config=configured(ALL_BELOW, own)).engine
-    before = [unit.groups[0].row.parameters.tier for unit in engine._flow.units]
+    before = [unit.groups[0].row.parameters.tier for unit in engine._scheduler.units]
     model.layers[0] = Layer()
     model.layers.append(Layer())
     for _ in range(2):
         engine.backward(engine(torch.ones(4, 64)))
         engine.step()
-    return [before, [unit.groups[0].row.parameters.tier for unit in engine._flow.units]]
+    return [before, [unit.groups[0].row.parameters.tier for unit in engine._scheduler.units]]
 
 
 def test_a_unit_that_is_built_anew_keeps_its_place_and_a_new_one_rests_deep(ranks: Ranks) -> None:
@@ -297,7 +297,7 @@ def built(path: str, upside_down: bool) -> dict[str, Any]:
         if upside_down:
             patch.setattr(TierPlacement, "depth", 0)
         engine = shardwell.initialize(model=model, config=config).engine
-    return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine._flow.units]}
+    return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine._scheduler.units]}
 
 
 def test_units_that_rest_deepest_are_built_first(ranks: Ranks, tmp_path: Path) -> None:

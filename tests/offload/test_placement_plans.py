@@ -94,15 +94,15 @@ def test_what_else_decides_on_bytes() -> None:
     assert +StateFormula(3, 2, num_states=1).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * 8}
     assert +formula.needs(kind, 512, TierPlacement()) == {DEVICE: 256 * 14}  # with the gradients
     assert +formula.needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 14}
-    assert +StateFormula(3, 2, commit=CommitPolicy.AT_ONCE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
+    assert +StateFormula(3, 2, commit=CommitPolicy.IMMEDIATE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
     assert +StateFormula(3, 2, accumulates=True).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 16}
     last = TierPlacement(DISK, DISK, gradients=DISK)
     assert +formula.needs(kind, 512, last) == {DISK: 256 * 14}
     assert +formula.needs(kind, 512, last._replace(gradients=HOST)) == {DISK: 256 * 12, HOST: 256 * 2}
     assert +StateFormula(3, 2, accumulates=True).needs(kind, 512, last) == {DISK: 256 * 16}
-    assert +StateFormula(3, 2, commit=CommitPolicy.AT_ONCE).needs(kind, 512, last) == {DISK: 256 * 12}
+    assert +StateFormula(3, 2, commit=CommitPolicy.IMMEDIATE).needs(kind, 512, last) == {DISK: 256 * 12}
     assert +StateFormula(3, 2, accumulates=True).needs(kind, 512, TierPlacement()) == {DEVICE: 256 * 16}
-    assert +StateFormula(3, 2, commit=CommitPolicy.SHADOW).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
+    assert +StateFormula(3, 2, commit=CommitPolicy.SPECULATIVE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
     near = StateFormula(3, 4, ranks_per_copy=2)  # a second copy, of what is frozen for good
     assert +near.at_rest(kind, 512, TierPlacement()) == {DEVICE: 128 * 12}
     assert +near.needs(kind, 512, TierPlacement()) == {DEVICE: 128 * 14 + 256 * 2}

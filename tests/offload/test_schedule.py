@@ -36,7 +36,7 @@ PLACES = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
 def lifting(lifts: bool = True) -> Iterator[list[str]]:
     """Shards are copied ahead of their gathers, or not; yields the names of those that were."""
     lifted: list[str] = []
-    lift, expect = StoredShard.lift, SwappedShard.expect
+    lift, expect = StoredShard.prefetch_to_device, SwappedShard.expect
 
     def noted(shard: StoredShard) -> bool:
         is_lifted = lift(shard)
@@ -50,8 +50,8 @@ def lifting(lifts: bool = True) -> Iterator[list[str]]:
         return is_asked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "has_own_memory", lifts)
-        patch.setattr(StoredShard, "lift", noted)
+        patch.setattr(Device, "has_device_memory", lifts)
+        patch.setattr(StoredShard, "prefetch_to_device", noted)
         patch.setattr(SwappedShard, "expect", at_once)
         yield lifted
 
@@ -96,7 +96,7 @@ def ring(
         with engine.record() as trace:
             engine.backward(engine(x, order).float().square().mean())
             engine.step()
-            for unit in engine._flow.units:
+            for unit in engine._scheduler.units:
                 unit.wait()
     return engine, list(trace)
 
@@ -144,7 +144,7 @@ def changed_between(block: dict[str, Any]) -> tuple[Tensor, int]:
         x = torch.ones(2, 16).bfloat16()
         with torch.no_grad():
             engine.module(x, IN_ORDER[:3])
-            assert engine._flow.units[4].groups[0].shard._lifted is not None
+            assert engine._scheduler.units[4].groups[0].shard._lifted is not None
             safe_set_full_fp32_param(engine.module.blocks[4][0].weight, torch.zeros(16, 16))
             with shardwell.zero.GatheredParameters([engine.module.blocks[4][0].bias], modifier_rank=0):
                 engine.module.blocks[4][0].bias.fill_(0.25)
@@ -163,7 +163,7 @@ def coded(block: dict[str, Any], *, lifts: bool) -> tuple[dict[str, Tensor], dic
     coding = {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True}
     with lifting(lifts) as lifted:
         engine, _ = ring({**block, **coding}, ORDERS, num_frozen=3, shardwell={"keep_frozen": 0})
-        encoded = {group.name: group.is_encoded for unit in engine._flow.units for group in unit.groups}
+        encoded = {group.name: group.is_quantized for unit in engine._scheduler.units for group in unit.groups}
         assert set(encoded.values()) == {False, True}
         counts = {kind: sum(encoded[name] is kind for name in lifted) for kind in (False, True)}
         return whole_parameters(engine.module), counts
@@ -214,7 +214,7 @@ def test_a_rank_that_is_alone_has_no_stage_between_disk_and_gather(ranks: Ranks,
 
 def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, int]:
     """The most bytes of lifted copies at once, those of one shard of a block, and what is left of them after a step."""
-    most, lift = 0, StoredShard.lift
+    most, lift = 0, StoredShard.prefetch_to_device
 
     def watched(shard: StoredShard) -> bool:
         nonlocal most
@@ -223,13 +223,13 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
         return is_lifted
 
     def copies() -> list[Tensor]:
-        shards = [group.shard for unit in engine._flow.units for group in unit.groups]
+        shards = [group.shard for unit in engine._scheduler.units for group in unit.groups]
         return [shard._lifted[0] for shard in shards if shard is not None and shard._lifted is not None]
 
     with lifting():
         engine, _ = ring(block, ORDERS[:2])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StoredShard, "lift", watched)
+            patch.setattr(StoredShard, "prefetch_to_device", watched)
             for order in orders:
                 engine.backward(engine(torch.ones(2, 16).bfloat16(), order).float().mean())
                 engine.step()
@@ -238,7 +238,7 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
                 engine(torch.ones(2, 16).bfloat16(), IN_ORDER[:3])
         left = [entry for entry in engine._context.scratch._out.values() if entry[1] is StateKind.STAGING]
         assert len(left) == len(copies())
-        return most, engine._flow.units[-1].releasable[0].layout.shard_numel * 2, len(left)
+        return most, engine._scheduler.units[-1].releasable[0].layout.shard_numel * 2, len(left)
 
 
 @pytest.mark.parametrize("orders", [[IN_ORDER] * 2, ORDERS], ids=["in order", "wrong guesses"])
@@ -251,7 +251,7 @@ def test_copies_of_two_shards_at_a_time_at_most(ranks: Ranks, orders: list[list[
 
 def hindered(block: dict[str, Any], by: str) -> tuple[dict[str, Tensor], int]:
     """Reads that fail are the matter of who needs them; memory that is short is nobody's."""
-    take = TemporaryBuffers.take
+    take = TemporaryBuffers.allocate
 
     def short(scratch: TemporaryBuffers, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
         if state is StateKind.STAGING and unit.startswith("blocks"):
@@ -260,7 +260,7 @@ def hindered(block: dict[str, Any], by: str) -> tuple[dict[str, Tensor], int]:
 
     with lifting() as lifted, pytest.MonkeyPatch.context() as patch:
         if by == "memory":
-            patch.setattr(TemporaryBuffers, "take", short)
+            patch.setattr(TemporaryBuffers, "allocate", short)
         else:
             patch.setattr(DiskTransfer, "has_succeeded", False)
         engine, _ = ring(block, ORDERS)

@@ -29,7 +29,7 @@ def train(stage: int, unsynced: bool) -> dict[str, Any]:
             with engine.no_sync() if unsynced and micro + 1 < MICRO_STEPS else contextlib.nullcontext():
                 engine.backward(engine(rows))
             engine.step()
-    groups = [group for unit in engine._flow.units for group in unit.trainable]
+    groups = [group for unit in engine._scheduler.units for group in unit.trainable]
     return {
         "parameters": whole_parameters(model),
         "calls": engine.traffic().calls[TrafficKind.REDUCE],

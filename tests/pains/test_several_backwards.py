@@ -297,8 +297,8 @@ def zeroed_between(has_optimizer: bool) -> dict[str, Tensor]:
             engine.step()
     if has_optimizer:
         return whole_parameters(model)
-    engine._flow.finish()
-    groups = [group for unit in engine._flow.units for group in unit.trainable]
+    engine._scheduler.finish_backward()
+    groups = [group for unit in engine._scheduler.units for group in unit.trainable]
     return {g.name: g.gradients.result[: max(0, g.layout.numel - g.own[0])] for g in groups}  # without padding
 
 

@@ -318,11 +318,11 @@ def books(stage: int) -> dict[str, int]:
         if not last:
             engine.step()
             rest, live = engine.memory(), live_bytes() - before if counts else engine.memory().total()
-    engine._flow.finish()
-    for unit in engine._flow.units:
+    engine._scheduler.finish_backward()
+    for unit in engine._scheduler.units:
         for group in unit.trainable:
-            group.gradients.settle()
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+            group.gradients.wait()
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     return {
         "padded": sum(group.layout.padded for group in groups),
         "parameters": rest.total(StateKind.PARAMETERS),

@@ -84,7 +84,7 @@ def rows(seed: int = 1) -> Tensor:
 
 
 def unit_of(engine: shardwell.Engine, name: str) -> Any:
-    return next(unit for unit in engine._flow.units if unit.name == name)
+    return next(unit for unit in engine._scheduler.units if unit.name == name)
 
 
 def assert_same(engine: shardwell.Engine, model: nn.Module) -> None:
@@ -117,7 +117,7 @@ def test_a_part_of_the_root_that_has_parts_runs_alone(grad: bool) -> None:
         model.encoder(rows()).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert_same(engine, model)
-    assert unit_of(engine, "").residency is Residency.RELEASED
+    assert unit_of(engine, "").residency is Residency.SHARDED
     train_a_step(engine, model)
 
 
@@ -125,7 +125,7 @@ def test_a_part_that_fails_ends_its_loan() -> None:
     engine, model = engine_at(), plain()
     with torch.no_grad(), pytest.raises(ValueError, match="in the middle"):
         engine.module.encoder(rows(), fail=True)
-    assert unit_of(engine, "").residency is Residency.RELEASED
+    assert unit_of(engine, "").residency is Residency.SHARDED
     with torch.no_grad():
         assert torch.equal(engine.module.encoder(rows()), model.encoder(rows()))
     train_a_step(engine, model)
@@ -147,18 +147,18 @@ class Catches(Model):
 def test_an_error_that_a_model_catches_leaves_nothing_behind() -> None:
     engine, model = engine_at(kind=Catches), plain(Catches)
     train_a_step(engine, model)
-    assert not engine._flow.calls
+    assert not engine._scheduler.calls
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert all(unit.residency is Residency.RELEASED for unit in engine._flow.units)
+    assert all(unit.residency is Residency.SHARDED for unit in engine._scheduler.units)
     with pytest.raises(TypeError):
         engine(None)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not any(unit.in_forward for unit in engine._flow.units)
+    assert not any(unit.in_forward for unit in engine._scheduler.units)
 
 
 def test_naming_the_root_makes_one_unit_of_all() -> None:
     engine = engine_at(zero_optimization={"leaf_module": {"classes": ["Model"]}})
-    assert [unit.name for unit in engine._flow.units] == [""]
+    assert [unit.name for unit in engine._scheduler.units] == [""]
     train_a_step(engine, plain())
 
 
@@ -181,7 +181,7 @@ def test_a_view_that_a_forward_hides_is_read_after_its_unit_was_released() -> No
     engine = engine_at(kind=Showing)
     with torch.no_grad():
         engine(rows())
-    assert unit_of(engine, "blocks.1").residency is Residency.RELEASED
+    assert unit_of(engine, "blocks.1").residency is Residency.SHARDED
     assert torch.equal(engine.module.blocks[1].kept, plain(Showing).blocks[1].inner.a.weight.t())
 
 
@@ -212,11 +212,11 @@ def test_nobody_else_keeps_memory_after_forward_and_backward() -> None:
     engine = engine_at()
     for _ in range(2):
         loss = engine(rows()).square().mean()
-        held = {u.name for u in engine._flow.units if u.groups[0].flat.tensor.untyped_storage().nbytes()}
+        held = {u.name for u in engine._scheduler.units if u.groups[0].flat.tensor.untyped_storage().nbytes()}
         assert held == set()
         loss.backward()
         engine.step()
-        held = {u.name for u in engine._flow.units if u.groups[0].flat.tensor.untyped_storage().nbytes()}
+        held = {u.name for u in engine._scheduler.units if u.groups[0].flat.tensor.untyped_storage().nbytes()}
         assert held == set()
 
 

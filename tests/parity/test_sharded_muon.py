@@ -116,7 +116,7 @@ def given_to_shards(dtype: torch.dtype) -> list[dict[str, Any]]:
             for step in range(3):
                 engine.backward(engine(given(model, step)))
                 engine.step()
-        runs = [run for unit in engine._flow.units for group in unit.groups for run, _ in group.runs]
+        runs = [run for unit in engine._scheduler.units for group in unit.groups for run, _ in group.spans]
         answers.append(
             {
                 "parameters": whole_parameters(model),

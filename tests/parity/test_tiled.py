@@ -215,7 +215,7 @@ def most_whole(tiled: bool) -> dict[str, int]:
         with engine.record() as trace:
             engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
-    units = engine._flow.units
+    units = engine._scheduler.units
     now, peak = 0, 0
     for event in trace.events:
         if event.action in (TraceAction.GATHER, TraceAction.RELEASE):

@@ -137,12 +137,12 @@ def run(case: Case, stage: int) -> dict[str, Any]:
         if micro == case.accumulation - 1:
             found = [safe_get_full_grad(parameter) for parameter in model.parameters()]
         engine.step()
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     return {
         "gradients": found,
         "reduced": engine.traffic().total(TrafficKind.REDUCE),
         "padded": sum(group.layout.padded for group in groups),
-        "units": len(engine._flow.units),
+        "units": len(engine._scheduler.units),
         "overflow": engine.optimizer.overflow,
     }
 

@@ -46,7 +46,7 @@ def micro_step(engine: shardwell.Engine, micro: int = 0, num_micro: int = 1) -> 
 
 
 def groups_of(engine: shardwell.Engine) -> list[Any]:
-    return [group for unit in engine._flow.units for group in unit.groups]
+    return [group for unit in engine._scheduler.units for group in unit.groups]
 
 
 def node_of(rank: int, num_ranks: int, partition: int) -> int:
@@ -73,9 +73,9 @@ def traffic_of_a_step(partition: int, accumulation: int, recompute: str, bf16: b
             counter.__enter__()
         for micro in range(accumulation):
             loss = engine(share(batches(1, ROWS)[0], rank, num_ranks, micro, accumulation))
-            before = engine._ledger.so_far().received
+            before = engine._ledger.current().received
             engine.backward(loss)
-            after = engine._ledger.so_far().received
+            after = engine._ledger.current().received
             hops = {
                 hop: after.get((TrafficKind.GATHER, hop), 0) - before.get((TrafficKind.GATHER, hop), 0)
                 for hop in (INSIDE, BETWEEN)
@@ -211,7 +211,7 @@ def memory_of_a_run(partition: int, bf16: bool, accumulation: int) -> dict[str, 
             engine.step()
         rest, rest_by_books = live_bytes() - before, engine.memory().total()
         micro_step(engine, 0, accumulation)
-        engine._flow.reducer.finish_all()
+        engine._scheduler.reducer.finish_all()
         found[name] = {
             "rest": rest,
             "rest by books": rest_by_books,
@@ -279,7 +279,7 @@ def reads_of_a_step(path: str, partition: int) -> dict[str, int]:
             for micro in range(3):
                 micro_step(engine, micro, 3)
                 engine.step()
-            for unit in engine._flow.units:
+            for unit in engine._scheduler.units:
                 unit.wait()
             wait_for_the_reader(engine)
     return {**moved, "shards": 2 * sum(group.layout.shard_numel for group in groups_of(engine))}
@@ -302,7 +302,7 @@ def placed(device_memory: int | str) -> dict[str, Any]:
     engine = start(2, Gpt(blocks=6), bf16={"enabled": True}, shardwell=own, zero_optimization=places)
     for _ in range(2):
         micro_step(engine)
-        engine._flow.reducer.finish_all()
+        engine._scheduler.reducer.finish_all()
         held = sum(size for (_, _, tier), size in engine.memory().now.items() if tier is Tier.DEVICE)
         engine.step()
     groups, found = groups_of(engine), engine.offload.places

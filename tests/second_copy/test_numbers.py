@@ -41,8 +41,10 @@ class Play:
         self.model: Any = model
         self.losses: list[float] = []
         self.num_inside = 0  # gathers from second copies
-        for group in [group for unit in self.engine._flow.units for group in unit.groups if group.second is not None]:
-            group.second.gather = self._counted(group.second.gather)
+        for group in [
+            group for unit in self.engine._scheduler.units for group in unit.groups if group.secondary is not None
+        ]:
+            group.secondary.gather = self._counted(group.secondary.gather)
 
     def _counted(self, gather: Callable[[Tensor], Work]) -> Callable[[Tensor], Work]:
         def counted(flat: Tensor) -> Work:

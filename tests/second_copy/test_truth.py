@@ -77,7 +77,7 @@ def after_an_early_exit(engine: Any) -> list[Residency]:
     """What is on its way when a forward has ended before all that was expected of it."""
     score(engine)
     score(engine, 2)
-    return [unit.residency for unit in engine._flow.units if unit.residency is not Residency.RELEASED]
+    return [unit.residency for unit in engine._scheduler.units if unit.residency is not Residency.SHARDED]
 
 
 def set_locally(block: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def simulate(rank: int, num_ranks: int) -> dict[str, Any]:
         engine.backward(engine(tokens))
         engine.step()
     counter.__exit__(None, None, None)
-    groups = [group for unit in engine._flow.units for group in unit.groups]
+    groups = [group for unit in engine._scheduler.units for group in unit.groups]
     return {
         "seconds": time.monotonic() - start,
         "numel": sum(group.layout.numel for group in groups),
@@ -105,7 +105,7 @@ def simulate_nodes(rank: int, num_ranks: int, of: int, block: dict[str, Any]) ->
         engine.backward(engine(torch.zeros(1, 512, device="meta")).sum())
         engine.step()
     found = engine.traffic().received
-    shards = [group.layout.shard_numel for unit in engine._flow.units for group in unit.groups]
+    shards = [group.layout.shard_numel for unit in engine._scheduler.units for group in unit.groups]
     return {
         "shards": shards,
         "between": {kind: found.get((kind, BETWEEN), 0) for kind in (TrafficKind.GATHER, TrafficKind.REDUCE)},

@@ -115,13 +115,13 @@ def agree_among_strangers(secret: str) -> str:
         dist.barrier()
         agreement.announce("gather a")
         agreement.meet("save")
-        agreement.look_for_failures()
+        agreement.check_failures()
         dist.barrier()
         if rank == 1:
             agreement.fail(PeerError("the truth"))
         dist.barrier()
         try:
-            agreement.look_for_failures()
+            agreement.check_failures()
         except (PeerError, DivergenceError) as error:
             return str(error)
         return ""

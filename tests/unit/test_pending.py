@@ -29,7 +29,7 @@ def test_work_that_nobody_waited_for_is_found_with_its_place() -> None:
 def test_work_that_was_waited_for_or_never_begun_is_no_matter() -> None:
     scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
     Work(lambda: None).then(lambda: None).wait()
-    Work(lambda: None).followed_by(lambda: Work(lambda: None)).wait()
+    Work(lambda: None).then_start(lambda: Work(lambda: None)).wait()
     Work()
     gc.collect()
     assert scratch is not None
@@ -48,13 +48,13 @@ def test_what_dies_with_its_engine_is_no_matter() -> None:
 def test_memory_that_a_step_does_not_give_back_is_found_with_its_place() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     engine = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).engine
-    kept = engine._context.scratch.take(8, torch.float32, StateKind.STAGING, "(staging)")
+    kept = engine._context.scratch.allocate(8, torch.float32, StateKind.STAGING, "(staging)")
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     (words,) = dropped.said()
     assert "staging of '(staging)' were not given back" in words
     assert "test_memory_that_a_step_does_not_give_back" in words
-    engine._context.scratch.give(kept)
+    engine._context.scratch.free(kept)
     engine.zero_grad()
     assert not dropped.said()
 

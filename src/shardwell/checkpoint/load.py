@@ -199,7 +199,7 @@ class CheckpointLoader:
         return saved
 
     def _wants_of_masters(self, group: ShardedGroup) -> Iterator[ReadRequest]:
-        for run, _ in group.runs:
+        for run, _ in group.spans:
             for piece in run.pieces:
                 found = self._stock.find(piece.slot.name)
                 if found is not None:

@@ -113,14 +113,14 @@ class RankContents:
 
     def _share(self, group: ShardedGroup) -> Iterator[tuple[Slot, int, int, int]]:
         """This rank's stretches: slot, first element in this rank's masters, first element in the parameter, length."""
-        place = group.context.world.place
+        place = group.context.world.shard_index
         first = group.layout.shard_range(place)[0] - group.own[0]
         for piece in group.layout.pieces(place):
             yield piece.slot, first + piece.in_shard, piece.in_parameter, piece.numel
 
     def _reader_of_masters(self, group: ShardedGroup, at: int, numel: int) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            self._hold(group, group.opened_master)
+            self._hold(group, group.open_master)
             return group.master[at : at + numel]
 
         return read

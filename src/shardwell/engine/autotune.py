@@ -135,7 +135,9 @@ class Autotuner:
             return AutotuneChoice(1, why)
         dtype = found.kind.precision.compute
         plain = self._gather(self._codec if encoded and Codec.takes(dtype) else None)
-        times = self._compare(plain, lambda flat: hops.inside.gather(flat, None, TrafficKind.SETUP), dtype, found.numel)
+        times = self._compare(
+            plain, lambda flat: hops.inside.all_gather(flat, None, TrafficKind.SETUP), dtype, found.numel
+        )
         size = hops.inside.mesh.size if times.are_worth_it else 1
         return AutotuneChoice(size, times.told("gather", "in the node", "over all ranks"))
 
@@ -154,7 +156,7 @@ class Autotuner:
             return "one rank"
         if stage < least_stage:
             return f"stage {stage}"
-        if world.mesh.backend == "fake" or world.device.is_virtual:
+        if world.mesh.backend == "fake" or world.device.is_meta:
             return "simulated ranks"
         found = [shard for shard in self._split() if travels(shard.kind)]
         return max(found, key=lambda shard: shard.numel) if found else "nothing travels so"
@@ -166,7 +168,7 @@ class Autotuner:
             return None
         world = self.context.world
         mine = sum(shard.numel * shard.kind.precision.compute.itemsize for shard in self._split())
-        room = world.least(_ROOM * device.unused_bytes(), _TOKEN)
+        room = world.all_reduce_min(_ROOM * device.available_bytes(), _TOKEN)
         needed = mine * world.mesh.size / ranks_per_copy
         return f"copies of {human(needed)}, and room for {human(room)}" if needed > room else None
 
@@ -177,15 +179,15 @@ class Autotuner:
         return Codec(self.settings.shardwell.codecs.weights)
 
     def _gather(self, codec: Codec | None) -> Move:
-        return lambda flat: self.context.world.gather(flat, None, TrafficKind.SETUP, codec)
+        return lambda flat: self.context.world.all_gather(flat, None, TrafficKind.SETUP, codec)
 
     def _reduce(self, dtype: torch.dtype, codecs: tuple[Codec, Codec] | None) -> Move:
         world, scratch = self.context.world, self.context.scratch
 
         def move(flat: Tensor) -> Work:
-            into = scratch.take(flat.numel() // world.mesh.size, dtype, StateKind.STAGING, _PROBE)
-            reduced = world.reduce(flat, into, 1 / world.mesh.size, False, None, codecs, TrafficKind.SETUP)
-            return reduced.then(lambda: scratch.give(into))
+            into = scratch.allocate(flat.numel() // world.mesh.size, dtype, StateKind.STAGING, _PROBE)
+            reduced = world.reduce_scatter(flat, into, 1 / world.mesh.size, False, None, codecs, TrafficKind.SETUP)
+            return reduced.then(lambda: scratch.free(into))
 
         return move
 
@@ -212,7 +214,7 @@ class Autotuner:
     def _seconds(self, move: Move, dtype: torch.dtype, numel: int) -> float:
         """That a move takes on this rank, if all begin at once."""
         world, device, scratch = self.context.world, self.context.device, self.context.scratch
-        flat = scratch.take(numel * world.mesh.size, dtype, StateKind.STAGING, _PROBE)
+        flat = scratch.allocate(numel * world.mesh.size, dtype, StateKind.STAGING, _PROBE)
         flat.fill_(1)
         world.barrier(_TOKEN)
         device.now().synchronize()
@@ -220,8 +222,8 @@ class Autotuner:
         move(flat).wait()
         device.now().synchronize()
         seconds = time.perf_counter() - begin
-        scratch.give(flat)
+        scratch.free(flat)
         return seconds
 
     def _slowest(self, seconds: float) -> float:
-        return -self.context.world.least(-seconds, _TOKEN)
+        return -self.context.world.all_reduce_min(-seconds, _TOKEN)

@@ -87,7 +87,7 @@ class EngineCheckpoints:
             _settle(engine)
             contents = RankContents(
                 engine.module,
-                engine._flow.units,
+                engine._scheduler.units,
                 engine.optimizer,
                 rank=engine.global_rank,
                 exclude_frozen=exclude_frozen,
@@ -120,7 +120,7 @@ class EngineCheckpoints:
 
     def _patience_of_all(self) -> Callable[[], float]:
         """Where all ranks wait, none has to for one that has failed."""
-        look_at_peers = self._world.looking()
+        look_at_peers = self._world.poll_failures()
 
         def look() -> float:
             look_at_peers()
@@ -169,7 +169,7 @@ class EngineCheckpoints:
             "stage": engine.zero_optimization_stage(),
             "versions": {"shardwell": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "config": engine.config.model_dump(mode="json"),
-            "aliases": aliases_of(engine.module, engine._flow.units),
+            "aliases": aliases_of(engine.module, engine._scheduler.units),
             "frozen_excluded": exclude_frozen,
             "optimizer": of_optimizer(engine.optimizer, _put(contents, "optimizer")),
             "scheduler": what_can_be_saved(schedule, "lr_scheduler", _put(contents, "scheduler")),
@@ -315,7 +315,7 @@ class EngineCheckpoints:
             check_kind(optimizer, source)
             check_names(source.values, source.where)
             check_scalars(source.values, SCALAR, source.where)
-            loading = CheckpointLoader(source, engine.module, engine._flow.units, optimizer, strict=strict)
+            loading = CheckpointLoader(source, engine.module, engine._scheduler.units, optimizer, strict=strict)
             loading.fetch()
             wanted = {**dict.fromkeys(_ENCODED), f"rng/{engine.global_rank}": None}
             decoded = {
@@ -328,11 +328,11 @@ class EngineCheckpoints:
         except Exception as error:
             problem = error
         self._agree(problem)
-        engine._flow.end_loans()
+        engine._scheduler.end_retention()
         if with_optimizer and engine.optimizer is not None:
             engine.optimizer.habit.excuse()  # whatever updates have changed is overwritten
         engine.zero_grad()
-        for group in (group for unit in engine._flow.units for group in unit.trainable):
+        for group in (group for unit in engine._scheduler.units for group in unit.trainable):
             group.gradients.free()
         loading.apply()
         return values
@@ -394,7 +394,7 @@ class EngineCheckpoints:
     def _agree(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them has a problem."""
         world = self._world
-        first = int(world.least(world.mesh.size if problem is None else world.mesh.rank, "CHECK"))
+        first = int(world.all_reduce_min(world.mesh.size if problem is None else world.mesh.rank, "CHECK"))
         if first < world.mesh.size:
             words = _share(world, _words(problem) if problem is not None else "", first)
             if isinstance(problem, CheckpointError):
@@ -424,14 +424,14 @@ def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:
     engine.fit_to_model()
     if engine.optimizer is not None:
         engine.optimizer.settle(but_begun=is_overwritten)
-    opened = [unit.name for unit in engine._flow.units if unit.opened]
+    opened = [unit.name for unit in engine._scheduler.units if unit.opened]
     if opened:
         raise CheckpointError(f"unit '{opened[0]}' is open: leave GatheredParameters before saving or loading")
 
 
 def _check_whole_steps(engine: Engine) -> None:
     """No part of a step that has not come is in what is saved. All ranks find the same."""
-    ahead = [unit.name for unit in engine._flow.units if unit.is_ahead]
+    ahead = [unit.name for unit in engine._scheduler.units if unit.is_ahead]
     if ahead:
         raise CheckpointError(
             f"the update of unit '{ahead[0] or '(root)'}' has begun ahead of its step, and a checkpoint would hold a "

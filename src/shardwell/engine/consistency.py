@@ -85,7 +85,7 @@ def at_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:
     """What decides which tensors are read, and where they go."""
     units = {
         repr(group.name): ", ".join(f"{slot.name} {list(slot.shape)}" for slot in group.layout.slots)
-        for unit in engine._flow.units
+        for unit in engine._scheduler.units
         for group in unit.groups
     }
     asked = {name: repr(value) for name, value in options.items()}

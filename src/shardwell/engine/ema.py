@@ -38,7 +38,7 @@ class ExponentialMovingAverage:
         """Take the parameters in as they are now. No rank waits for another one."""
         self._check("update")
         for group, average in self._averages.items():
-            with group.opened_master():
+            with group.open_master():
                 master = group.master.to(average.device)
                 if self.num_updates:
                     average.lerp_(master, 1.0 - self.decay)
@@ -95,7 +95,7 @@ class ExponentialMovingAverage:
                 f"the averages are those of another model: '{wrong[0]}' (of {len(wrong)}) does not fit"
             )
         for group, average in self._averages.items():
-            for run, _ in group.runs:
+            for run, _ in group.spans:
                 for piece in run.pieces:
                     flat = torch.empty(piece.slot.numel, dtype=average.dtype)
                     flat.as_strided(piece.slot.shape, piece.slot.stride).copy_(given[piece.slot.name])
@@ -106,10 +106,10 @@ class ExponentialMovingAverage:
     # --------------------------------------------------------------------------------------------------- details
 
     def _groups(self) -> list[ShardedGroup]:
-        return [group for unit in self._engine._flow.units for group in unit.trainable]
+        return [group for unit in self._engine._scheduler.units for group in unit.trainable]
 
     def _copy_of(self, group: ShardedGroup) -> Tensor:
-        with group.opened_master():
+        with group.open_master():
             return group.master.detach().to(self._device or group.master.device, copy=True)
 
     def _check(self, what: str) -> None:
@@ -122,8 +122,8 @@ class ExponentialMovingAverage:
                 f"{what}: parameters of the model were added, removed, thawed or resized since the averages were made. "
                 "Call state_dict() before such a change, and give it to a new ExponentialMovingAverage afterwards."
             )
-        for unit in self._engine._flow.units:
-            unit.hear_update()
+        for unit in self._engine._scheduler.units:
+            unit.wait_local_update()
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -132,7 +132,7 @@ class ExponentialMovingAverage:
         if engine.optimizer is not None:
             engine.optimizer.settle()
         with engine._context.failing_together("swapped"):
-            for unit in engine._flow.units:
+            for unit in engine._scheduler.units:
                 if unit.opened or unit.is_ahead:
                     raise ShardwellError(
                         f"unit '{unit.name or '(root)'}' is in use: leave GatheredParameters, and call engine.step() "

@@ -56,7 +56,7 @@ class Engine(nn.Module):
     offload: OffloadPlan  # what is updated on the host, and when that commits
     startup_report: str = ""  # what `initialize` had to say: see `report.py`
     lr_scheduler: Any
-    _flow: Scheduler
+    _scheduler: Scheduler
     _context: EngineContext
     _ledger: TrafficStats
     _agreement: Agreement
@@ -65,7 +65,7 @@ class Engine(nn.Module):
         self,
         model: nn.Module,
         config: Config,
-        flow: Scheduler,
+        scheduler: Scheduler,
         context: EngineContext,
         ledger: TrafficStats,
         agreement: Agreement,
@@ -80,10 +80,10 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.global_samples = 0
         self.training_dataloader: ShardedLoader | UserDataLoader | None = None
-        self._flow, self._context, self._ledger, self._agreement = flow, context, ledger, agreement
+        self._scheduler, self._context, self._ledger, self._agreement = scheduler, context, ledger, agreement
         self._builder = builder
         self._fingerprint = ModelFingerprint(model)
-        self._handles = {unit: attach(flow, unit) for unit in flow.units}
+        self._handles = {unit: attach(scheduler, unit) for unit in scheduler.units}
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
         self._watch: StepCallWatch | None = StepCallWatch()
@@ -98,7 +98,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
-        if torch.compiler.is_compiling() and any(unit.releasable for unit in self._flow.units):
+        if torch.compiler.is_compiling() and any(unit.releasable for unit in self._scheduler.units):
             return uncompiled(self, args, kwargs)
         if self._join is not None and torch.is_grad_enabled():
             self._join.begin(args, kwargs)
@@ -106,19 +106,19 @@ class Engine(nn.Module):
             self.fit_to_model()
         if self._watch is not None:
             self._watch = self._watch.saw_forward(self)
-        self._flow.reducer.is_boundary = self.is_gradient_accumulation_boundary()
+        self._scheduler.reducer.is_boundary = self.is_gradient_accumulation_boundary()
         inputs = Inputs(args, kwargs, self._input_change())
         try:
-            running = self._flow.running((inputs.args, inputs.kwargs))
+            running = self._scheduler.forward_scope((inputs.args, inputs.kwargs))
             with self._context.failing_together("forward"), autocast_of(self.config, self.device), running:
                 output = self.module(*inputs.args, **inputs.kwargs)
         finally:
             inputs.give_back()
         if self._scale.is_on and torch.is_grad_enabled():
-            met = self._flow.reducer.meet_scale
+            met = self._scheduler.reducer.meet_scale
             output = map_tensors(output, lambda tensor: scaled_output(tensor, self._scale, met))
-        self._flow.end_forward()
-        self._flow.drop_unused()
+        self._scheduler.end_forward()
+        self._scheduler.drop_unused()
         return output
 
     def _input_change(self) -> Callable[[Tensor], Tensor]:
@@ -141,21 +141,21 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
-        self._flow.reducer.is_boundary = (
+        self._scheduler.reducer.is_boundary = (
             self.is_gradient_accumulation_boundary()
         )  # the loss may not come from `forward`
-        self._flow.reducer.divide_by_steps = scale_wrt_gas
-        self._flow.reducer.meet_scale()
+        self._scheduler.reducer.divide_by_steps = scale_wrt_gas
+        self._scheduler.reducer.meet_scale()
         try:
             with self._context.failing_together("backward"), carrying(self._scale):
                 scaled = loss.float() * self._scale.value if self._scale.is_on else loss
-                self._flow.reducer.begin_backward()
+                self._scheduler.reducer.begin_backward()
                 scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         except BaseException:
-            self._flow.reducer.hang()  # those that had come can be dropped like any others
+            self._scheduler.reducer.hang()  # those that had come can be dropped like any others
             raise
         finally:
-            self._flow.reducer.divide_by_steps = True
+            self._scheduler.reducer.divide_by_steps = True
         if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
         return loss
@@ -173,36 +173,36 @@ class Engine(nn.Module):
         if at_boundary:
             self._apply_gradients()
         else:
-            self._flow.end_loans()
+            self._scheduler.end_retention()
         self._checkpoints.check()  # last: ranks may hear of it at different steps
 
     def step_now(self) -> None:
         """Apply the gradients, whatever the count of micro-steps says: a loop that calls its optimizer's own `step`."""
         self.set_gradient_accumulation_boundary(True)
-        with self._flow.reducer.spending():
+        with self._scheduler.reducer.spending():
             self.step()
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take over an optimizer that the user made, and step."""
         self._checkpoints.meet(optimizer)
-        self.optimizer = self._builder.adopt(optimizer, self, self._flow.units)
+        self.optimizer = self._builder.adopt(optimizer, self, self._scheduler.units)
         self.step_now()
 
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
         try:
             with self._context.failing_together("step"):
-                self._flow.reducer.take_edits(at_step=True)
+                self._scheduler.reducer.take_edits(at_step=True)
                 self.optimizer.apply_gradients()
         finally:
-            self._flow.reducer.clear()
-            self._flow.end_loans()
-            self._ledger.close_step()
-            self._agreement.turn_page()
+            self._scheduler.reducer.clear()
+            self._scheduler.end_retention()
+            self._ledger.end_step()
+            self._agreement.begin_step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.global_steps == 1:
-            self._flow.keep_frozen(frozen_budget(self.config, self._flow.units, self._context))
+            self._scheduler.keep_frozen(frozen_budget(self.config, self._scheduler.units, self._context))
         if self.global_steps == STEPS_UNTIL_KNOWN and self.config.zero_optimization.offload_optimizer.ratio == "auto":
             self.offload = self.offload.fill_device(self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
@@ -219,9 +219,9 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide for the coming micro-step, instead of counting."""
         self._boundary_override = is_boundary
-        self._flow.reducer.is_boundary = is_boundary
+        self._scheduler.reducer.is_boundary = is_boundary
         if not is_boundary:
-            self._flow.reducer.keep_back()
+            self._scheduler.reducer.defer_reduction()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -229,12 +229,12 @@ class Engine(nn.Module):
 
         Costs one gradient buffer of the whole model in the accumulation dtype; `memory()` shows it.
         """
-        self._flow.reducer.sync = False
-        self._flow.reducer.keep_back()
+        self._scheduler.reducer.sync = False
+        self._scheduler.reducer.defer_reduction()
         try:
             yield
         finally:
-            self._flow.reducer.sync = True
+            self._scheduler.reducer.sync = True
 
     def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
         """A context for a loop over uneven data: ranks that are out of batches stand in until all are.
@@ -251,12 +251,12 @@ class Engine(nn.Module):
         """
         if self.optimizer is not None:
             self.optimizer.habit.meet("gradients were dropped by zero_grad()")
-        if not set_to_none and self._flow.reducer.zero():
+        if not set_to_none and self._scheduler.reducer.zero():
             return
-        self._flow.finish_for_nobody()
+        self._scheduler.discard_backward()
         if self.optimizer is not None:
             self.optimizer.forget_gradients()
-        self._flow.reducer.forget()
+        self._scheduler.reducer.forget()
 
     # ------------------------------------------------------------------------------------------------- readings
 
@@ -280,12 +280,12 @@ class Engine(nn.Module):
     @contextlib.contextmanager
     def record(self) -> Iterator[Trace]:
         """Record what happens as short tokens."""
-        trace = Trace([unit.name for unit in self._flow.units])
-        before, self._flow.trace = self._flow.trace, trace
+        trace = Trace([unit.name for unit in self._scheduler.units])
+        before, self._scheduler.trace = self._scheduler.trace, trace
         try:
             yield trace
         finally:
-            self._flow.trace = before
+            self._scheduler.trace = before
 
     @property
     def skipped_steps(self) -> int:
@@ -335,7 +335,7 @@ class Engine(nn.Module):
 
         Units that contain others (usually the root) stay as they are. Blocks of one class share one graph.
         """
-        compile_units(self._flow.units, self._compiled, {"backend": backend, **(compile_kwargs or {}), **kwargs})
+        compile_units(self._scheduler.units, self._compiled, {"backend": backend, **(compile_kwargs or {}), **kwargs})
 
     @property
     def is_compiled(self) -> bool:
@@ -355,22 +355,22 @@ class Engine(nn.Module):
         """Refit if the model was changed, and keep the state of what is only frozen for now."""
         if self._is_destroyed:
             raise ShardwellError(DESTROYED)
-        look(self._flow.units)
-        if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._flow.units):
+        look(self._scheduler.units)
+        if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._scheduler.units):
             self._refit(keep_frozen_state=True)
 
     def _refit(self, *, keep_frozen_state: bool) -> None:
-        self._flow.end_passes()
-        self._flow.end_loans()
+        self._scheduler.end_passes()
+        self._scheduler.end_retention()
         with self._context.failing_together("refit"):
-            self._flow.reducer.take_edits()
-            units = refit(list(self._flow.units), self._builder, self.optimizer, keep_frozen_state)
+            self._scheduler.reducer.take_edits()
+            units = refit(list(self._scheduler.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
             remove(self._handles.pop(unit))
-        self._flow.take(units)
+        self._scheduler.adopt_units(units)
         for unit in units:
             if unit not in self._handles:
-                self._handles[unit] = attach(self._flow, unit)
+                self._handles[unit] = attach(self._scheduler, unit)
         self._fingerprint = ModelFingerprint(self.module)
         if self.optimizer is not None:
             self.optimizer.count_states()
@@ -383,12 +383,12 @@ class Engine(nn.Module):
         kwargs["keep_vars"] = True  # no values are read
         with self._context.failing_together("state_dict"):
             found = self.module.state_dict(*args, **kwargs)
-            return whole_state(found, self._flow.units, keeps=not rank0_only or self.global_rank == 0)
+            return whole_state(found, self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def parameters_snapshot(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Whole values of all parameters by name, in fp32, in host memory. All ranks must call it."""
         with self._context.failing_together("parameters_snapshot"):
-            return snapshot(self._flow.units, keeps=not rank0_only or self.global_rank == 0)
+            return snapshot(self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Set the model's state from whole tensors, such as `state_dict` gives. All ranks pass the same ones."""
@@ -480,7 +480,7 @@ class Engine(nn.Module):
             self._handles.clear()
             for module in self._compiled:
                 module.__dict__.pop("forward", None)
-            self._before.end(self.module, self._flow, self.optimizer, self._context, whole=whole)
+            self._before.end(self.module, self._scheduler, self.optimizer, self._context, whole=whole)
             exit_notice.tell(self._agreement, self.micro_steps)
             self.trim()
 

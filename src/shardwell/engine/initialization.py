@@ -108,12 +108,12 @@ def initialize(
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(model, settings, recipe, context, ledger)
         if recipe is not None:
-            engine.optimizer = _optimizer(recipe, engine, engine._flow, engine._context)
-        engine.lr_scheduler = _scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
+            engine.optimizer = _optimizer(recipe, engine, engine._scheduler, engine._context)
+        engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.world, "initialize", once_built(engine))
-        ledger.close_step()
-        agreement.turn_page()
+        ledger.end_step()
+        agreement.begin_step()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
@@ -135,7 +135,7 @@ def _engine(
     units = build_units(cuts, settings, recipe, context, offload)
     kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
     place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
-    flow = _flow(units, settings, context)
+    scheduler = _make_scheduler(units, settings, context)
     builder = UnitBuilder(
         lambda: _cut(model, settings),
         lambda one, cuts, trained: _groups(
@@ -146,16 +146,16 @@ def _engine(
             context,
             trained,
         ),
-        lambda engine, recipe: _optimizer(recipe, engine, flow, context),
+        lambda engine, recipe: _optimizer(recipe, engine, scheduler, context),
         lambda given: factory_for(given, model, None, None, context.device),
         recipe,
     )
-    engine = Engine(model, settings, flow, context, ledger, agreement, builder)
+    engine = Engine(model, settings, scheduler, context, ledger, agreement, builder)
     engine.offload, engine._before = offload, before
-    _meet_the_user(engine, flow)
+    _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
     engine._scale = _loss_scale(settings)
-    flow.reducer.loss_scale = engine._scale
+    scheduler.reducer.loss_scale = engine._scale
     checkpointing.follow(settings, model)
     return engine
 
@@ -171,16 +171,16 @@ def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
     return advise
 
 
-def _meet_the_user(engine: Engine, flow: Scheduler) -> None:
+def _meet_the_user(engine: Engine, scheduler: Scheduler) -> None:
     """Let what users do to gradients and to optimizers of their own reach the engine."""
-    flow.adopt, flow.reducer.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
-    if not engine._context.device.is_virtual:
-        flow.reducer.views = GradientViews(engine._context, flow.reducer)
-    flow.take(flow.units)
+    scheduler.adopt, scheduler.reducer.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
+    if not engine._context.device.is_meta:
+        scheduler.reducer.views = GradientViews(engine._context, scheduler.reducer)
+    scheduler.adopt_units(scheduler.units)
     watch_optimizers()
 
 
-def _flow(units: list[Unit], settings: Config, context: EngineContext) -> Scheduler:
+def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext) -> Scheduler:
     zero = settings.zero_optimization
     prefetches = zero.stage3_prefetch_bucket_size > 0
     limits = PrefetchLimits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
@@ -193,12 +193,16 @@ def _flow(units: list[Unit], settings: Config, context: EngineContext) -> Schedu
             limits.live,
             needed,
         )
-    flow = Scheduler(units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages)
-    flow.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
-    return flow
+    scheduler = Scheduler(
+        units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages
+    )
+    scheduler.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
+    return scheduler
 
 
-def _optimizer(recipe: OptimizerFactory, engine: Engine, flow: Scheduler, context: EngineContext) -> ShardedOptimizer:
+def _optimizer(
+    recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
+) -> ShardedOptimizer:
     settings = engine.config
     terms = StepOptions(
         engine._scale,
@@ -209,20 +213,20 @@ def _optimizer(recipe: OptimizerFactory, engine: Engine, flow: Scheduler, contex
     )
     optimizer = ShardedOptimizer(
         recipe,
-        flow.units,
+        scheduler.units,
         context,
         terms=terms,
-        before_step=flow.finish,
+        before_step=scheduler.finish_backward,
         look_again=_weakly(engine.fit_to_model),
-        after_update=flow.after_update,
+        after_update=scheduler.after_update,
     )
     optimizer.trainer = weakref.ref(engine)
     if recipe.given is not None:
         redirect(recipe.given, engine)
-    flow.reducer.reduced = optimizer.gradients_reduced
+    scheduler.reducer.reduced = optimizer.gradients_reduced
     if optimizer.habit.is_on:
-        flow.backward_begins = optimizer.habit.backward_begins
-    for unit in flow.units:
+        scheduler.backward_begins = optimizer.habit.backward_begins
+    for unit in scheduler.units:
         unit.optimizer = weakref.proxy(optimizer)
     return optimizer
 
@@ -237,7 +241,7 @@ def _context(
 
     def cut_links() -> None:
         for route in routes.values():
-            route.cut_links()
+            route.abort_links()
 
     agreement.time_limit, agreement.cut_links = settings.shardwell.divergence_timeout, cut_links
     everyone.agreement, agreement.probe = agreement, everyone.probe
@@ -289,7 +293,7 @@ def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
 
 def _with_disk(context: EngineContext, settings: Config) -> EngineContext:
     """With the drives that something rests on, and what passes through host memory from there."""
-    disk = None if context.device.is_virtual else open_disk(settings)
+    disk = None if context.device.is_meta else open_disk(settings)
     if disk is not None and context.world.agreement is not None:
         disk.tell = context.world.agreement.fail  # what a rank cannot bring, its peers would wait for
     block = settings.zero_optimization.offload_param
@@ -447,7 +451,7 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
     return default_device()
 
 
-def _scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOptimizer | None) -> Any:
+def _lr_scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOptimizer | None) -> Any:
     """What was passed, made by what was passed, or named in the configuration: the code wins."""
     if given is not None:
         if hasattr(given, "step"):

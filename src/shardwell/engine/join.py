@@ -47,14 +47,14 @@ class Join:
         world = self._engine._context.world
         has_nothing = not has_data and self._batch is None
         counts = torch.tensor([has_data, has_nothing], dtype=torch.float64, device=world.device.torch_device)
-        world.sum_scalar(counts, "JOIN")
+        world.all_reduce_sum(counts, "JOIN")
         num_with, num_with_nothing = (int(count) for count in counts.tolist())
         if num_with and num_with_nothing:
             raise ShardwellError(
                 f"{num_with_nothing} of {world.mesh.size} ranks had no batch at all inside `engine.join()`: they have "
                 "nothing to repeat while the others train. Give each rank one batch at least."
             )
-        self._engine._flow.reducer.num_averaged = world.mesh.size if self._divides_by_all else max(num_with, 1)
+        self._engine._scheduler.reducer.num_averaged = world.mesh.size if self._divides_by_all else max(num_with, 1)
         return num_with > 0
 
     def shadow(self) -> None:
@@ -93,4 +93,4 @@ def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]
         engine._join.shadow()
     finally:
         engine._join = None
-        engine._flow.reducer.num_averaged = engine.world_size
+        engine._scheduler.reducer.num_averaged = engine.world_size

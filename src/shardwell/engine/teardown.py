@@ -26,7 +26,7 @@ class ModelBefore:
     def end(
         self,
         model: nn.Module,
-        flow: Scheduler,
+        scheduler: Scheduler,
         optimizer: ShardedOptimizer | None,
         context: EngineContext,
         *,
@@ -37,15 +37,15 @@ class ModelBefore:
         if optimizer is not None:
             optimizer.habit.excuse()
         if is_whole:
-            flow.finish_for_nobody()
+            scheduler.discard_backward()
         if optimizer is not None:
             optimizer.forget_gradients()
-        flow.reducer.forget()
+        scheduler.reducer.forget()
         if is_whole:
-            flow.end_loans()
+            scheduler.end_retention()
             with context.failing_together("destroy"):
-                self._give_back(model, flow.units, optimizer, context)
-            flow.take([])
+                self._give_back(model, scheduler.units, optimizer, context)
+            scheduler.adopt_units([])
         if optimizer is not None:
             optimizer.state.clear()
         context.close()

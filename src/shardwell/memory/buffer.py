@@ -39,30 +39,30 @@ class FlatBuffer:
         self.is_seen = False  # it is not present, but somebody looks at the bytes, so they are there
         account.add(*entry, self.nbytes)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         if self.present or self.is_seen:
             self.tensor.untyped_storage().resize_(0)
             self.present = self.is_seen = False
             account, entry = self._books
             account.remove(*entry, self.nbytes)
 
-    def drop_unseen(self, num_own: int) -> None:
+    def free_unseen(self, num_own: int) -> None:
         """As `drop`, but the bytes stay while more tensors look at them than `num_own`: reading freed ones crashes.
 
         A buffer that was seen may be asked again.
         """
-        if self.num_views > num_own:
+        if self.num_aliases > num_own:
             self.is_seen = self.is_seen or self.present
             self.present = False
         else:
-            self.drop()
+            self.free()
 
     @property
-    def num_views(self) -> int:
+    def num_aliases(self) -> int:
         """How many tensors share the storage, this one included."""
         return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))
 
-    def leave(self) -> None:
+    def abandon_storage(self) -> None:
         """Leave the storage to those that still look at it, and go on with another one, unfilled."""
         self.tensor = torch.empty_like(self.tensor)
 
@@ -74,7 +74,7 @@ class FlatBuffer:
             account.remove(*entry, self.nbytes)
         self.tensor = self.tensor.new_empty(0)
 
-    def grow(self) -> None:
+    def allocate(self) -> None:
         if not self.present and not self.is_seen:
             self.tensor.untyped_storage().resize_(self.nbytes)
             account, entry = self._books

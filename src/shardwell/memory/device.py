@@ -34,7 +34,7 @@ class Waitable(Protocol):
     """Something that the host can wait for."""
 
     @property
-    def has_passed(self) -> bool: ...
+    def is_done(self) -> bool: ...
 
     def synchronize(self) -> None: ...
 
@@ -46,8 +46,8 @@ class AllOf:
     of: Sequence[Waitable]
 
     @property
-    def has_passed(self) -> bool:
-        return all(one.has_passed for one in self.of)
+    def is_done(self) -> bool:
+        return all(one.is_done for one in self.of)
 
     def synchronize(self) -> None:
         for one in self.of:
@@ -65,7 +65,7 @@ class Event:
             torch.cuda.current_stream().wait_event(self.event)
 
     @property
-    def has_passed(self) -> bool:
+    def is_done(self) -> bool:
         return self.event is None or self.event.query()
 
     def synchronize(self) -> None:
@@ -100,7 +100,7 @@ class Stream:
             mark.wait()
             yield
 
-    def mark(self) -> Event:
+    def record(self) -> Event:
         if self.stream is None:
             return Event()
         event = torch.cuda.Event()
@@ -112,24 +112,26 @@ class Device:
     """A torch device and what differs between kinds of device."""
 
     torch_device: torch.device
-    gathers: Stream
-    lifts: Stream  # of shards, ahead of their gathers
-    reduces: Stream
-    copies: Stream  # to the host and back
-    uploads: Stream  # of updated parameters
+    all_gather_stream: Stream
+    prefetch_stream: Stream  # of shards, ahead of their gathers
+    reduce_stream: Stream
+    copy_stream: Stream  # to the host and back
+    upload_stream: Stream  # of updated parameters
 
     def __init__(self, device: torch.device | str, *, keep_pages: bool = True) -> None:
         where = torch.device(device)
         is_bare_cuda = where.type == "cuda" and str(where) == "cuda"
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if is_bare_cuda else where
         if self.is_cuda:
-            self.gathers = Stream(torch.cuda.Stream(self.torch_device))
-            self.lifts = Stream(torch.cuda.Stream(self.torch_device))
-            self.reduces = Stream(torch.cuda.Stream(self.torch_device))
-            self.copies = Stream(torch.cuda.Stream(self.torch_device))
-            self.uploads = Stream(torch.cuda.Stream(self.torch_device))
+            self.all_gather_stream = Stream(torch.cuda.Stream(self.torch_device))
+            self.prefetch_stream = Stream(torch.cuda.Stream(self.torch_device))
+            self.reduce_stream = Stream(torch.cuda.Stream(self.torch_device))
+            self.copy_stream = Stream(torch.cuda.Stream(self.torch_device))
+            self.upload_stream = Stream(torch.cuda.Stream(self.torch_device))
         else:
-            self.gathers = self.lifts = self.reduces = self.copies = self.uploads = Stream()
+            self.all_gather_stream = self.prefetch_stream = self.reduce_stream = self.copy_stream = (
+                self.upload_stream
+            ) = Stream()
             if keep_pages and self.torch_device.type == "cpu":
                 keep_freed_pages()
 
@@ -138,18 +140,18 @@ class Device:
         return self.torch_device.type == "cuda"
 
     @property
-    def has_own_memory(self) -> bool:
+    def has_device_memory(self) -> bool:
         """What rests on the host has a way to go."""
         return self.is_cuda
 
     @property
-    def is_virtual(self) -> bool:
+    def is_meta(self) -> bool:
         """Tensors have shapes but no values: nothing can be read back."""
         return self.torch_device.type == "meta"
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = True) -> Tensor:
         """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned unless only the host uses it."""
-        if tier is Tier.DEVICE or self.is_virtual:
+        if tier is Tier.DEVICE or self.is_meta:
             return torch.empty(numel, dtype=dtype, device=self.torch_device)
         if self.is_cuda and not pinned:
             return torch.empty(
@@ -173,7 +175,7 @@ class Device:
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((), value, dtype=dtype, device=self.torch_device)
 
-    def read_later(self, value: Tensor) -> AsyncScalar:
+    def read_async(self, value: Tensor) -> AsyncScalar:
         """Start copying a small tensor to the host without waiting for it."""
         if self.is_cuda:
             copy = torch.empty_like(value, device="cpu", pin_memory=True)
@@ -192,42 +194,42 @@ class Device:
     def copy_to_host(self, source: Tensor) -> tuple[Tensor, Event]:
         """Start copying a 1-D tensor; the source must not be freed or changed before the mark has passed."""
         copy = self.empty(source.numel(), source.dtype, Tier.HOST)
-        with self.copies.after_current():
+        with self.copy_stream.after_current():
             copy.copy_(source, non_blocking=True)
-        return copy, self.copies.mark()
+        return copy, self.copy_stream.record()
 
     def copy_from_host(self, source: Tensor) -> tuple[Tensor, Event]:
         """Start copying a 1-D tensor back; the copy may be read after the mark, and be freed at any time.
 
         Its memory is the lane's own. Whoever takes it next is on the lane too, behind the current lane's work so far.
         """
-        with self.copies.after_current():
+        with self.copy_stream.after_current():
             copy = self.empty(source.numel(), source.dtype)
             copy.copy_(source, non_blocking=True)
-        return copy, self.copies.mark()
+        return copy, self.copy_stream.record()
 
     def free_bytes(self) -> float:
         """What this process never needed so far of what it may have; 0 where that cannot be told."""
         if not self.is_cuda:
             return 0.0
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        mine = min(self.most_bytes(), free + torch.cuda.memory_reserved(self.torch_device))
+        mine = min(self.capacity_bytes(), free + torch.cuda.memory_reserved(self.torch_device))
         return max(0.0, mine - torch.cuda.max_memory_reserved(self.torch_device))
 
-    def most_bytes(self) -> float:
+    def capacity_bytes(self) -> float:
         """What this process may have of the device; 0 where that cannot be told."""
         if not self.is_cuda:
             return 0.0
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         return total * torch.cuda.get_per_process_memory_fraction(self.torch_device)
 
-    def unused_bytes(self) -> float:
+    def available_bytes(self) -> float:
         """What this process may have of the device beside what it has in use now; 0 where that cannot be told."""
         if not self.is_cuda:
             return 0.0
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         num_ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # that share it
-        mine = min(self.most_bytes(), free / num_ranks + torch.cuda.memory_reserved(self.torch_device))
+        mine = min(self.capacity_bytes(), free / num_ranks + torch.cuda.memory_reserved(self.torch_device))
         return max(0.0, mine - torch.cuda.memory_allocated(self.torch_device))
 
     def update_cores(self) -> list[int] | None:
@@ -259,10 +261,10 @@ class AsyncScalar:
     """A value on its way to the host."""
 
     value: Tensor
-    mark: Event
+    event: Event
 
     def get(self) -> Tensor:
-        self.mark.synchronize()
+        self.event.synchronize()
         return self.value
 
 

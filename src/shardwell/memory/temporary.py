@@ -22,7 +22,7 @@ class TemporaryBuffers:
         self._account = account
         self._out: dict[int, tuple[Tensor, StateKind, str]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
         """An unfilled tensor."""
         return self.adopt(self._device.empty(numel, dtype), state, unit)
 
@@ -32,7 +32,7 @@ class TemporaryBuffers:
         self._account.add(state, unit, Tier.DEVICE, tensor.numel() * tensor.element_size())
         return tensor
 
-    def give(self, tensor: Tensor) -> None:
+    def free(self, tensor: Tensor) -> None:
         """Take a tensor back. Its last user must be ordered before the caller's lane."""
         _, state, unit = self._out.pop(id(tensor))
         self._account.remove(state, unit, Tier.DEVICE, tensor.numel() * tensor.element_size())

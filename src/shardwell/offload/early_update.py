@@ -40,7 +40,7 @@ class InlineSpeculativeState:
     def _opened(self, *, changes: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for group in self._groups:
-                stack.enter_context(group.opened_master(changes=changes))
+                stack.enter_context(group.open_master(changes=changes))
             yield
 
     def restore(self, states: dict[Tensor, Any]) -> None:
@@ -86,13 +86,13 @@ class EarlyUpdates:
             raise ShardwellError(
                 f"unit '{unit.name}' got another gradient after its update at once; commit after the norm"
             )
-        shadow = InlineSpeculativeState(shards, self._inner.state) if commit is CommitPolicy.SHADOW else None
+        shadow = InlineSpeculativeState(shards, self._inner.state) if commit is CommitPolicy.SPECULATIVE else None
         self._steps[unit.index] = InlineStep(shadow, hyperparameters_of(self._inner))
         if shadow is None:
             self.norms[unit.index] = [norm_of(shard) for shard in shards]
         self._update(unit)
         for group in {shard.group for shard in shards} if shadow is None else ():
-            self._scratch.give(group.gradients.part_with())
+            self._scratch.free(group.gradients.discard_result())
 
     def commit(self, may_step: bool, factor: Tensor | None) -> set[int]:
         """The norm is known: keep what was done, or take it back. Returns the units that need no further step."""
@@ -132,15 +132,15 @@ class PublishAfter:
     arrival: HostPending | None  # None: it was done in line, or on other ranks only
 
     @property
-    def is_known(self) -> bool:
-        return self.arrival is None or self.arrival.is_known
+    def is_done(self) -> bool:
+        return self.arrival is None or self.arrival.is_done
 
-    def hear(self) -> None:
+    def wait_local(self) -> None:
         if self.arrival is not None:
-            self.arrival.hear()
+            self.arrival.wait_local()
 
     def wait(self) -> None:
-        self.hear()
+        self.wait_local()
         self.unit.publish()
 
 
@@ -154,9 +154,9 @@ class Revocable:
     unit: Unit
     take_back: Callable[[Unit], None]
 
-    is_known = False
+    is_done = False
 
-    def hear(self) -> None:
+    def wait_local(self) -> None:
         self.take_back(self.unit)
 
     def wait(self) -> None:
@@ -166,9 +166,9 @@ class Revocable:
 class NothingPending:
     """Nothing to wait for, in place of an update that other ranks wait for: what follows comes as late as theirs."""
 
-    is_known = True
+    is_done = True
 
-    def hear(self) -> None: ...
+    def wait_local(self) -> None: ...
 
     def wait(self) -> None: ...
 
@@ -185,13 +185,13 @@ class UnpublishedUnits:
         """Gradients of a unit were reduced, and it may have gone ahead of the norm."""
         commit = commit_of(unit)
         if self._habit.watch(unit, arrival, is_complete=is_complete):
-            if commit is CommitPolicy.AT_ONCE:
+            if commit is CommitPolicy.IMMEDIATE:
                 self._note(unit)
                 unit.is_ahead = True
-        elif commit is CommitPolicy.SHADOW:
+        elif commit is CommitPolicy.SPECULATIVE:
             self._note(unit)
             unit.await_update(Revocable(unit, self.take_back), hides=True)
-        elif commit is CommitPolicy.AT_ONCE:
+        elif commit is CommitPolicy.IMMEDIATE:
             self.add(unit, arrival)
 
     def take_back(self, unit: Unit) -> None:
@@ -207,7 +207,7 @@ class UnpublishedUnits:
 
     def _note(self, unit: Unit) -> None:
         for group in unit.trainable:
-            group.forget_second_copy()
+            group.invalidate_secondary()
         self._units[unit.index] = unit
 
     def remove(self, unit: Unit) -> None:

@@ -55,7 +55,7 @@ class GradientOffloader:
         )
         self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
         self._porter = Worker("shardwell porter", gate=self._ahead)
-        self._above = ByteThrottle(max(2 * self.largest, int(_SHARE_ABOVE * context.device.most_bytes())))
+        self._above = ByteThrottle(max(2 * self.largest, int(_SHARE_ABOVE * context.device.capacity_bytes())))
         self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the porter
         self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: what is to be added
         self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait
@@ -99,7 +99,7 @@ class GradientOffloader:
             group: group.gradients.result
             for group in unit.trainable
             if group.is_stepped_on_host and group not in self._adding and group.gradients.result is not None
-            if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.is_lodged)
+            if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.is_moved)
         }
         if not above:
             return
@@ -107,7 +107,7 @@ class GradientOffloader:
             self._above.add(sum(_sizes(above)))
             self._parcels[unit.index] = GradientTransfer(above, is_above=True)
             for group in above:
-                group.gradients.part_with()
+                group.gradients.discard_result()
             self._free_kept(unit.name)  # it waits no more; its last update has ended, or it had not been used
             return
         parcel = self._parcels[unit.index] = GradientTransfer(dict(above))
@@ -116,10 +116,10 @@ class GradientOffloader:
             arrive: Callable[[], None] = partial(on_disk.bring_back, unit.name)
         else:
             memory = self._keep(unit, sum(_sizes(above)))
-            self._send_down(parcel, above, memory, self._context.device.copies.after_current())
+            self._send_down(parcel, above, memory, self._context.device.copy_stream.after_current())
             arrive = parcel.down.synchronize
         for group, copy in parcel.gradients.items():
-            group.gradients.lodge(copy, arrive)
+            group.gradients.move_result(copy, arrive)
             self._leaving.append((parcel.down, above[group]))
 
     def _waits_on_disk(self, unit: Unit) -> GradientSwapper | None:
@@ -130,11 +130,11 @@ class GradientOffloader:
         self, parcel: GradientTransfer, above: dict[ShardedGroup, Tensor], into: dict[ShardedGroup, Tensor]
     ) -> Event:
         """Start copying gradients into tensors."""
-        with self._context.device.copies.after_current(), torch.no_grad():
+        with self._context.device.copy_stream.after_current(), torch.no_grad():
             for group, gradient in above.items():
                 parcel.gradients[group] = into[group]
                 _copied_down(gradient, into[group])
-        parcel.down = self._context.device.copies.mark()
+        parcel.down = self._context.device.copy_stream.record()
         return parcel.down
 
     def _send_down(
@@ -150,7 +150,7 @@ class GradientOffloader:
             parts = memory[: sum(sizes)].split(sizes)
             for (group, gradient), part in zip(above.items(), parts, strict=True):
                 parcel.gradients[group] = _copied_down(gradient, part)
-        parcel.down = self._context.device.copies.mark()
+        parcel.down = self._context.device.copy_stream.record()
 
     def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
         if unit.name in self._kept and self._kept[unit.name].numel() < num_bytes:
@@ -172,7 +172,7 @@ class GradientOffloader:
                 passed.wait()
             elif not passed.has_passed:
                 return
-            self._context.scratch.give(memory)
+            self._context.scratch.free(memory)
             self._leaving.popleft()
 
     def take(self, unit: Unit, found: dict[ShardedGroup, Tensor]) -> tuple[GradientTransfer, list[TaskHandle]]:
@@ -205,7 +205,7 @@ class GradientOffloader:
             above, trouble = _above(parcel), None
             try:
                 parcel.slot = self._slots.take(sum(_sizes(above)))
-                self._send_down(parcel, above, parcel.slot, self._context.device.copies.after(Event()))
+                self._send_down(parcel, above, parcel.slot, self._context.device.copy_stream.after(Event()))
                 parcel.down.synchronize()
             except BaseException as error:
                 trouble = error
@@ -239,7 +239,7 @@ class GradientOffloader:
 
     def _free(self, gradients: dict[ShardedGroup, Tensor]) -> None:
         for memory in gradients.values():
-            self._context.scratch.give(memory)
+            self._context.scratch.free(memory)
         self._above.remove(sum(_sizes(gradients)))
 
     # ------------------------------------------------------------------------------------------------------ sums
@@ -247,7 +247,7 @@ class GradientOffloader:
     def add_up(self, unit: Unit) -> None:
         """Add what a micro-step gave to the sums on the host, if there is something that belongs there."""
         self._let_go(_NUM_LEAVING)
-        handed = {group: group.gradients.hand_over() for group in unit.trainable}
+        handed = {group: group.gradients.take_micro_step() for group in unit.trainable}
         new = {group: one for group, one in handed.items() if one is not None}
         if not new:
             return
@@ -255,7 +255,7 @@ class GradientOffloader:
         parcel = GradientTransfer(dict(above))
         if self._context.device.is_cuda:
             parcel.slot = self._inbox.take(sum(_sizes(above)))
-            self._send_down(parcel, above, parcel.slot, self._context.device.copies.after_current())
+            self._send_down(parcel, above, parcel.slot, self._context.device.copy_stream.after_current())
         on_disk, reads = self._waits_on_disk(unit), list[DiskTransfer]()
         if on_disk is None:
             totals = {group: self._total_of(group) for group in new}
@@ -273,7 +273,7 @@ class GradientOffloader:
             on_disk.completed_by(ticket)
         for group, tensor in above.items():
             self._adding[group] = ticket
-            group.gradients.lodge(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
+            group.gradients.move_result(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
             self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
 
     def _total_of(self, group: ShardedGroup) -> Tensor:

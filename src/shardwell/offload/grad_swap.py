@@ -108,7 +108,7 @@ class GradientSwapper:
         def put_back() -> None:
             writes: list[DiskTransfer] = []
             try:
-                writes = chest.put_back(changed=added is None or added.has_succeeded)
+                writes = chest.swap_out(changed=added is None or added.has_succeeded)
                 if added is not None:
                     added.wait()
             finally:
@@ -127,7 +127,7 @@ class GradientSwapper:
         self.send_away()
         away = self._units[name]
         if away.num_bytes:
-            away.ready().empty()
+            away.ready().restore()
             self._note(name, away, 0)
 
     def leave(self, name: str) -> None:
@@ -156,11 +156,11 @@ class GradientSwapper:
         if not blank:
             away.ready()
         away.tensors = {group: _tensor(away.tensors.get(group), group, dtype) for group, dtype in wanted.items()}
-        away.chest.keep(list(away.tensors.values()))
+        away.chest.register(list(away.tensors.values()))
         self._note(unit.name, away, sum(tensor.nbytes for tensor in away.tensors.values()))
         slot = self._slots.take(away.chest.num_bytes)
         try:
-            return away, away.chest.fetch(slot, blank=blank), slot
+            return away, away.chest.swap_in_to(slot, blank=blank), slot
         except BaseException:
             self._slots.give(slot, Event())
             raise

@@ -95,7 +95,7 @@ class HostExecutor:
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
         shards = [s for s in self._shards.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
-        self.host.descent.bring_down(unit, waits=not goes_ahead or commit is CommitPolicy.SHADOW)
+        self.host.descent.bring_down(unit, waits=not goes_ahead or commit is CommitPolicy.SPECULATIVE)
         if goes_ahead:
             self._start_ahead(unit, commit)
 
@@ -109,23 +109,23 @@ class HostExecutor:
         self._norms.pop(unit.index, None)
 
     def _goes_ahead(self, unit: Unit, commit: CommitPolicy) -> bool:
-        if commit is CommitPolicy.SHADOW:
+        if commit is CommitPolicy.SPECULATIVE:
             return self.host.may_speculate(self._shards.of(unit))
-        return commit is CommitPolicy.AT_ONCE
+        return commit is CommitPolicy.IMMEDIATE
 
     def _norm_of(self, shard: ParamSlice) -> tuple[Norm, bool]:
         """On the device it is cheap, and the same bits as without offload; what is added up is there no more."""
         assert shard.gradient is not None
         if not self.host.descent.adds_up(shard.group):
             return norm_of(shard)
-        return self.host.descent.norm_later(shard.group, shard.gradient), shard.group.row.gradients.over is None
+        return self.host.descent.norm_later(shard.group, shard.gradient), shard.group.row.gradients.axis is None
 
     def _start_ahead(self, unit: Unit, commit: CommitPolicy) -> None:
         """Queue a unit's update before the norm is known."""
         if self.host.is_queued(unit):
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
         factor = ClipFromNorm(*self._own_norm(unit), self._scale.value)
-        assumed = 1.0 / self._scale.value if commit is CommitPolicy.SHADOW else None
+        assumed = 1.0 / self._scale.value if commit is CommitPolicy.SPECULATIVE else None
         self.host.start(unit, self._shards.of(unit), hyperparameters_of(self._inner), factor, assumed)
 
     def _own_norm(self, unit: Unit) -> tuple[Callable[[], float], Event]:
@@ -133,8 +133,8 @@ class HostExecutor:
         norms = [norm for norm, _ in self._norms[unit.index]]
         later = [norm for norm in norms if not isinstance(norm, Tensor)]
         here = sum_of_squares([norm for norm in norms if isinstance(norm, Tensor)], self._context.device).sqrt()
-        read = self._context.device.read_later(here)
-        return lambda: math.hypot(float(read.get()), *(norm() for norm in later)), read.mark
+        read = self._context.device.read_async(here)
+        return lambda: math.hypot(float(read.get()), *(norm() for norm in later)), read.event
 
     # ----------------------------------------------------------------------------------------------------- step
 
@@ -146,7 +146,7 @@ class HostExecutor:
     def norms_at_once(self, unit: Unit) -> list[Norm] | None:
         """Of the gradients that a unit was updated with at once; None if it waits for the norm of all."""
         commits = {group.row.commit for group in unit.trainable if group.is_stepped_on_host}
-        if CommitPolicy.AT_ONCE not in commits or not self.host.is_queued(unit):
+        if CommitPolicy.IMMEDIATE not in commits or not self.host.is_queued(unit):
             return None
         return [norm for norm, _ in self._norms[unit.index]]
 
@@ -160,8 +160,8 @@ class HostExecutor:
 
         Yields the units that are updated. One that got no gradient, which all ranks know, is left where it rests.
         """
-        read = self._context.device.read_later(norm)
-        factor = ClipFromNorm(lambda: float(read.get()), read.mark, self._scale.value, self._clip)
+        read = self._context.device.read_async(norm)
+        factor = ClipFromNorm(lambda: float(read.get()), read.event, self._scale.value, self._clip)
         for unit in units:
             if self.host.is_queued(unit):
                 self.host.settle(unit, factor, hyperparameters_of(self._inner))
@@ -199,7 +199,7 @@ class HostExecutor:
             self.host.store.empty(unit)
         for group in [group for group in unit.trainable if group.is_stepped_on_host]:
             self.host.descent.leave(group)
-            group.raise_masters()
+            group.move_masters_up()
             for shard in self._shards.of(unit):
                 if shard.group is group:
                     state = self._inner.state.get(shard.tensor, {})

@@ -110,11 +110,11 @@ class HostPending:
     job: HostUpdate
 
     @property
-    def is_known(self) -> bool:
+    def is_done(self) -> bool:
         """The host has done its part: whoever waits now does not hold up the training loop."""
         return all(ticket.has_passed for ticket in self.job.tickets)
 
-    def hear(self) -> None:
+    def wait_local(self) -> None:
         """Wait, as a rank can alone."""
         self.wait()
 
@@ -201,7 +201,7 @@ class HostUpdateQueue:
 
         With `assumed` it is done with that factor in other memory, until it is known whether `factor` is another.
         """
-        unit.let_go()  # what was fetched ahead will be old, and the reader would wait for what is being read
+        unit.cancel_prefetch()  # what was fetched ahead will be old, and the reader would wait for what is being read
         ready = [s for s in shards if s.group.is_stepped_on_host and s.label >= 0 and s.gradient is not None]
         born = [shard for shard in ready if shard.tensor not in self._states]
         for shard in born:
@@ -283,7 +283,7 @@ class HostUpdateQueue:
                 ticket.wait()
             if job.seat is not None:
                 job.seat.wait()
-            if job.final is not None and job.final.known.has_passed:
+            if job.final is not None and job.final.known.is_done:
                 job.assumed, job.is_settled, factor = None, True, job.final  # too late to speculate
                 job.options = job.latest
             self._take_over_edits(job)
@@ -323,10 +323,10 @@ class HostUpdateQueue:
                 self._outbox.give(slot, job.up)
 
     def _note_digests(self, job: HostUpdate) -> None:
-        with self._context.device.uploads.after(job.up):
+        with self._context.device.upload_stream.after(job.up):
             for group, _ in job.edits:
                 note_digest(group)
-        job.up = self._context.device.uploads.mark()  # who waits for it compares with them next
+        job.up = self._context.device.upload_stream.record()  # who waits for it compares with them next
 
     def _outs(self, job: HostUpdate) -> tuple[list[Tensor], Tensor | None]:
         """Where each shard's updated parameters are written, 1D in the compute dtype; and the slot that they are in.
@@ -335,8 +335,8 @@ class HostUpdateQueue:
         are still needed or of another size.
         """
         dtypes = [shard.group.precision.compute for shard in job.shards]
-        if not any(shard.group.resting.is_cuda for shard in job.shards):
-            return [shard.group.resting[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
+        if not any(shard.group.at_rest.is_cuda for shard in job.shards):
+            return [shard.group.at_rest[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
         gradients = [job.gradient(shard) for shard in job.shards]
         same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(gradients, dtypes, strict=True))
         if job.assumed is None and same_size and not job.added and job.parcel.away is None:
@@ -445,9 +445,9 @@ class HostUpdateQueue:
 
 def _master(shard: ParamSlice) -> Tensor | kernels.SplitMaster:
     """Where it rests: halves are never joined here."""
-    if shard.group.halves is None:
+    if shard.group.split_master is None:
         return shard.tensor
-    high, low = shard.group.halves
+    high, low = shard.group.split_master
     stretch = slice(shard.start, shard.start + shard.tensor.numel())
     return kernels.SplitMaster(high[stretch], low[stretch])
 

@@ -71,12 +71,12 @@ class OptimizerSwapper:
 
     def seats(self, unit: Unit) -> bool:
         """Whether something of it has to be in a seat to be updated."""
-        return any(group.chests for group in unit.trainable)
+        return any(group.swapped_tensors for group in unit.trainable)
 
     def take_in(self, unit: Unit) -> None:
         """Keep the state that a unit has now. What is new is written, unless it is blank."""
         if self.has(unit):
-            self._chest_of(unit).keep(list(self._tensors(unit)))
+            self._chest_of(unit).register(list(self._tensors(unit)))
 
     def take_over(self, units: Iterable[Unit]) -> None:
         """Keep the state that somebody else gave the optimizer; his tensors keep their memory."""
@@ -106,14 +106,14 @@ class OptimizerSwapper:
         finally:
             try:
                 if changes:
-                    chest.keep(list(self._tensors(unit)))
+                    chest.register(list(self._tensors(unit)))
             finally:
                 chest.close(changed=changes)
 
     def empty(self, unit: Unit) -> None:
         """Leave a unit's state in ordinary memory for good."""
         if self.has(unit):
-            self._chest_of(unit).empty()
+            self._chest_of(unit).restore()
             del self._chests[unit.index]
 
     def forget(self, unit: Unit) -> None:
@@ -152,7 +152,7 @@ class OptimizerSwapper:
         def size(group: ShardedGroup) -> int:
             numel = group.own[1] - group.own[0] if group.chest is not None else 0
             state = [numel, Moment8bit.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
-            parameters = sum(chest.num_bytes for chest in group.chests)
+            parameters = sum(chest.num_bytes for chest in group.swapped_tensors)
             return parameters + len(kernel.keys) * sum(rounded(part) for part in state)
 
         self._seats.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
@@ -196,12 +196,12 @@ class OptimizerSwapper:
         So with gradients that wait on disk too.
         """
         blank = {
-            group.page.chest
+            group.swapped_shard.chest
             for group in unit.trainable
-            if group.page is not None and group.halves is None and _all_of(group, shards)
+            if group.swapped_shard is not None and group.split_master is None and _all_of(group, shards)
         }  # parameters that are written anew
         state = self._state_chests(unit)
-        pages = [group.page.chest for group in unit.trainable if group.page is not None]
+        pages = [group.swapped_shard.chest for group in unit.trainable if group.swapped_shard is not None]
         waiting = [gradients] if gradients is not None else []
         size = sum(chest.num_bytes for chest in (*state, *pages, *waiting))
         seat = self._prepared(unit.index)
@@ -243,7 +243,9 @@ class OptimizerSwapper:
         try:
             for chest in chests:
                 start, size = sum(seat.sizes), chest.num_bytes
-                seat.reads.extend(chest.fetch(seat.memory[start : start + size], blank=chest in blank, waits=waits))
+                seat.reads.extend(
+                    chest.swap_in_to(seat.memory[start : start + size], blank=chest in blank, waits=waits)
+                )
                 seat.chests.append(chest)
                 seat.sizes.append(size)
         except BaseException:
@@ -255,7 +257,7 @@ class OptimizerSwapper:
         transfers = list(seat.reads)
 
         def put_back(chest: SwappedTensors) -> None:
-            transfers.extend(chest.put_back(changed=changed and chest not in seat.used_up))
+            transfers.extend(chest.swap_out(changed=changed and chest not in seat.used_up))
 
         with contextlib.ExitStack() as last_first:  # all of it, also if a drive fails
             last_first.callback(self.free_seats.release)

@@ -100,7 +100,7 @@ class SwappedShard:
     def _begin(self) -> tuple[Tensor, list[DiskTransfer]]:
         slot = self._pages.slots.take(self.chest.num_bytes)
         try:
-            return slot, self.chest.fetch(slot, urgent=True)
+            return slot, self.chest.swap_in_to(slot, urgent=True)
         except BaseException:
             self._pages.slots.give(slot, Event())
             raise
@@ -121,7 +121,7 @@ class SwappedShard:
             self.give(slot, AllOf(reads))
             raise
         finally:
-            self.chest.put_back(changed=False)
+            self.chest.swap_out(changed=False)
         return slot
 
     def give(self, slot: Tensor, after: Waitable) -> None:
@@ -135,5 +135,5 @@ class SwappedShard:
             self._pages.num_ahead -= 1
             for transfer in reads:
                 transfer.synchronize()
-            self.chest.put_back(changed=False)
+            self.chest.swap_out(changed=False)
             self.give(slot, AllOf(reads))

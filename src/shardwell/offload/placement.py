@@ -93,8 +93,8 @@ class StateFormula:
 
     def shard(self, kind: GroupKey, numel: int, row: ShardingSpec) -> int:
         """A rank's share of the parameters, as it travels."""
-        if row.rest_codec is not None:
-            return row.rest_codec.num_bytes(self.share(numel))
+        if row.storage_codec is not None:
+            return row.storage_codec.num_bytes(self.share(numel))
         return self.share(numel) * kind.precision.compute.itemsize
 
     def share(self, numel: int) -> int:
@@ -110,20 +110,20 @@ class StateFormula:
         """Parameters, masters and optimizer state between steps, as `ShardedGroup` holds them."""
         row, precision = self.row(kind, place), kind.precision
         above, below = row.parameters.tier, row.optimizer.tier
-        held = self.share(numel) if row.released else numel
-        own = self.share(numel) if row.optimizer.over is not None else numel
+        held = self.share(numel) if row.reshards else numel
+        own = self.share(numel) if row.optimizer.axis is not None else numel
         compute, master = precision.compute.itemsize, precision.master.itemsize
         if not kind.trains:
-            rests = self.shard(kind, numel, row) if row.released else held * compute
+            rests = self.shard(kind, numel, row) if row.reshards else held * compute
             return total([Counter({above: rests}), self.second_copy(kind, numel, row)])
         found = Counter({below: self.moments(own, kind, below)})
-        no_halves = precision.is_mixed and not precision.has_halves
-        if {above, below} != {Tier.DEVICE} or (no_halves and not row.released):
+        no_halves = precision.is_mixed and not precision.is_bf16_split
+        if {above, below} != {Tier.DEVICE} or (no_halves and not row.reshards):
             found[below] += own * master
-            is_half = precision.has_halves and above is below and self.commit is not CommitPolicy.SHADOW
+            is_half = precision.is_bf16_split and above is below and self.commit is not CommitPolicy.SPECULATIVE
             if not is_half:  # of its master
                 found[above] += held * compute
-        elif row.released or not precision.is_mixed:
+        elif row.reshards or not precision.is_mixed:
             found[above] += held * master
         else:
             found[above] += held * compute + own * (master - compute)
@@ -131,9 +131,9 @@ class StateFormula:
 
     def second_copy(self, kind: GroupKey, numel: int, row: ShardingSpec) -> Bytes:
         """From a forward to the next update; for good, of what is frozen."""
-        if row.second_copy is None:
+        if row.secondary is None:
             return Counter()
-        if row.rest_codec is not None:
+        if row.storage_codec is not None:
             return Counter({Tier.DEVICE: -(-self.num_ranks * self.shard(kind, numel, row) // self.ranks_per_copy)})
         return Counter({Tier.DEVICE: -(-numel // self.ranks_per_copy) * kind.precision.compute.itemsize})
 
@@ -147,12 +147,12 @@ class StateFormula:
         if self.ranks_per_loss and not kind.persistent:
             found[Tier.DEVICE] += -(-numel // self.ranks_per_loss) * _FP32
         if row.optimizer.tier is Tier.DEVICE:
-            if self.accumulates or self.commit is not CommitPolicy.AT_ONCE or kind.persistent:
+            if self.accumulates or self.commit is not CommitPolicy.IMMEDIATE or kind.persistent:
                 waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
                 found[Tier.DEVICE] += own * waiting.itemsize
             return found
         found[place.gradients] += self.waiting(kind, numel, place)
-        if self.commit is CommitPolicy.SHADOW and row.optimizer.tier is Tier.HOST:
+        if self.commit is CommitPolicy.SPECULATIVE and row.optimizer.tier is Tier.HOST:
             found[Tier.HOST] += self.stepped(kind, numel, place)
         return found
 
@@ -162,7 +162,7 @@ class StateFormula:
             return 0
         if self.accumulates:
             return self.share(numel) * _FP32
-        return self.share(numel) * kind.precision.compute.itemsize if self.commit is not CommitPolicy.AT_ONCE else 0
+        return self.share(numel) * kind.precision.compute.itemsize if self.commit is not CommitPolicy.IMMEDIATE else 0
 
     def stepped(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
         """Masters and optimizer state that are stepped below the device."""

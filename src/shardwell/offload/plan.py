@@ -135,13 +135,13 @@ def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, co
         )
     places = {name: rungs[rung] for name, rung in zip(states.units, found.rungs, strict=True)}
     policy, below = commit_policy(settings), _below(places)
-    shadowed: set[str] = set(below) if policy is CommitPolicy.SHADOW else set()
+    shadowed: set[str] = set(below) if policy is CommitPolicy.SPECULATIVE else set()
     may_speculate = settings.shardwell.commit == "auto" and policy is CommitPolicy.AFTER_NORM and context.device.is_cuda
     if may_speculate and all(places[name].optimizer is Tier.HOST for name in below):
         shadowed = _speculating(states, places, below, free[Tier.HOST] - found.needed[Tier.HOST])
-    above = policy if policy in (CommitPolicy.AT_ONCE, CommitPolicy.AUTO) else CommitPolicy.AFTER_NORM
+    above = policy if policy in (CommitPolicy.IMMEDIATE, CommitPolicy.AUTO) else CommitPolicy.AFTER_NORM
     return OffloadPlan(
-        {name: CommitPolicy.SHADOW if name in shadowed else policy for name in below}, places, states, above
+        {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}, places, states, above
     )
 
 
@@ -196,7 +196,7 @@ def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext
     if settings.shardwell.gradients == "auto":
         places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
         needed = total(states.needs(name, place) for name, place in places.items())
-    shadowed = set(below) if policy is CommitPolicy.SHADOW else set()
+    shadowed = set(below) if policy is CommitPolicy.SPECULATIVE else set()
     may_speculate = settings.shardwell.commit == "auto" and policy is CommitPolicy.AFTER_NORM and device.is_cuda
     if may_speculate and not needed[Tier.DISK]:
         shadowed = _speculating(states, places, below, free[Tier.HOST] - needed[Tier.HOST] - buffers)
@@ -204,7 +204,9 @@ def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext
         ShortageReport(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST]
     )
     _check_drives(ShortageReport(states, places, settings, mesh), needed[Tier.DISK])
-    return OffloadPlan({name: CommitPolicy.SHADOW if name in shadowed else policy for name in below}, places, states)
+    return OffloadPlan(
+        {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}, places, states
+    )
 
 
 def _with_gradients_above(
@@ -215,7 +217,7 @@ def _with_gradients_above(
     waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
     if not any(waiting.values()):
         return {}
-    least = free if context.device.is_virtual else context.world.least(free, "ROOM")
+    least = free if context.device.is_meta else context.world.all_reduce_min(free, "ROOM")
     return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
 
 

@@ -75,7 +75,7 @@ class SpeculativeState:
     def commit(self, states: dict[Tensor, Any]) -> None:
         """Change places with what the optimizer holds."""
         for group, masters in self._masters.items():
-            group.exchange_masters(masters)
+            group.swap_masters(masters)
         for shard, spare in self.spares.items():
             spare.master.data = self._stretch(shard)
             live = states[shard.tensor]
@@ -121,7 +121,7 @@ def covers(shards: list[ParamSlice]) -> bool:
     pieces = dict.fromkeys((shard.group for shard in shards), 0)
     for shard in shards:
         pieces[shard.group] += len(shard.pieces)
-    return all(pieces[group] == sum(len(run.pieces) for run, _ in group.runs) for group in pieces)
+    return all(pieces[group] == sum(len(run.pieces) for run, _ in group.spans) for group in pieces)
 
 
 def _like(state: dict[str, Any]) -> dict[str, Any]:

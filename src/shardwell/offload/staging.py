@@ -64,7 +64,7 @@ class StagingPool:
             return self._pinned.make(self._num_bytes)
         memory, mark = self._free.get()
         mark.synchronize()
-        if memory.numel() < num_bytes or not mark.has_passed:  # a drive that hangs may still write to it
+        if memory.numel() < num_bytes or not mark.is_done:  # a drive that hangs may still write to it
             self._pinned.drop(memory)
             memory = self._pinned.make(self._num_bytes)
         return memory

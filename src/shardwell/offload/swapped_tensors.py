@@ -67,7 +67,7 @@ class SwappedTensors:
         self._is_free.release()
         return not all(transfer.has_passed for transfer in self._writes)
 
-    def keep(self, tensors: Sequence[Tensor]) -> None:
+    def register(self, tensors: Sequence[Tensor]) -> None:
         """These are the contents from now on. New ones are written, unless they are a number, repeated.
 
         Those that the chest had and that are not among them are forgotten.
@@ -112,7 +112,7 @@ class SwappedTensors:
         for item in new:
             _send_away(item)
 
-    def fetch(
+    def swap_in_to(
         self, memory: Tensor, *, blank: bool = False, urgent: bool = False, waits: bool = True
     ) -> list[DiskTransfer]:
         """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
@@ -145,7 +145,7 @@ class SwappedTensors:
             self._leave()
             raise
 
-    def put_back(self, *, changed: bool) -> list[DiskTransfer]:
+    def swap_out(self, *, changed: bool) -> list[DiskTransfer]:
         """Send the tensors away; what changed is being written: their memory is free when all of that has ended."""
         self._writes = []
         try:
@@ -163,7 +163,7 @@ class SwappedTensors:
         """Bring the tensors into memory of the chest's own. May be nested."""
         if not self._holders:
             memory = aligned(self.num_bytes)
-            reads = self.fetch(memory)
+            reads = self.swap_in_to(memory)
             try:
                 for transfer in reads:
                     transfer.wait()
@@ -190,7 +190,7 @@ class SwappedTensors:
             self._account.remove(StateKind.STAGING, self._unit, Tier.HOST, self._opened)
 
     @contextlib.contextmanager
-    def opened(self, *, changes: bool) -> Iterator[None]:
+    def swapped_in(self, *, changes: bool) -> Iterator[None]:
         """Have the tensors in memory; what changes there counts."""
         self.open()
         try:
@@ -198,7 +198,7 @@ class SwappedTensors:
         finally:
             self.close(changed=changes)
 
-    def empty(self) -> None:
+    def restore(self) -> None:
         """Leave the tensors in ordinary memory for good, and forget them."""
         self.open()
         for item in self._items:

@@ -104,7 +104,7 @@ class _Agenda:
                     return task
                 first = self._tasks[0]
             first.after.synchronize()
-            if not first.after.has_passed and self._remove(first):
+            if not first.after.is_done and self._remove(first):
                 return first
 
     def take_before(self, urgency: int) -> _Task | None:
@@ -125,7 +125,7 @@ class _Agenda:
 
     def _best(self) -> _Task | None:
         """Newer ones are asked first: if one can be done, so can an older one whose mark comes before its own."""
-        possible = [task for task in reversed(self._tasks) if task.after.has_passed]
+        possible = [task for task in reversed(self._tasks) if task.after.is_done]
         return min(possible, key=lambda task: (task.urgency, task.number), default=None)
 
 

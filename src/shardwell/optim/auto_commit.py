@@ -44,7 +44,7 @@ class StepBeginning:
 
 
 @dataclass(frozen=True)
-class WatchedTensor:
+class WatchedUpdate:
     """What a unit awaits from the end of its backward to the step: nobody. Who comes all the same has to say so."""
 
     unit: Unit
@@ -52,7 +52,7 @@ class WatchedTensor:
     arrival: HostPending | None  # of an update that was begun
     is_ahead: bool  # one was begun, on some ranks at least
 
-    is_known = False  # nobody fetches it ahead
+    is_done = False  # nobody fetches it ahead
 
     def _meet(self) -> None:
         try:
@@ -61,15 +61,15 @@ class WatchedTensor:
             self.unit.await_update(self, hides=True)  # whoever comes next hears the same
             raise
 
-    def hear(self) -> None:
+    def wait_local(self) -> None:
         self._meet()
         if self.arrival is not None:
-            self.arrival.hear()
+            self.arrival.wait_local()
 
     def wait(self) -> None:
         self._meet()
         if self.arrival is not None:
-            self.arrival.hear()
+            self.arrival.wait_local()
         if self.is_ahead:
             self.unit.publish()
 
@@ -116,7 +116,7 @@ class AutoCommit:
     def _apply(self, unit: Unit, groups: list[ShardedGroup]) -> None:
         unit.is_watched = self.phase is not CommitPhase.AFTER_NORM
         for group in groups:
-            group.commit_by(CommitPolicy.AT_ONCE if self.phase is CommitPhase.AT_ONCE else CommitPolicy.AFTER_NORM)
+            group.commit_by(CommitPolicy.IMMEDIATE if self.phase is CommitPhase.AT_ONCE else CommitPolicy.AFTER_NORM)
 
     def _enter(self, phase: CommitPhase) -> None:
         self.phase = phase
@@ -150,7 +150,7 @@ class AutoCommit:
         self._begun[unit.index] = is_complete
         self._watched.append(unit)
         is_ahead = self.phase is CommitPhase.AT_ONCE
-        unit.await_update(WatchedTensor(unit, self, arrival if is_ahead else None, is_ahead), hides=True)
+        unit.await_update(WatchedUpdate(unit, self, arrival if is_ahead else None, is_ahead), hides=True)
         return True
 
     def has_begun(self, unit: Unit) -> bool:
@@ -216,14 +216,14 @@ class AutoCommit:
         """It was applied: what it has shown counts."""
         told, self._told = self._told, None
         later, self._later = self._later, None
-        is_virtual = self._context.device.is_virtual
+        is_virtual = self._context.device.is_meta
         if later is not None and float(later.get()) > 0 and self.phase is CommitPhase.AT_ONCE:
             self._hear_of_another()
         if told is None or self.phase is CommitPhase.AFTER_NORM or not self._has_any:
             return
         self._has_any = False
         if self.phase is CommitPhase.AT_ONCE:
-            self._later = None if is_virtual else self._context.device.read_later(told)
+            self._later = None if is_virtual else self._context.device.read_async(told)
             return
         if bool(self._odd) if is_virtual else float(told) > 0:
             self._hear_of_another()

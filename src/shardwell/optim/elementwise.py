@@ -107,7 +107,7 @@ def _twin(optimizer: Optimizer, tensors: list[list[Tensor]]) -> Optimizer:
 
 
 def _try(make: Make, name: str, dims: list[list[int]], device: Device) -> None:
-    if device.is_virtual:
+    if device.is_meta:
         return
     remedy = (
         f"{_WAY_OUT} If you know that {name} may be stepped in pieces of parameters, set `elementwise = True` on it or "

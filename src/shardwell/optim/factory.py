@@ -121,7 +121,7 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
         raise ConfigError(
             f"optimizer.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
         )
-    if name in _WITH_FUSED and not device.is_virtual and not {"fused", "foreach"} & set(options):
+    if name in _WITH_FUSED and not device.is_meta and not {"fused", "foreach"} & set(options):
         options["fused"] = not (name == "Adagrad" and device.is_cuda)
     return factory, options
 

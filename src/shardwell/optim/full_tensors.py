@@ -92,14 +92,14 @@ class ShardedFullTensors:
         return SlicePosition(self._shards.numbers[slot.name], slot.shape)
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        if not any(group.row.optimizer.over for group in self._groups):
+        if not any(group.row.optimizer.axis for group in self._groups):
             return [sums for _, sums in parts]
         width = _NUM_SUMS
         total = torch.zeros(len(self._shards.numbers), width, dtype=torch.float64, device=self._where)
         numbers = [self.place(tensor).index for tensor, _ in parts]
         for number, (_, sums) in zip(numbers, parts, strict=True):
             total[number, : len(sums)] += sums
-        self._comm.sum_scalar(total, "SUMS")
+        self._comm.all_reduce_sum(total, "SUMS")
         return [total[number, : len(sums)].to(sums) for number, (_, sums) in zip(numbers, parts, strict=True)]
 
     @property
@@ -128,8 +128,8 @@ class ShardedFullTensors:
         """The parameters of this step that are wanted whole, and who holds which part of them."""
         wants_whole: Callable[[dict[str, object]], bool] = self._inner.wants_whole  # type: ignore[attr-defined]
         for group in self._groups:
-            is_split = group.row.optimizer.over is not None
-            places = [self._comm.place_of(rank) for rank in range(self._comm.mesh.size)]
+            is_split = group.row.optimizer.axis is not None
+            places = [self._comm.shard_index_of(rank) for rank in range(self._comm.mesh.size)]
             held = [list(group.layout.pieces(place)) for place in places] if is_split else []
             for slot in group.layout.slots:
                 label = self._shards.labels[slot.name]
@@ -172,7 +172,7 @@ class _Swap:
             _joined([mine[matrix.slot.name] for matrix, _ in self._crossing(rank, owner)], where) for owner in ranks
         ]
         incoming = [_room(self._crossing(holder, rank), where) for holder in ranks]
-        self.comm.exchange(outgoing, incoming, "MATRICES")
+        self.comm.all_to_all(outgoing, incoming, "MATRICES")
         wholes = {
             matrix.slot.name: torch.empty(matrix.slot.numel, dtype=torch.bfloat16, device=where)
             for matrix, owner in zip(self.matrices, self.owners, strict=True)
@@ -198,7 +198,7 @@ class _Swap:
             for holder in ranks
         ]
         incoming = [_room(self._crossing(rank, owner), where) for owner in ranks]
-        self.comm.exchange(outgoing, incoming, "MATRICES BACK")
+        self.comm.all_to_all(outgoing, incoming, "MATRICES BACK")
         answers = {}
         for owner in ranks:
             crossing = self._crossing(rank, owner)

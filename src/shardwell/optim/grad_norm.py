@@ -25,7 +25,7 @@ def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
     gradient = shard.gradient
     assert gradient is not None
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=wide), shard.group.row.gradients.over is None
+    return torch.linalg.vector_norm(gradient, dtype=wide), shard.group.row.gradients.axis is None
 
 
 def sum_of_squares(norms: list[Tensor], device: Device) -> Tensor:
@@ -73,11 +73,11 @@ class GradNorm:
         if says is not None:
             parts.append(self._context.device.scalar(says, torch.float64).view(1))
         total = torch.cat(parts)
-        self._context.world.sum_scalar(total, "NORM")
+        self._context.world.all_reduce_sum(total, "NORM")
         self._rates.ask(total, 1 + len(seen))
         self.told = None if says is None else total[-1]
         self.unseen = set()
-        if not all(seen) and not self._context.device.is_virtual:
+        if not all(seen) and not self._context.device.is_meta:
             anywhere = total[1:].tolist()
             self.unseen = {name for name, number in self._shards.numbers.items() if not anywhere[number]}
         return (total[0] + sum_of_squares(whole, self._context.device)).sqrt()
@@ -107,7 +107,7 @@ class PartialUpdateReport:
         commits = {group.row.commit for unit in units for group in unit.trainable}
         self._noted = [
             (unit.name or "(root)", [norms_at_once(unit, s) for s in self._shards.of(unit) if s.label >= 0])
-            for unit in (units if CommitPolicy.AT_ONCE in commits else ())
+            for unit in (units if CommitPolicy.IMMEDIATE in commits else ())
         ]
 
     def __call__(self, *, is_late: bool) -> tuple[bool, str]:
@@ -134,7 +134,7 @@ class PartialUpdateReport:
                 counts[int(is_updated), number] += 1
         counts = counts.to(self._context.device.torch_device)
         if self._noted:
-            self._context.world.sum_scalar(counts, "AFTERMATH")
+            self._context.world.all_reduce_sum(counts, "AFTERMATH")
         left, updated = counts.tolist()
         return left, updated
 

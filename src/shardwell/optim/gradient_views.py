@@ -320,7 +320,7 @@ class GradientViews:
                 if part is None
                 else _norm(part, order, access.loss_scale, device.torch_device)
             )
-            is_whole.append(view.group.row.gradients.over is None)
+            is_whole.append(view.group.row.gradients.axis is None)
         if not parts:
             return {}
         mine = torch.stack(parts)
@@ -336,10 +336,10 @@ class GradientViews:
         if order == float("inf"):
             rows = mine.new_zeros(world.mesh.size, mine.numel())
             rows[world.mesh.rank] = mine
-            world.sum_scalar(rows, "GRADIENT NORMS")
+            world.all_reduce_sum(rows, "GRADIENT NORMS")
             return rows.amax(0)
         total = mine.clone() if order == 0 else mine**order
-        world.sum_scalar(total, "GRADIENT NORMS")
+        world.all_reduce_sum(total, "GRADIENT NORMS")
         return total if order == 0 else total ** (1 / order)
 
 

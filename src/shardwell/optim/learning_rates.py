@@ -48,7 +48,7 @@ class LearningRateCheck:
         if not self._is_on:
             return
         if self._context.device.is_cuda:
-            self._later = self._context.device.read_later(total[place]), self._number
+            self._later = self._context.device.read_async(total[place]), self._number
         else:
             self._compare(total[place].item(), self._number)
 

@@ -175,8 +175,8 @@ class ShardedOptimizer(Optimizer):
         self._before_step()
         for unit in self._units:
             for group in unit.trainable:
-                group.gradients.settle()
-                group.forget_second_copy()  # of all: what was updated ahead of a step that fails may differ by rank
+                group.gradients.wait()
+                group.invalidate_secondary()  # of all: what was updated ahead of a step that fails may differ by rank
         was_used: bool | Tensor = False
         together = False
         try:
@@ -308,7 +308,7 @@ class ShardedOptimizer(Optimizer):
             return
         goes_ahead = commit_of(unit) is not CommitPolicy.AFTER_NORM
         for group in unit.trainable if goes_ahead or self._offloaded is not None else ():
-            group.gradients.settle()  # where gradients are whole their second half is still on its way
+            group.gradients.wait()  # where gradients are whole their second half is still on its way
         is_complete = not unit.in_backward and all(group.gradients.is_complete for group in unit.trainable)
         if self._offloaded is not None:
             self._offloaded.take(unit, is_complete=is_complete)
@@ -384,14 +384,14 @@ class ShardedOptimizer(Optimizer):
         for shard in self.shards.of(unit):
             was_counted = gone if shard.group.is_stepped_on_host and self._offloaded is not None else ahead is not None
             if shard.gradient is not None and not was_counted:
-                shard.group.gradients.arrive()  # it may be a sum on the host that is still being made
+                shard.group.gradients.ensure_readable()  # it may be a sum on the host that is still being made
                 norm, is_whole = norm_of(shard)
                 yield norm.to(self._context.device.torch_device), is_whole
 
     def _may_step(self, norm: Tensor) -> bool:
         """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know."""
         device = self._context.device
-        if device.is_virtual:
+        if device.is_meta:
             return True
         is_all_on_host = all(not self._is_stepped_here(g) for unit in self._units for g in unit.trainable)
         if (self._can_veto or (device.is_cuda and is_all_on_host)) and not self.scale.is_on:
@@ -411,7 +411,7 @@ class ShardedOptimizer(Optimizer):
     def _update_ahead(self, unit: Unit) -> None:
         """An update at once is only done if the unit's own gradients are finite."""
         norms = self._ahead.norms.get(unit.index)
-        if norms is not None and not self._context.device.is_virtual:
+        if norms is not None and not self._context.device.is_meta:
             is_finite = torch.isfinite(sum_of_squares([norm for norm, _ in norms], self._context.device))
             if self._can_veto:
                 self.inner.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
@@ -440,7 +440,7 @@ class ShardedOptimizer(Optimizer):
             whole.begin(groups, unseen)
         with contextlib.ExitStack() as stack:
             for group in groups:
-                stack.enter_context(group.opened_master(changes=True))
+                stack.enter_context(group.open_master(changes=True))
             shards = [s for unit in units for s in self._to_step(unit, unseen) if self._is_stepped_here(s.group)]
             self._step_inside(shards, clip, again=ahead)
 
@@ -482,7 +482,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as the torch optimizer inside gives it."""
         for unit in self._units:
-            unit.hear_update()
+            unit.wait_local_update()
         found = type(self.inner).state_dict(self.inner)
         numbers = {id(tensor): i for i, tensor in enumerate(t for g in self.param_groups for t in g["params"])}
         for tensor, state in self._store.copies(self._units) if self._store is not None else ():

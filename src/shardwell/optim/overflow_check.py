@@ -55,8 +55,8 @@ class OverflowCheck:
         """Begin to read the norm; see `PartialUpdateReport.note` for what was updated at once."""
         self._units = units
         self._aftermath.note(units, norms_at_once)
-        if not self._device.is_virtual:
-            self._norm = self._device.read_later(norm)
+        if not self._device.is_meta:
+            self._norm = self._device.read_async(norm)
 
     def hear(self, *, is_late: bool = True) -> bool:
         """Learn whether the norm that was last asked about is finite; raises or counts a skipped step if not."""

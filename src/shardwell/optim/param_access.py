@@ -49,14 +49,14 @@ class ParamAccess:
 
     def _own_piece(self) -> SlotPiece | None:
         """This rank's part of the parameter; `in_shard` counts from the start of this rank's masters."""
-        return next((p for run, _ in self._group.runs for p in run.pieces if p.slot.name == self._slot.name), None)
+        return next((p for run, _ in self._group.spans for p in run.pieces if p.slot.name == self._slot.name), None)
 
     # --------------------------------------------------------------------------------------------------- masters
 
     def master(self) -> Tensor:
         """ND, what the optimizer steps (or would step)."""
         self._unit.wait()
-        with self._group.opened_master():
+        with self._group.open_master():
             return self._assemble(self._group.precision.master, self._part(self._group.master))
 
     def assembled(self, mine: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class ParamAccess:
 
     def local_master(self) -> Tensor | None:
         """1D, this rank's part; None if it holds none."""
-        self._unit.hear_update()
-        with self._group.opened_master():
+        self._unit.wait_local_update()
+        with self._group.open_master():
             part = self._part(self._group.master)
             return None if part is None else part.clone()
 
@@ -74,33 +74,33 @@ class ParamAccess:
         """Change the truth, and the whole parameter where it is whole. Every rank passes the same values."""
         self._unit.wait()
         wide = self._flat_of(value, self._group.precision.master)
-        with self._group.opened_master(changes=True):
+        with self._group.open_master(changes=True):
             part = self._part(self._group.master)
             if part is not None and self._piece is not None:
                 part.copy_(self._slice(wide))
-                self._group.remember(self._piece.in_shard, part)
-        self._group.forget_second_copy()
+                self._group.note_changed_master(self._piece.in_shard, part)
+        self._group.invalidate_secondary()
         if self._group.flat.present:
             narrow(wide, self._group.flat.tensor[self._slot.offset : self._slot.end])
-        self._group.see_codes()
+        self._group.regather_quantized()
 
     def set_local_master(self, value: Tensor) -> None:
         """Change this rank's part of the truth; only where nobody else has a copy of it."""
-        if not self._group.row.released or self._group.stays_whole:
+        if not self._group.row.reshards or self._group.stays_whole:
             raise ShardwellError(
                 f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
                 "part: use safe_set_full_fp32_param."
             )
-        self._unit.hear_update()
-        if self._unit.residency is Residency.GATHERING:
+        self._unit.wait_local_update()
+        if self._unit.residency is Residency.UNSHARDING:
             self._unit.wait()  # or it would bring what was before
-        if self._group.has_second_copy:
+        if self._group.has_secondary:
             raise ShardwellError(
                 f"of '{self._slot.name}' there is a second copy in each node (zero_hpz_partition_size), and the others "
                 "would not see a change of this rank's part: use safe_set_full_fp32_param, or change it after a step, "
                 "before the next forward."
             )
-        with self._group.opened_master(changes=True):
+        with self._group.open_master(changes=True):
             part = self._part(self._group.master)
             if part is not None:
                 part.copy_(value.reshape(-1))
@@ -121,7 +121,7 @@ class ParamAccess:
         if not has_any:
             return None
         gradients = self._group.gradients
-        part = self._part(gradients.look(has_sums=has_sums))
+        part = self._part(gradients.snapshot(has_sums=has_sums))
         return self._assemble(gradients.wide, None if part is None else part / self.loss_scale)
 
     def gradient_part(self, *, asks: bool) -> Tensor | None:
@@ -133,7 +133,7 @@ class ParamAccess:
             result = self._averaged()
             return None if result is None else self._part(result)
         has_any, has_sums = self._anywhere()
-        return self._part(self._group.gradients.look(has_sums=has_sums)) if has_any else None
+        return self._part(self._group.gradients.snapshot(has_sums=has_sums)) if has_any else None
 
     @contextlib.contextmanager
     def opened_gradient(self, *, asks: bool) -> Iterator[Tensor | None]:
@@ -177,7 +177,7 @@ class ParamAccess:
         if not self._is_trained or not self._group.gradients.has_any:
             return None
         self._tell()
-        part = self._part(self._group.gradients.look(has_sums=False))
+        part = self._part(self._group.gradients.snapshot(has_sums=False))
         return None if part is None else part / self.loss_scale
 
     def set_gradient(self, value: Tensor) -> None:
@@ -216,11 +216,11 @@ class ParamAccess:
         """Whether any rank has some, and whether some wait to be averaged. All ranks ask."""
         self._tell()
         gradients, device = self._group.gradients, self._group.context.device
-        gradients.settle()
-        flags = [gradients.has_any and gradients.seen[self._index], self._waits, gradients.is_gone]
-        if not device.is_virtual:
+        gradients.wait()
+        flags = [gradients.has_any and gradients.seen[self._index], self._waits, gradients.is_discarded]
+        if not device.is_meta:
             total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
-            self._group.context.world.sum_scalar(total, f"READ {self._slot.name} gradient")
+            self._group.context.world.all_reduce_sum(total, f"READ {self._slot.name} gradient")
             flags = [number > 0 for number in total.tolist()]
         if flags[2]:
             gone()
@@ -232,15 +232,15 @@ class ParamAccess:
             return None
         self._tell()
         gradients = self._group.gradients
-        gradients.settle()
+        gradients.wait()
         if gradients.hands_over and self._unit.optimizer is not None:
             self._unit.optimizer.gradients_reduced(self._unit, at_boundary=False)
-        gradients.arrive()
+        gradients.ensure_readable()
         return gradients.result
 
     def _check_alone(self) -> None:
         """Averaging is for all ranks."""
-        if self._is_trained and (self._waits or self._group.gradients.needs_others):
+        if self._is_trained and (self._waits or self._group.gradients.needs_collective):
             when = " (that is done at the boundary)" if self._waits else ""
             raise ShardwellError(
                 f"the gradient of '{self._slot.name}' is not averaged over the ranks yet{when}, and one rank cannot do "
@@ -257,7 +257,7 @@ class ParamAccess:
 
     def local_state(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state by name: 1D, to read, and scalars as they are."""
-        self._unit.hear_update()
+        self._unit.wait_local_update()
         shard = self._shard()
         if shard is None or self._piece is None:
             return {}
@@ -280,7 +280,7 @@ class ParamAccess:
         where = self._group.context.device.torch_device
         has = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
         has[world.mesh.rank] = kind = self._kind_of(local, key)
-        world.sum_scalar(has, f"READ {self._slot.name} {key}")
+        world.all_reduce_sum(has, f"READ {self._slot.name} {key}")
         if not bool(has.any()):
             return None
         value: Any = local.get(key)
@@ -326,7 +326,7 @@ class ParamAccess:
         names = "\n".join(sorted(self.local_state()))
         size = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
         size[world.mesh.rank] = len(names.encode())
-        world.sum_scalar(size, f"READ {self._slot.name} names")
+        world.all_reduce_sum(size, f"READ {self._slot.name} names")
         if not bool(size.any()):
             return {}
         told = self._share_text(names, int(size.argmax()), "names")
@@ -349,7 +349,7 @@ class ParamAccess:
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        self._unit.hear_update()
+        self._unit.wait_local_update()
         with self._unit.optimizer.states_of(self._unit, changes=True):
             shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
             state = self._unit.optimizer.state[shard.tensor]
@@ -379,13 +379,13 @@ class ParamAccess:
         """ND, from the parts of all ranks."""
         group, slot, world = self._group, self._slot, self._group.context.world
         flat = group.context.device.empty(slot.numel, dtype)
-        if group.row.optimizer.over is None:
+        if group.row.optimizer.axis is None:
             assert part is not None or slot.numel == 0
             if part is not None:
                 flat.copy_(part)
             return flat.as_strided(slot.shape, slot.stride)
         for rank in range(world.mesh.size):
-            for piece in group.layout.pieces(world.place_of(rank)):
+            for piece in group.layout.pieces(world.shard_index_of(rank)):
                 if piece.slot is slot:
                     view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
                     if rank == world.mesh.rank and part is not None:

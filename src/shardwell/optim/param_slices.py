@@ -65,7 +65,7 @@ class ParamSlice:
     def cut(self) -> list[ParamSlice]:
         """One shard for each parameter."""
         return [
-            replace(self, start=p.in_shard, tensor=self.group.cut_master(p.in_shard, p.numel), pieces=(p,))
+            replace(self, start=p.in_shard, tensor=self.group.slice_master(p.in_shard, p.numel), pieces=(p,))
             for p in self.pieces
         ]
 
@@ -107,7 +107,7 @@ class ParamSlices:
         found = [
             ParamSlice(group, run.label, run.start, tensor, run.pieces)
             for group in unit.trainable
-            for run, tensor in group.runs
+            for run, tensor in group.spans
         ]
         if self._one_per_parameter:
             found = [part for shard in found for part in shard.cut()]

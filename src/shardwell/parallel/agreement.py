@@ -147,8 +147,8 @@ class Agreement:
         before, self.is_waiting = self.is_waiting, True
         try:
             while arrived < self._mesh.size:
-                self.look_for_failures()
-                self.look_for_ends(self.num_moves + bool(expected))  # a deviation is not counted yet
+                self.check_failures()
+                self.check_exits(self.num_moves + bool(expected))  # a deviation is not counted yet
                 wait.look()
                 time.sleep(pause)
                 pause = min(pause * 2, 0.05)
@@ -210,7 +210,7 @@ class Agreement:
             place = (place - self._recent.popleft() * _OLDEST) % _PRIME
         self._place = place
 
-    def turn_page(self) -> None:
+    def begin_step(self) -> None:
         """Start a new step: what happened before no longer tells places apart."""
         self._recent.clear()
         self._place = 0
@@ -234,7 +234,7 @@ class Agreement:
                 self.fail(ShardwellError(f"{type(error).__name__} in {what}: {error}"))
             raise
 
-    def leave_word(self, words: str) -> None:
+    def post_message(self, words: str) -> None:
         """Tell peers that will wait for this rank why it does not come; the links stand, for what else uses them."""
         if self._active:
             with contextlib.suppress(Exception):  # the store may have gone down with its host
@@ -265,7 +265,7 @@ class Agreement:
         self.cut_links()
         return PeerError(words)
 
-    def explain(self, error: Exception) -> ShardwellError:
+    def diagnose(self, error: Exception) -> ShardwellError:
         """What a broken collective really means: the first failing rank's own words if it left any.
 
         If it left none, others may have no link to it, and wait for this rank: they are told.
@@ -273,7 +273,7 @@ class Agreement:
         deadline, words = time.monotonic() + 2.0, f"rank {self._mesh.rank}: a peer stopped answering: {error}"
         while time.monotonic() < deadline:
             try:
-                self.look_for_failures()
+                self.check_failures()
                 if (ended := self._ended_ranks(self.num_moves)) is not None:
                     return self._missing(ended)
                 if lost := self._pulse.lost():
@@ -292,7 +292,7 @@ class Agreement:
                 self._board.set(f"{_END}/{self._mesh.rank}", f"{self.num_moves} {words}")
             self.is_over = True
 
-    def look_for_ends(self, needed: int | None = None) -> None:
+    def check_exits(self, needed: int | None = None) -> None:
         """Raise if a rank has ended and will never take part in what this one does, which all ranks have to do."""
         if self._active and (words := self._ended_ranks(needed or self.num_moves)) is not None:
             raise self._missing(words)
@@ -325,7 +325,7 @@ class Agreement:
         except RuntimeError:  # the store went down with its host
             return True
 
-    def look_for_failures(self) -> None:
+    def check_failures(self) -> None:
         """Raise what the first rank that failed has said, if one has."""
         if not self._active or not self._board.has(_FAILURE):
             return

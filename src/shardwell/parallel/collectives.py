@@ -59,19 +59,19 @@ class Collectives:
     # ---------------------------------------------------------------------------------------------- the moves
 
     @property
-    def place(self) -> int:
+    def shard_index(self) -> int:
         """Which shard of a flat buffer is this rank's own."""
-        return self.place_of(self.mesh.rank)
+        return self.shard_index_of(self.mesh.rank)
 
-    def place_of(self, rank: int) -> int:
+    def shard_index_of(self, rank: int) -> int:
         return rank if self.hops is None else self.hops.place_of(rank)
 
     @property
-    def host_waits(self) -> bool:
+    def host_drives_progress(self) -> bool:
         """Gloo's own threads make the progress: what follows a hop has to be started by the host."""
         return self.mesh.backend == "gloo"
 
-    def gather(
+    def all_gather(
         self, flat: Tensor, token: str | None, kind: TrafficKind = TrafficKind.GATHER, codec: Codec | None = None
     ) -> Work:
         """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already.
@@ -81,9 +81,9 @@ class Collectives:
         self._announce(token, flat)  # also by a rank that is alone in its node: its peers' books say so
         if codec is not None and self.mesh.size > 1 and flat.numel():
             return quantized.all_gather(self, flat, codec, kind, self._scratch)
-        return self.path_gather(flat, kind)
+        return self.all_gather_path(flat, kind)
 
-    def gather_codes(
+    def all_gather_codes(
         self,
         rest: Tensor,
         flat: Tensor,
@@ -99,14 +99,14 @@ class Collectives:
         self._announce(token, flat)
         return quantized.all_gather(self, flat, codec, TrafficKind.GATHER, self._scratch, rest, copied, keep)
 
-    def path_gather(self, flat: Tensor, kind: TrafficKind) -> Work:
+    def all_gather_path(self, flat: Tensor, kind: TrafficKind) -> Work:
         """A gather that was announced."""
         if self.hops is not None:
             return self.hops.gather(flat, kind)
         self.count(kind, flat)
-        return self.move_gather(flat)
+        return self.move_all_gather(flat)
 
-    def reduce(
+    def reduce_scatter(
         self,
         flat: Tensor,
         into: Tensor,
@@ -133,9 +133,9 @@ class Collectives:
         if self.hops is not None:
             return self.hops.reduce(flat, into, scale, accumulate, kind)
         self.count(kind, flat)
-        return self.move_reduce(flat, into, scale, accumulate)
+        return self.move_reduce_scatter(flat, into, scale, accumulate)
 
-    def num_lost(self, numel: int, codecs: tuple[Codec, Codec]) -> int:
+    def residual_numel(self, numel: int, codecs: tuple[Codec, Codec]) -> int:
         """Elements that may lose something in the last hop of an encoded reduce."""
         return quantized.residual_numel(self._path(*codecs), numel) if self.mesh.size > 1 else 0
 
@@ -145,20 +145,20 @@ class Collectives:
             return [(self.hops.inside, inside), (self.hops.across, between)]
         return [(self, between if self.leaves_the_machine else inside)]
 
-    def move_exchange(self, sent: Tensor, received: Tensor) -> Work:
+    def move_all_to_all(self, sent: Tensor, received: Tensor) -> Work:
         """Each rank gets its part of what every rank sends, as part of what was announced and counted."""
         parts, answers = sent.chunk(self.mesh.size), received.chunk(self.mesh.size)
         if self._by_links:
             answers[self.mesh.rank].copy_(parts[self.mesh.rank])
             works = self._swap(list(zip(parts, answers, strict=True)))
             return Work(lambda: self._wait_all(works))
-        with self.device.reduces.after(Event()):
+        with self.device.reduce_stream.after(Event()):
             work = self._guarded(dist.all_to_all_single, received, sent, group=self.mesh.group, async_op=True)
-            if not self.host_waits:
+            if not self.host_drives_progress:
                 work.wait()
-        return Work((lambda: self._wait_all([work])) if self.host_waits else None)
+        return Work((lambda: self._wait_all([work])) if self.host_drives_progress else None)
 
-    def move_gather(self, flat: Tensor) -> Work:
+    def move_all_gather(self, flat: Tensor) -> Work:
         """A gather, as part of what was announced and counted."""
         if self.mesh.size == 1:
             return Work()
@@ -167,20 +167,20 @@ class Collectives:
             mine = shards[self.mesh.rank]
             works = self._swap([(mine, shard) for shard in shards])
             return Work(lambda: self._wait_all(works))
-        with self.device.gathers.after_current():
+        with self.device.all_gather_stream.after_current():
             mine = flat.chunk(self.mesh.size)[self.mesh.rank]
-            return self._launched(self._all_gather(flat, mine))
+            return self._launched(self._library_all_gather(flat, mine))
 
-    def move_reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+    def move_reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """A reduce, as part of what was announced and counted."""
         if self.mesh.size == 1:
-            with self.device.reduces.after_current():
+            with self.device.reduce_stream.after_current():
                 sum_in_rank_order([flat], into, scale, accumulate)
-            return _after(self.device.reduces.mark())
+            return _after(self.device.reduce_stream.record())
         size, rank = self.mesh.size, self.mesh.rank
         shard = flat.numel() // size
         if self._by_links:
-            received = self._scratch.take((size - 1) * shard, flat.dtype, StateKind.STAGING, _STAGING)
+            received = self._scratch.allocate((size - 1) * shard, flat.dtype, StateKind.STAGING, _STAGING)
             incoming = iter(received.split(shard) if shard else [received] * (size - 1))
             shards = flat.chunk(size)
             works = self._swap([(part, part if r == rank else next(incoming)) for r, part in enumerate(shards)])
@@ -188,14 +188,14 @@ class Collectives:
             def finish() -> None:
                 self._wait_all(works)
                 sum_in_rank_order([shards[rank], *received.split(max(shard, 1))], into, scale, accumulate)
-                self._scratch.give(received)
+                self._scratch.free(received)
 
             return Work(finish)
         if self.mesh.backend != "gloo" and flat.dtype in (torch.float32, torch.float64):
             return self._reduce_by_library(flat, into, scale, accumulate)
         return self._reduce_by_exchange(flat, into, scale, accumulate)
 
-    def exchange(self, outgoing: list[Tensor], incoming: list[Tensor], token: str) -> None:
+    def all_to_all(self, outgoing: list[Tensor], incoming: list[Tensor], token: str) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it. Sizes may differ, and both sides know them."""
         rank = self.mesh.rank
         incoming[rank].copy_(outgoing[rank])
@@ -204,7 +204,7 @@ class Collectives:
         self._announce(token)
         for source, tensor in enumerate(incoming):
             size = tensor.numel() * tensor.element_size() if source != rank else 0
-            inside = size if self.mesh.is_inside(source) else 0
+            inside = size if self.mesh.is_same_node(source) else 0
             self._ledger.count(TrafficKind.STEP, inside, size - inside)
         if self._by_links:
             self._wait_all(self._swap(list(zip(outgoing, incoming, strict=True))))
@@ -231,7 +231,7 @@ class Collectives:
 
         Over links each rank is sent its shard. Elsewhere all are sent the whole: to the sender it is the same.
         """
-        start = self.place * into.numel()
+        start = self.shard_index * into.numel()
         if self.mesh.size > 1 and flat.numel():
             self._announce(token, into)
             self._count_from(source, into if self._by_links else flat)
@@ -252,17 +252,17 @@ class Collectives:
         shards = flat.split(into.numel())
         peers = [rank for rank in range(self.mesh.size) if rank != source]
         return [
-            self._guarded(dist.isend, shards[self.place_of(peer)], self.mesh.global_rank(peer), **arguments)
+            self._guarded(dist.isend, shards[self.shard_index_of(peer)], self.mesh.global_rank(peer), **arguments)
             for peer in peers
         ]
 
     def _count_from(self, source: int, received: Tensor, kind: TrafficKind = TrafficKind.SETUP) -> None:
         """Enter what one rank sends to the others."""
         size = received.numel() * received.element_size() if self.mesh.rank != source else 0
-        inside = size if self.mesh.is_inside(source) else 0
+        inside = size if self.mesh.is_same_node(source) else 0
         self._ledger.count(kind, inside, size - inside)
 
-    def sum_scalar(self, value: Tensor, token: str) -> None:
+    def all_reduce_sum(self, value: Tensor, token: str) -> None:
         """Add a small tensor up over the ranks, in place."""
         if self.mesh.size == 1:
             return
@@ -271,7 +271,7 @@ class Collectives:
         self._ledger.count(TrafficKind.CONTROL, *self._hops(2 * size * (self.mesh.size - 1)))
         self._complete(dist.all_reduce, value)
 
-    def least(self, value: float, token: str) -> float:
+    def all_reduce_min(self, value: float, token: str) -> float:
         """The smallest of all ranks' values."""
         if self.mesh.size == 1:
             return value
@@ -282,7 +282,7 @@ class Collectives:
         return value if least.is_meta else float(least)
 
     def barrier(self, token: str = "barrier") -> None:
-        self.sum_scalar(self.device.scalar(0.0), token)
+        self.all_reduce_sum(self.device.scalar(0.0), token)
 
     def tell_all(self, mine: bytes, token: str) -> list[bytes]:
         """What each rank says, which is of the same length everywhere."""
@@ -293,7 +293,7 @@ class Collectives:
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         flat.chunk(self.mesh.size)[self.mesh.rank].copy_(own)
         self.count(TrafficKind.CONTROL, flat)
-        self.move_gather(flat).wait()
+        self.move_all_gather(flat).wait()
         return [bytes(part.tolist()) for part in flat.cpu().chunk(self.mesh.size)]
 
     # --------------------------------------------------------------------------------------------- the routes
@@ -311,7 +311,7 @@ class Collectives:
                 works.append(self._guarded(dist.isend, pairs[to][0], self.mesh.global_rank(to), **arguments))
         return works
 
-    def _all_gather(self, flat: Tensor, mine: Tensor) -> Any:
+    def _library_all_gather(self, flat: Tensor, mine: Tensor) -> Any:
         # gloo stages through the host and does not take its input from its output
         source = mine.clone() if self.mesh.backend == "gloo" else mine
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -319,41 +319,41 @@ class Collectives:
 
     def _reduce_by_library(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with self.device.reduces.after_current():
+        with self.device.reduce_stream.after_current():
             mine = flat.chunk(self.mesh.size)[self.mesh.rank]
             work = self._guarded(scatter, mine, flat, group=self.mesh.group, async_op=True)
             work.wait()
             sum_in_rank_order([mine], into, scale, accumulate)
-            return _after(self.device.reduces.mark())
+            return _after(self.device.reduce_stream.record())
 
     def _reduce_by_exchange(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
-        received = self._scratch.take(flat.numel(), flat.dtype, StateKind.STAGING, _STAGING)
-        with self.device.reduces.after_current():
+        received = self._scratch.allocate(flat.numel(), flat.dtype, StateKind.STAGING, _STAGING)
+        with self.device.reduce_stream.after_current():
             work = self._guarded(dist.all_to_all_single, received, flat, group=self.mesh.group, async_op=True)
 
             def finish() -> None:
-                with self.device.reduces.after_current():
+                with self.device.reduce_stream.after_current():
                     self._wait_all([work])
                     parts = list(received.chunk(self.mesh.size))
                     sum_in_rank_order([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
-                    mark = self.device.reduces.mark()
+                    mark = self.device.reduce_stream.record()
                 mark.wait()
-                self._scratch.give(received)
+                self._scratch.free(received)
 
             if self.mesh.backend == "gloo":
                 return Work(finish)
             work.wait()
             parts = list(received.chunk(self.mesh.size))
             sum_in_rank_order([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
-            mark = self.device.reduces.mark()
-        return _after(mark).then(lambda: self._scratch.give(received))
+            mark = self.device.reduce_stream.record()
+        return _after(mark).then(lambda: self._scratch.free(received))
 
     def _launched(self, work: Any) -> Work:
         """Called on the lane: what the caller's lane has to wait for."""
         if self.mesh.backend == "gloo":  # progress is made by the backend's threads, the host must wait
             return Work(lambda: self._wait_all([work]))
         work.wait()
-        return _after(self.device.gathers.mark())
+        return _after(self.device.all_gather_stream.record())
 
     # ------------------------------------------------------------------------------------------------ the books
 
@@ -369,7 +369,7 @@ class Collectives:
 
     def _hops(self, size: int) -> tuple[int, int]:
         """Split bytes that come evenly from all peers into those from inside and from outside the node."""
-        inside = size * self.mesh.num_inside // (self.mesh.size - 1)
+        inside = size * self.mesh.num_local_peers // (self.mesh.size - 1)
         return inside, size - inside
 
     def _announce(self, token: str | None, tensor: Tensor | None = None) -> None:
@@ -400,14 +400,14 @@ class Collectives:
         if self._by_links and self.agreement is not None:
             self.agreement.is_waiting = True
             try:
-                self._guarded(wait_all, works, self.looking(), self._abandon)
+                self._guarded(wait_all, works, self.poll_failures(), self._abandon)
             finally:
                 self.agreement.is_waiting = False
             return
         for work in works:  # in this thread: on cuda it is the lane that waits
             self._guarded(work.wait)
 
-    def looking(self) -> Callable[[], None]:
+    def poll_failures(self) -> Callable[[], None]:
         """What is to be called again and again by who waits for others: raises if there is no use in that."""
         times = 0
         slow = None if self.agreement is None else Stragglers(self.agreement)
@@ -416,11 +416,11 @@ class Collectives:
             nonlocal times
             times += 1
             if self.agreement is not None:
-                self.agreement.look_for_failures()
+                self.agreement.check_failures()
             # ever less often, up to a point: what is posted stays there
             if times >= _FIRST_PROBE and (times & (times - 1) == 0 or times % _PROBE_EVERY == 0):
                 if self.agreement is not None:
-                    self.agreement.look_for_ends()
+                    self.agreement.check_exits()
                 self.probe()
             if slow is not None:
                 slow.look()
@@ -454,7 +454,7 @@ class Collectives:
 
     def lost(self, error: Exception) -> Exception:
         """What `find_gone` found, with the first cause; the others are told."""
-        return error if self.agreement is None else self.agreement.explain(error)
+        return error if self.agreement is None else self.agreement.diagnose(error)
 
     def _abandon(self, signal: BaseException) -> None:
         """Others will write to memory that the caller is about to free: tell them, and cut the links."""
@@ -467,16 +467,16 @@ class Collectives:
         except RuntimeError as error:
             if self.agreement is None or isinstance(error, ShardwellError):
                 raise
-            raise self.agreement.explain(error) from error
+            raise self.agreement.diagnose(error) from error
 
-    def cut_links(self) -> None:
+    def abort_links(self) -> None:
         """Break this rank's links so that peers waiting for it wake up with an error.
 
         Gloo closes all connections of a group when a receive times out, so one that nobody answers is posted. It takes
         a peer whose own link still stands: over one that is broken already the receive fails at once, and closes none.
         """
         for route in (self.hops.inside, self.hops.across) if self.hops is not None else ():
-            route.cut_links()
+            route.abort_links()
         if self.mesh.backend != "gloo":
             return
         for peer in range(self.mesh.size):

@@ -42,20 +42,20 @@ class HierarchicalTransport:
         slab = flat.chunk(self.inside.mesh.size)[self.inside.mesh.rank]
         self.across.count(kind, slab)
         self.inside.count(kind, flat)
-        return self._followed(self.across.move_gather(slab), lambda: self.inside.move_gather(flat))
+        return self._followed(self.across.move_all_gather(slab), lambda: self.inside.move_all_gather(flat))
 
     def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, kind: TrafficKind) -> Work:
         """What a node has summed is rounded to the dtype of `flat` once, and summed again in fp32 at least."""
-        part = self._scratch.take(flat.numel() // self.inside.mesh.size, flat.dtype, StateKind.STAGING, "(staging)")
+        part = self._scratch.allocate(flat.numel() // self.inside.mesh.size, flat.dtype, StateKind.STAGING, "(staging)")
         self.inside.count(kind, flat)
         self.across.count(kind, part)
-        first = self.inside.move_reduce(flat, part, 1.0, False)
-        second = self._followed(first, lambda: self.across.move_reduce(part, into, scale, accumulate))
-        return second.then(lambda: self._scratch.give(part))
+        first = self.inside.move_reduce_scatter(flat, part, 1.0, False)
+        second = self._followed(first, lambda: self.across.move_reduce_scatter(part, into, scale, accumulate))
+        return second.then(lambda: self._scratch.free(part))
 
     def _followed(self, first: Work, start: Callable[[], Work]) -> Work:
-        if self.across.host_waits:
-            return first.followed_by(start)
+        if self.across.host_drives_progress:
+            return first.then_start(start)
         # The second begins at once, behind the first on the same lane. Who waits for it ends the first as well, which
         # holds memory until then.
         return start().then(first.wait)
@@ -69,9 +69,9 @@ def ranks_per_node(world: Collectives) -> int:
     mesh = world.mesh
     if mesh.size == 1:
         return 1
-    most = int(-world.least(-mesh.local_world_size, "NODES"))
+    most = int(-world.all_reduce_min(-mesh.local_world_size, "NODES"))
     first = mesh.rank // most * most
     fits = mesh.local_world_size == min(most, mesh.size - first) and (
         most == mesh.size or local_ranks_are_consecutive(mesh.rank, most)
     )
-    return most if world.least(float(fits), "NODES") else 1
+    return most if world.all_reduce_min(float(fits), "NODES") else 1

@@ -37,12 +37,12 @@ class RankGroup:
     ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
     local_world_size: int = 1  # that share this machine's memory and drives, as the launcher says
 
-    def is_inside(self, rank: int) -> bool:
+    def is_same_node(self, rank: int) -> bool:
         """Whether `rank` is on this rank's own node."""
         return rank // self.node_size == self.rank // self.node_size
 
     @property
-    def num_inside(self) -> int:
+    def num_local_peers(self) -> int:
         """Peers on this rank's own node."""
         first = self.rank // self.node_size * self.node_size
         return min(self.node_size, self.size - first) - 1

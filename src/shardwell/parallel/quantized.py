@@ -40,18 +40,18 @@ def all_gather(
 
     `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
     """
-    place = world.place
+    place = world.shard_index
 
     def bring(memory: Tensor) -> Work:
         codes = memory.view(world.mesh.size, -1)
-        with world.device.gathers.after_current():
+        with world.device.all_gather_stream.after_current():
             if rest is None:
                 codec.encode(flat.view(len(codes), -1)[place], codes[place])
             else:
                 codes[place].copy_(rest, non_blocking=True)
         if copied is not None:
             copied()
-        return world.path_gather(memory, kind)
+        return world.all_gather_path(memory, kind)
 
     return decode(world, flat, codec, bring, scratch, keep)
 
@@ -65,22 +65,22 @@ def decode(
     keep: Keep | None = None,
 ) -> Work:
     """Fill all shards of `flat` from the codes of all that `bring` begins to bring into memory; `keep` sees those."""
-    shards, lane = flat.view(world.mesh.size, -1), world.device.gathers
+    shards, lane = flat.view(world.mesh.size, -1), world.device.all_gather_stream
     size = codec.num_bytes(shards.shape[1])
-    memory = scratch.take(len(shards) * size, torch.uint8, StateKind.STAGING, _STAGING)
+    memory = scratch.allocate(len(shards) * size, torch.uint8, StateKind.STAGING, _STAGING)
     moved = bring(memory)
 
     def decoded() -> Event:
         with _behind(world, lane):
             codec.decode(memory.view(-1, size), shards)
-        return lane.mark()
+        return lane.record()
 
     def finish() -> None:
         if keep is not None:
             keep(memory)
-        scratch.give(memory)
+        scratch.free(memory)
 
-    if world.host_waits:
+    if world.host_drives_progress:
         return moved.then(lambda: decoded().wait()).then(finish)
     return moved.then(decoded().wait).then(finish)
 
@@ -100,15 +100,15 @@ def reduce_scatter(
     """
     (comm, codec), *rest = path
     rows = flat.view(comm.mesh.size, -1)
-    size, lane = codec.num_bytes(rows.shape[1]), comm.device.reduces
-    sent, received = (scratch.take(len(rows) * size, torch.uint8, StateKind.STAGING, _STAGING) for _ in range(2))
+    size, lane = codec.num_bytes(rows.shape[1]), comm.device.reduce_stream
+    sent, received = (scratch.allocate(len(rows) * size, torch.uint8, StateKind.STAGING, _STAGING) for _ in range(2))
     with lane.after_current():
         if rest or lost is None:
             codec.encode(rows, sent.view(-1, size))
         else:
             _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), scratch)
-    moved = comm.move_exchange(sent, received)
-    part = scratch.take(rows.shape[1], torch.float32, StateKind.STAGING, _STAGING) if rest else _wide(into, scratch)
+    moved = comm.move_all_to_all(sent, received)
+    part = scratch.allocate(rows.shape[1], torch.float32, StateKind.STAGING, _STAGING) if rest else _wide(into, scratch)
 
     def add_up() -> Work:
         with _behind(comm, lane):
@@ -116,14 +116,14 @@ def reduce_scatter(
             codec.decode_sum(received.view(-1, size), part, 1.0 if rest else scale, add=adds)
             if not rest and part is not into:
                 into.add_(part) if accumulate else into.copy_(part)
-        return reduce_scatter(rest, part, into, scale, accumulate, scratch, lost) if rest else Work(lane.mark().wait)
+        return reduce_scatter(rest, part, into, scale, accumulate, scratch, lost) if rest else Work(lane.record().wait)
 
     def give() -> None:
         for memory in (sent, received, *(() if part is into else (part,))):
-            scratch.give(memory)
+            scratch.free(memory)
 
-    if comm.host_waits:
-        return (moved.followed_by(add_up) if rest else moved.then(lambda: add_up().wait())).then(give)
+    if comm.host_drives_progress:
+        return (moved.then_start(add_up) if rest else moved.then(lambda: add_up().wait())).then(give)
     return add_up().then(moved.wait).then(give)
 
 
@@ -145,22 +145,22 @@ def residual_numel(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int
 
 def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: TemporaryBuffers) -> None:
     """Encode rows and what was lost before; what is lost now is kept. Numbers that are not finite leave no trace."""
-    total, said = (scratch.take(rows.numel(), torch.float32, StateKind.STAGING, _STAGING) for _ in range(2))
+    total, said = (scratch.allocate(rows.numel(), torch.float32, StateKind.STAGING, _STAGING) for _ in range(2))
     total.view_as(rows).copy_(rows).add_(lost)
     codec.encode(total.view_as(rows), codes)
     codec.decode(codes, said.view_as(rows))
     lost.copy_(total.sub_(said).nan_to_num_(0.0, 0.0, 0.0).view_as(rows))
-    scratch.give(total)
-    scratch.give(said)
+    scratch.free(total)
+    scratch.free(said)
 
 
 def _behind(comm: Collectives, lane: Stream) -> AbstractContextManager[None]:
     """Work on a lane, behind a move. Waiting for it on the host has told the caller's lane of its end, not this one."""
-    return lane.after_current() if comm.host_waits else lane.after(Event())
+    return lane.after_current() if comm.host_drives_progress else lane.after(Event())
 
 
 def _wide(into: Tensor, scratch: TemporaryBuffers) -> Tensor:
     """Where sums are made: in place if that is fp32."""
     if into.dtype is torch.float32:
         return into
-    return scratch.take(into.numel(), torch.float32, StateKind.STAGING, _STAGING)
+    return scratch.allocate(into.numel(), torch.float32, StateKind.STAGING, _STAGING)

@@ -79,11 +79,11 @@ class TrafficStats:
         self._open[kind, BETWEEN] += between
         self._calls[kind] += 1
 
-    def so_far(self) -> TrafficReport:
+    def current(self) -> TrafficReport:
         """The page that is still open."""
         return TrafficReport(dict(self._open), dict(self._calls))
 
-    def close_step(self) -> None:
-        self.last = self.so_far()
+    def end_step(self) -> None:
+        self.last = self.current()
         self._open.clear()
         self._calls.clear()

@@ -20,7 +20,7 @@ class Work:
             finish, self._finish = self._finish, None
             finish()
 
-    def advance(self) -> bool:
+    def start_next_hop(self) -> bool:
         """Wait for the first hop and begin the second; false if there is none that has not begun."""
         return self._finish is not None and self._advance is not None and self._advance()
 
@@ -31,9 +31,9 @@ class Work:
             self.wait()
             more()
 
-        return Work(both, self.advance)
+        return Work(both, self.start_next_hop)
 
-    def followed_by(self, start: Callable[[], Work]) -> Work:
+    def then_start(self, start: Callable[[], Work]) -> Work:
         """This collective as the first hop, and what `start` begins as the second."""
         second: list[Work] = []
 

@@ -21,7 +21,7 @@ _FILL_DISK = 0.95  # of what is free there
 
 def available_bytes(context: EngineContext, share: float) -> float:
     """Bytes: a share of what is free on the rank that has least."""
-    return context.world.least(share * context.device.free_bytes(), "ROOM")
+    return context.world.all_reduce_min(share * context.device.free_bytes(), "ROOM")
 
 
 def frozen_budget(config: Config, units: Sequence[Unit], context: EngineContext) -> int:
@@ -45,16 +45,16 @@ def tier_budgets(
     """
     own, device, local_world_size = config.shardwell, context.device, context.world.mesh.local_world_size
     held = _held(parameters, device)
-    above = (device.unused_bytes() + held[Tier.DEVICE]) * (1 - own.device_room) if device.is_cuda else float(floor)
+    above = (device.available_bytes() + held[Tier.DEVICE]) * (1 - own.device_room) if device.is_cuda else float(floor)
     available = free_host_bytes(local_world_size) * (1 - own.host_room)
     found = {
         Tier.DEVICE: _or(own.device_memory, above),
         Tier.HOST: _or(own.host_memory, available + local_world_size * held[Tier.HOST]) / local_world_size,
         Tier.DISK: _or(own.disk_memory, _FILL_DISK * free_on(paths)) / local_world_size,
     }
-    if device.is_virtual:
+    if device.is_meta:
         return found
-    return {tier: context.world.least(size, "ROOM") for tier, size in found.items()}
+    return {tier: context.world.all_reduce_min(size, "ROOM") for tier, size in found.items()}
 
 
 def _or(asked: int | str, measured: float) -> float:

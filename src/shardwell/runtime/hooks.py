@@ -19,8 +19,8 @@ from shardwell.sharding import ShardedGroup, Unit
 class _Hook:
     """A module's hook. A copy of the module is an ordinary one: the hook's copy does nothing."""
 
-    def __init__(self, function: Callable[..., Any], flow: Scheduler, unit: Unit) -> None:
-        self._call: Callable[..., Any] | None = partial(function, flow, unit)
+    def __init__(self, function: Callable[..., Any], scheduler: Scheduler, unit: Unit) -> None:
+        self._call: Callable[..., Any] | None = partial(function, scheduler, unit)
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args) if self._call is not None else None
@@ -36,19 +36,19 @@ def _without_call() -> _Hook:
     return hook
 
 
-def attach(flow: Scheduler, unit: Unit) -> list[RemovableHandle]:
-    """Hook a unit of `flow` into its module; the handles undo it."""
-    before, after = _Hook(_before_forward, flow, unit), _Hook(_after_forward, flow, unit)
+def attach(scheduler: Scheduler, unit: Unit) -> list[RemovableHandle]:
+    """Hook a unit of `scheduler` into its module; the handles undo it."""
+    before, after = _Hook(_before_forward, scheduler, unit), _Hook(_after_forward, scheduler, unit)
     handles: list[RemovableHandle] = [
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(after, with_kwargs=True),
-        unit.module.register_forward_hook(_Hook(_end_forward, flow, unit), always_call=True),
+        unit.module.register_forward_hook(_Hook(_end_forward, scheduler, unit), always_call=True),
     ]
     if not unit.name:
-        handles += _attach_inside(flow, unit)
+        handles += _attach_inside(scheduler, unit)
     for group in unit.trainable:
         for index, parameter in enumerate(group.parameters):
-            hook = _gradient_hook(flow, unit, group, index)
+            hook = _gradient_hook(scheduler, unit, group, index)
             trains = parameter.requires_grad
             parameter.requires_grad_(True)  # torch hooks nothing else
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -56,45 +56,45 @@ def attach(flow: Scheduler, unit: Unit) -> list[RemovableHandle]:
     return handles
 
 
-def _attach_inside(flow: Scheduler, root: Unit) -> list[RemovableHandle]:
+def _attach_inside(scheduler: Scheduler, root: Unit) -> list[RemovableHandle]:
     """Hook the modules with parameters of the root's: `generate`, for one, calls parts of a model directly."""
     owned = {id(parameter) for group in root.releasable for parameter in group.parameters}
     handles: list[RemovableHandle] = []
     for module in root.module.modules():
         if module is not root.module and any(id(p) in owned for p in module.parameters()):
-            handles.append(module.register_forward_pre_hook(_Hook(_enter_inside, flow, root), prepend=True))
-            handles.append(module.register_forward_hook(_Hook(_leave_inside, flow, root), always_call=True))
+            handles.append(module.register_forward_pre_hook(_Hook(_enter_inside, scheduler, root), prepend=True))
+            handles.append(module.register_forward_hook(_Hook(_leave_inside, scheduler, root), always_call=True))
     return handles
 
 
-def _gradient_hook(flow: Scheduler, unit: Unit, group: ShardedGroup, index: int) -> Callable[[Tensor], None]:
+def _gradient_hook(scheduler: Scheduler, unit: Unit, group: ShardedGroup, index: int) -> Callable[[Tensor], None]:
     """Weak, because a parameter's hooks live in C++ where the garbage collector cannot follow a cycle."""
-    owners = weakref.ref(flow), weakref.ref(unit), weakref.ref(group)
+    owners = weakref.ref(scheduler), weakref.ref(unit), weakref.ref(group)
 
     def hook(parameter: Tensor) -> None:
         living = owners[0](), owners[1](), owners[2]()
         if living[0] is not None and living[1] is not None and living[2] is not None:
-            living[0].take_gradient(living[1], living[2], index, parameter)
+            living[0].accumulate_gradient(living[1], living[2], index, parameter)
 
     return hook
 
 
-def _enter_inside(flow: Scheduler, root: Unit, module: nn.Module, args: Any) -> None:
-    flow.enter_inside(root)
+def _enter_inside(scheduler: Scheduler, root: Unit, module: nn.Module, args: Any) -> None:
+    scheduler.pre_inner_forward(root)
 
 
-def _leave_inside(flow: Scheduler, root: Unit, module: nn.Module, args: Any, output: Any) -> None:
-    flow.leave_inside(root)
+def _leave_inside(scheduler: Scheduler, root: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    scheduler.post_inner_forward(root)
 
 
-def _before_forward(flow: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+def _before_forward(scheduler: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
     call = ForwardCall(unit, is_counted=current_task() == -1)
-    flow.calls.append(call)
-    flow.enter_forward(unit)
+    scheduler.calls.append(call)
+    scheduler.pre_forward(unit)
     if not torch.is_grad_enabled():
         return
     if unit.releasable:
-        call.is_hooked = flow.saved.push()
+        call.is_hooked = scheduler.saved.push()
     if unit.in_forward > 1:
         return  # it called itself, and is done when the outermost is
     # Autograd runs what was recorded last first. So when the gradient of any input is known, everything that this
@@ -102,39 +102,39 @@ def _before_forward(flow: Scheduler, unit: Unit, module: nn.Module, args: Any, k
     # the unit (reentrant checkpointing runs a graph task of its own for each unit).
     for tensor in tensors_in((args, kwargs)):
         if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(lambda grad: flow.end_backward(unit))
+            tensor.register_hook(lambda grad: scheduler.post_backward(unit))
 
 
-def _after_forward(flow: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _after_forward(scheduler: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if unit.releasable and any(
         _is_view(unit, tensor) for tensor in tensors_in(output)
     ):  # of memory that is about to be freed
         output = map_tensors(output, lambda tensor: tensor.clone() if _is_view(unit, tensor) else tensor)
-    flow.leave_forward(unit)
-    if flow.calls and flow.calls[-1].unit is unit:
-        flow.calls[-1].is_counted = False
-    if not unit.name and flow.reducer.accumulation_steps > 1 and torch.is_grad_enabled():
+    scheduler.post_forward(unit)
+    if scheduler.calls and scheduler.calls[-1].unit is unit:
+        scheduler.calls[-1].is_counted = False
+    if not unit.name and scheduler.reducer.accumulation_steps > 1 and torch.is_grad_enabled():
         # Gradients that the user set are not divided by the steps: they must not be there when autograd adds to them.
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
-            node.register_prehook(lambda grads: flow.announce_backward())
+            node.register_prehook(lambda grads: scheduler.announce_backward())
     if (unit.releasable or unit.is_named or unit.may_be_hidden) and torch.is_grad_enabled():
         nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
         for node in nodes:
             # A node's own pre-hook runs after the tensor hooks on the same tensor: the unit that consumed it is
             # reduced and released before this one is gathered.
-            node.register_prehook(lambda grads: flow.enter_backward(unit, keeps_graph=torch.is_grad_enabled()))
+            node.register_prehook(lambda grads: scheduler.pre_backward(unit, keeps_graph=torch.is_grad_enabled()))
     return output
 
 
-def _end_forward(flow: Scheduler, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+def _end_forward(scheduler: Scheduler, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
     """Called also if the forward failed."""
-    if not flow.calls or flow.calls[-1].unit is not unit:
+    if not scheduler.calls or scheduler.calls[-1].unit is not unit:
         return
-    call = flow.calls.pop()
+    call = scheduler.calls.pop()
     if call.is_hooked:
-        flow.saved.pop()
+        scheduler.saved.pop()
     if call.is_counted:
-        flow.abandon_forward(unit)
+        scheduler.abandon_forward(unit)
 
 
 def _is_view(unit: Unit, tensor: Tensor) -> bool:

@@ -136,7 +136,7 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
         if optimizer is not None and unit.trainable:
             stack.enter_context(optimizer.states_of(unit))
         for group in unit.groups:
-            with group.fetched():
+            with group.swapped_in():
                 for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
                     if tuple(parameter.shape) == slot.shape:
                         access = ParamAccess(parameter)

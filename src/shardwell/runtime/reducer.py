@@ -43,7 +43,7 @@ class Reducer:
         self._units: dict[str, Unit] = {}
         self._note = note
 
-    def take_units(self, units: dict[str, Unit]) -> None:
+    def adopt_units(self, units: dict[str, Unit]) -> None:
         """Look after the gradients of these units, by name, from now on."""
         self._units = units
         if self.views is not None:
@@ -68,7 +68,7 @@ class Reducer:
         """Gradients of the running backward carry the loss scale."""
         self.has_met_scale = True
 
-    def absorb(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor, grad: Tensor) -> None:
+    def accumulate(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor, grad: Tensor) -> None:
         """Move a gradient into the group's flat buffer."""
         if torch.is_grad_enabled() or grad.requires_grad:  # only where the backward keeps a graph: this costs
             with torch.no_grad():
@@ -83,7 +83,7 @@ class Reducer:
 
     def _add(self, group: ShardedGroup, index: int, grad: Tensor, scale: float) -> None:
         is_last = self.is_boundary and self.sync
-        group.gradients.absorb(index, grad, scale, stays=self._adds_up(group), is_last=is_last)
+        group.gradients.accumulate(index, grad, scale, stays=self._adds_up(group), is_last=is_last)
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """A gradient that the user set counts as one of this rank's: it is averaged over the ranks."""
@@ -106,7 +106,7 @@ class Reducer:
         over_steps = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.BOUNDARY
         return over_steps or self.kept_back or not self._reduces_now(group)
 
-    def keep_back(self) -> None:
+    def defer_reduction(self) -> None:
         """Gradients are kept back, by `no_sync` or before a boundary that the user decides on."""
         self.kept_back = True
 
@@ -129,7 +129,7 @@ class Reducer:
         by_steps = group.row.reduce_at is ReduceAt.MICRO_STEP and not self.paths_differ
         accumulates = self.accumulation_steps > 1 and by_steps
         with torch.no_grad(), profiled("REDUCE", unit.name):
-            group.gradients.reduce(
+            group.gradients.reduce_scatter(
                 self._scale,
                 stays=self._adds_up(group),
                 accumulates=accumulates,
@@ -148,7 +148,7 @@ class Reducer:
             if other.unit != group.unit:
                 units.setdefault(other.unit, []).append(other)
         with torch.no_grad():
-            goes_on = {name: [other.gradients.advance() for other in others] for name, others in units.items()}
+            goes_on = {name: [other.gradients.start_next_hop() for other in others] for name, others in units.items()}
         return [other for name, others in units.items() if not any(goes_on[name]) for other in others]
 
     def finish(self, groups: list[ShardedGroup]) -> None:
@@ -174,7 +174,7 @@ class Reducer:
         large = {group.unit for group in self.in_flight if group.layout.padded > numel > 0}
         self.finish([group for group in self.in_flight if group.unit in large])
 
-    def average(self, unit: Unit) -> None:
+    def reduce_now(self, unit: Unit) -> None:
         """Average what a unit's gradients are so far, for who will change them. More may be added: no update begins."""
         for group in unit.trainable:
             self._reduce(unit, group)

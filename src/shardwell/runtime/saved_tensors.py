@@ -143,7 +143,7 @@ class SavedViews:
 
     def _see(self, view: SavedView) -> Tensor:
         unit = view.unit
-        if unit.residency is not Residency.WHOLE or not (unit.in_backward or unit.lent):
+        if unit.residency is not Residency.UNSHARDED or not (unit.in_backward or unit.is_retained):
             self._need(unit)
         return view.see()
 

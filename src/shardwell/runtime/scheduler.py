@@ -70,8 +70,8 @@ class Scheduler:
         self.pages = pages  # for parameters on disk
         self.num_ranks = num_ranks
         self.trace: Trace | None = None
-        self.reducer = Reducer(num_ranks, accumulation_steps, self.note)
-        self.reducer.drop_gradients = self.finish_for_nobody
+        self.reducer = Reducer(num_ranks, accumulation_steps, self.record)
+        self.reducer.drop_gradients = self.discard_backward
         self.backward_begins: Callable[[StepBeginning], None] | None = None  # whom to tell, before anything is updated
         self._num_forwards = 0  # of the engine, with gradients, since the last backward began
         self._is_partial = False  # since then, parts of the model were called outside of those
@@ -81,12 +81,12 @@ class Scheduler:
         self._tasks: set[int] = set()
         self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
         self._graph_was_used = False  # a backward went through it
-        self.saved = SavedViews(self.need)
+        self.saved = SavedViews(self.request_unshard)
         self.calls: list[ForwardCall] = []  # the innermost last
         self._seen: list[Unit] = []  # released, but somebody looked at them
-        self.take(units)
+        self.adopt_units(units)
 
-    def take(self, units: Sequence[Unit]) -> None:
+    def adopt_units(self, units: Sequence[Unit]) -> None:
         """Move these units from now on."""
         self.units = units
         self._by_name = {unit.name: unit for unit in units}
@@ -94,21 +94,21 @@ class Scheduler:
         self._forward = ExecutionOrder(released)
         root = [unit for unit in released if not unit.name]  # its outputs are the model's: it comes first both ways
         self._backward = ExecutionOrder(root + [unit for unit in released[::-1] if unit.name])
-        self._lifts = any(unit.is_liftable for unit in units)
+        self._lifts = any(unit.can_prefetch_to_device for unit in units)
         self.saved.take(released)
         for unit in units:
-            unit.fetch, unit.average, unit.adopt = self.lend, self.reducer.average, self.adopt
+            unit.fetch, unit.average, unit.adopt = self.retain, self.reducer.reduce_now, self.adopt
             unit.take_over_gradients, unit.look = self.reducer.take_edits, partial(look_closely, units)
-        self.reducer.take_units(self._by_name)
+        self.reducer.adopt_units(self._by_name)
 
-    def note(self, action: TraceAction, unit: Unit) -> None:
+    def record(self, action: TraceAction, unit: Unit) -> None:
         if self.trace is not None:
             self.trace.events.append(TraceEvent(action, unit.index))
 
     # -------------------------------------------------------------------------------------------------- forward
 
     @contextlib.contextmanager
-    def running(self, inputs: Any = ()) -> Iterator[None]:
+    def forward_scope(self, inputs: Any = ()) -> Iterator[None]:
         """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
         if current_task() == -1:  # otherwise the whole model is recomputed, and its units are in their backward
@@ -116,7 +116,7 @@ class Scheduler:
                 self._num_forwards += 1
                 self._is_chained = self._is_chained or any(tensor.requires_grad for tensor in tensors_in(inputs))
             self._graph_was_used = self.reducer.has_met_scale = False
-            self._look_at_loans()
+            self._check_retention()
             self._drop_leftovers()
             self.reducer.take_edits()
         before, self._in_model = self._in_model, True
@@ -130,55 +130,55 @@ class Scheduler:
 
     def _drop_leftovers(self) -> None:
         self._forward.start()
-        self._let_go()
+        self._cancel_prefetch()
         self.saved.clear()
         self.calls.clear()
         for unit in self.units:
             if unit.in_forward or unit.inside or unit.in_backward:
                 unit.in_forward, unit.inside, unit.in_backward = 0, 0, False
-                self.release(unit)
+                self.reshard(unit)
 
-    def _let_go(self) -> None:
+    def _cancel_prefetch(self) -> None:
         """A pass begins or ends: what was expected and did not come is not expected any more."""
         if self.pages is not None:
             self.pages.pace.pause()
         for unit in self.units if self.pages is not None or self._lifts else ():
-            unit.let_go()
+            unit.cancel_prefetch()
 
-    def enter_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
         if current_task() != -1:  # recomputation: this is part of the unit's backward
             if unit.is_brief:
-                self._meet(unit)
+                self._enter_graph_task(unit)
                 unit.in_backward = True
-                self._gather(unit)
+                self._start_unshard(unit)
                 unit.wait()
             else:
-                self.enter_backward(unit)
+                self.pre_backward(unit)
             return
         unit.in_forward += 1
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
         self._is_partial = self._is_partial or (not self._in_model and torch.is_grad_enabled())
         if torch._C._get_tracing_state() is not None:
             with outside_trace(unit):
-                self._make_whole(unit, self._forward)
+                self._unshard(unit, self._forward)
         else:
-            self._make_whole(unit, self._forward)
-        self.note(TraceAction.FORWARD, unit)
+            self._unshard(unit, self._forward)
+        self.record(TraceAction.FORWARD, unit)
 
-    def leave_forward(self, unit: Unit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         if current_task() != -1:
             if unit.is_brief:
                 unit.in_backward = False
-                self.release(unit)
+                self.reshard(unit)
             return
         unit.in_forward = max(unit.in_forward - 1, 0)
         if not self._used_again_soon(unit):
-            self.release(unit)
+            self.reshard(unit)
 
     def abandon_forward(self, unit: Unit) -> None:
         """A unit's forward ended in an error, which somebody may catch."""
         unit.in_forward = max(unit.in_forward - 1, 0)
-        self.release(unit)
+        self.reshard(unit)
 
     def _used_again_soon(self, unit: Unit) -> bool:
         if self.limits.reuse_distance <= 0 or not torch.is_grad_enabled():
@@ -186,35 +186,40 @@ class Scheduler:
         after = self._forward.elements_after(unit)
         return after is not None and 2 * after < self.limits.reuse_distance
 
-    def _make_whole(self, unit: Unit, order: ExecutionOrder) -> None:
+    def _unshard(self, unit: Unit, order: ExecutionOrder) -> None:
         if self._seen:
             self._look_at_seen()
         if self.pages is not None and unit.releasable and order.last is not unit:
             self.pages.pace.enter()
         expected = order.visit(unit) if unit.releasable else None
-        self._gather(unit)
+        self._start_unshard(unit)
         unit.wait()
         if expected is not None:
             if self._worth_prefetching(expected, order):
-                self._gather(expected)
-            self._look_further(unit, order)
+                self._start_unshard(expected)
+            self._prefetch_further(unit, order)
 
-    def _look_further(self, unit: Unit, order: ExecutionOrder) -> None:
+    def _prefetch_further(self, unit: Unit, order: ExecutionOrder) -> None:
         """Beyond the gather of the next unit, the one after it goes to the device, and those behind come from disk."""
         depth = self.pages.pace.depth if self.pages is not None else 0
         ahead = order.following(unit, 1 + self._lifts + depth)
         for other in self.units if self._lifts else ():
-            if other.is_lifted and other not in ahead[:2]:
-                other.let_go()  # a wrong guess
-        if self._lifts and len(ahead) > 1 and self._has_room(ahead[1], order, self.num_ranks) and ahead[1].lift():
-            self.note(TraceAction.LIFT, ahead[1])
+            if other.is_on_device and other not in ahead[:2]:
+                other.cancel_prefetch()  # a wrong guess
+        if (
+            self._lifts
+            and len(ahead) > 1
+            and self._has_room(ahead[1], order, self.num_ranks)
+            and ahead[1].prefetch_to_device()
+        ):
+            self.record(TraceAction.LIFT, ahead[1])
         for later in ahead:
-            if later.expect():
-                self.note(TraceAction.READ, later)
+            if later.prefetch_from_disk():
+                self.record(TraceAction.READ, later)
 
     def _worth_prefetching(self, unit: Unit, order: ExecutionOrder) -> bool:
         may_wait = not unit.is_up_to_date if self.num_ranks == 1 else unit.awaits_update
-        if unit.residency is not Residency.RELEASED or may_wait:
+        if unit.residency is not Residency.SHARDED or may_wait:
             return False  # waiting for an update here would hold up what can run already
         return self._has_room(unit, order)
 
@@ -225,18 +230,18 @@ class Scheduler:
         return self.limits.prefetches and self._live() + unit.numel // parts <= self.limits.live
 
     def _live(self) -> int:
-        return sum(unit.numel for unit in self.units if unit.residency is not Residency.RELEASED)
+        return sum(unit.numel for unit in self.units if unit.residency is not Residency.SHARDED)
 
-    def _gather(self, unit: Unit) -> None:
-        if unit.residency is Residency.RELEASED:
-            self.note(TraceAction.GATHER, unit)
+    def _start_unshard(self, unit: Unit) -> None:
+        if unit.residency is Residency.SHARDED:
+            self.record(TraceAction.GATHER, unit)
             with outside_transforms(), profiled("GATHER", unit.name):
-                unit.gather()
+                unit.unshard()
             self.saved.find(unit)
 
-    def release(self, unit: Unit) -> None:
-        if unit.release():
-            self.note(TraceAction.RELEASE, unit)
+    def reshard(self, unit: Unit) -> None:
+        if unit.reshard():
+            self.record(TraceAction.RELEASE, unit)
             if unit.is_seen:
                 self._seen.append(unit)
 
@@ -258,7 +263,7 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------------- lending
 
-    def lend(self, unit: Unit) -> bool:
+    def retain(self, unit: Unit) -> bool:
         """Somebody needs a released unit outside its own module: make it whole until the step.
 
         Its views may be saved for backward by operations that no hook sees. Only while all ranks do the same thing
@@ -267,78 +272,78 @@ class Scheduler:
         in_pass = current_task() != -1 or self._in_model or any(u.in_forward or u.inside for u in self.units)
         if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
             return False
-        unit.lend()
-        self._gather(unit)
+        unit.retain()
+        self._start_unshard(unit)
         unit.wait()
         return True
 
-    def enter_inside(self, unit: Unit) -> None:
+    def pre_inner_forward(self, unit: Unit) -> None:
         """A part of a unit's module is called; if not by the module itself, the unit is lent."""
         unit.inside += 1
-        if not unit.in_forward and unit.residency is not Residency.WHOLE:
+        if not unit.in_forward and unit.residency is not Residency.UNSHARDED:
             self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
-            unit.lend()
-            self._gather(unit)
+            unit.retain()
+            self._start_unshard(unit)
             unit.wait()
 
-    def leave_inside(self, unit: Unit) -> None:
+    def post_inner_forward(self, unit: Unit) -> None:
         """A part is done, or failed; loans end with the outermost."""
         unit.inside = max(unit.inside - 1, 0)
-        if unit.lent and not unit.inside and not unit.in_forward:
+        if unit.is_retained and not unit.inside and not unit.in_forward:
             self.end_forward()
 
     def end_forward(self) -> None:
         """A forward is over; if no graph was recorded, so are its loans."""
         if not self._graph_is_open:
-            self.end_loans()
+            self.end_retention()
 
     def drop_unused(self) -> None:
         """The engine's forward is over; if no graph was recorded, what was gathered or expected in vain goes."""
         if not self._graph_is_open:
-            self._let_go()
+            self._cancel_prefetch()
         for unit in self.units if not self._graph_is_open else ():
-            if unit.residency is Residency.GATHERING:
-                self.release(unit)
+            if unit.residency is Residency.UNSHARDING:
+                self.reshard(unit)
 
-    def _look_at_loans(self) -> None:
+    def _check_retention(self) -> None:
         """Before the next thing happens: what the user did to units that are lent is lost."""
         for unit in self.units:
-            if unit.lent:
-                unit.look_at_loan()
+            if unit.is_retained:
+                unit.check_retention()
 
-    def end_loans(self) -> None:
+    def end_retention(self) -> None:
         """No graph needs what was lent any more."""
         self._graph_is_open = self._graph_was_used = False
-        lent = [unit for unit in self.units if unit.lent]
+        lent = [unit for unit in self.units if unit.is_retained]
         if lent:
             look_closely(lent)  # once their memory is gone, nobody can tell whose a parameter was
         for unit in lent:
-            unit.lent = False
-            self.release(unit)
+            unit.is_retained = False
+            self.reshard(unit)
 
     # ------------------------------------------------------------------------------------------------- backward
 
-    def enter_backward(self, unit: Unit, *, keeps_graph: bool = False) -> None:
+    def pre_backward(self, unit: Unit, *, keeps_graph: bool = False) -> None:
         """Called before the first op of a unit's backward; may be called again.
 
         `keeps_graph`: a second backward will go through this one, and what it needs of the unit no hook will tell.
         """
-        self._meet(unit)
-        unit.lent = unit.lent or keeps_graph
+        self._enter_graph_task(unit)
+        unit.is_retained = unit.is_retained or keeps_graph
         if not unit.in_backward:
             unit.in_backward = True
-            self.note(TraceAction.BACKWARD, unit)
+            self.record(TraceAction.BACKWARD, unit)
             self.reducer.finish_larger(unit.numel)
-        unit.reveal()  # a graph that is gone through again saved what was before
+        unit.revoke_speculation()  # a graph that is gone through again saved what was before
         if unit.releasable:
-            self._make_whole(unit, self._backward)
+            self._unshard(unit, self._backward)
 
     def announce_backward(self) -> None:
         """Called before the first op of the model's backward; may be called again."""
         if not self._tasks:
             self.reducer.begin_backward()
 
-    def need(self, unit: Unit) -> None:
+    def request_unshard(self, unit: Unit) -> None:
         """Autograd reads what it saved of a unit, whether anybody announced that or not."""
         where = f"unit '{unit.name or '(root)'}'"
         if self._by_name.get(unit.name) is not unit:
@@ -347,21 +352,21 @@ class Scheduler:
                 "run the forward again"
             )
         if current_task() != -1:
-            self.enter_backward(unit, keeps_graph=torch.is_grad_enabled())
-        elif not self.lend(unit):
+            self.pre_backward(unit, keeps_graph=torch.is_grad_enabled())
+        elif not self.retain(unit):
             raise ReleasedParameterError(
                 f"a graph saved parameters of {where}, but they are released: read what a graph has saved inside "
                 "`with shardwell.zero.GatheredParameters(parameters):`"
             )
 
-    def _meet(self, unit: Unit) -> None:
+    def _enter_graph_task(self, unit: Unit) -> None:
         """Remember in which graph task a unit was seen, and look after it when the task ends."""
         task = unit.task = current_task()
         if task not in self._tasks:
             if not self._tasks:
                 self.reducer.finish_earlier()  # here, because the ranks are all at the same place
                 self._graph_was_used = True
-                self._look_at_loans()
+                self._check_retention()
                 self._backward.start()
                 self.reducer.begin_backward(has_begun=True)
                 self._tell_of_backward()
@@ -374,14 +379,14 @@ class Scheduler:
             self.backward_begins(StepBeginning(self._num_forwards, self._is_chained, self._is_partial, keeps_graph))
         self._num_forwards, self._is_chained, self._is_partial = 0, False, False
 
-    def take_gradient(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor) -> None:
+    def accumulate_gradient(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor) -> None:
         """A parameter's gradient is complete (for this graph task)."""
         grad = self.reducer.incoming(group, index, parameter)
         if grad is not None:
-            self._meet(unit)
-            self.reducer.absorb(unit, group, index, parameter, grad)
+            self._enter_graph_task(unit)
+            self.reducer.accumulate(unit, group, index, parameter, grad)
 
-    def end_backward(self, unit: Unit) -> None:
+    def post_backward(self, unit: Unit) -> None:
         """A unit's backward is over, as far as one can tell: reduce what arrived, release.
 
         With one group all are reduced: which of them got a gradient may differ between ranks. In a unit that the user
@@ -391,7 +396,7 @@ class Scheduler:
         if unit.has_news or (unit.is_named and unit.in_backward):
             self.reducer.reduce(unit)
         unit.has_news = unit.in_backward = False
-        self.release(unit)
+        self.reshard(unit)
 
     def _end_task(self, task: int) -> None:
         """A graph task ended: units that were seen in it are done, also those whose inputs need no gradient."""
@@ -399,7 +404,7 @@ class Scheduler:
             if unit.task == task:
                 unit.task = -1
                 if unit.in_backward or unit.has_news:
-                    self.end_backward(unit)
+                    self.post_backward(unit)
         self._tasks.discard(task)
         self.reducer.end_task()
         if not self._tasks:
@@ -407,7 +412,7 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def finish(self) -> None:
+    def finish_backward(self) -> None:
         """The boundary: everything that backward started is finished; what was kept back until now is reduced."""
         with self.reducer.ending():
             for unit in self.units:
@@ -419,24 +424,24 @@ class Scheduler:
         """No backward runs, and nothing is on its way. What waits for the boundary still does."""
         for unit in reversed(self.units):
             unit.task = -1
-            self.end_backward(unit)
+            self.post_backward(unit)
         self._tasks.clear()
-        self._let_go()
+        self._cancel_prefetch()
         self.reducer.finish_all()
 
-    def finish_for_nobody(self) -> None:
+    def discard_backward(self) -> None:
         """As `finish`, but nobody is told of gradients: they are not wanted any more. A graph may still be."""
         with self.reducer.telling_nobody():
             if self.reducer.paths_differ:  # what a rank has it need not show the others first
                 self.end_passes()
                 self.reducer.end_boundary()
             else:
-                self.finish()
+                self.finish_backward()
         if self._graph_was_used:
-            self.end_loans()
+            self.end_retention()
 
     def after_update(self, unit: Unit, arrival: PendingUpdate | None = None) -> None:
-        self.note(TraceAction.STEP, unit)
+        self.record(TraceAction.STEP, unit)
         unit.note_update()
         if unit.publish(arrival):
-            self.note(TraceAction.PUBLISH, unit)
+            self.record(TraceAction.PUBLISH, unit)

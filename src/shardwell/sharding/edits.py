@@ -92,7 +92,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
     """Take over what was put in the place of parameters since their gradients were made."""
     look_closely(units)
     for unit in units:
-        unit.look_at_loan()
+        unit.check_retention()
         if unit.misfit:
             raise ModelChangedError(
                 f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
@@ -103,7 +103,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
 def _fits(one: ReplacedValues) -> bool:
     """Whether its values can be taken over; with another shape, its unit has to be built anew."""
     slot, data, place = one.slot, one.parameter.data, one.group.places.views[one.index]
-    if one.group.context.device.is_virtual:
+    if one.group.context.device.is_meta:
         return False
     if tuple(data.shape) != slot.shape:
         one.unit.misfit = True
@@ -114,7 +114,7 @@ def _fits(one: ReplacedValues) -> bool:
             f"{place.device}. Convert the model back before it is used, or set another precision in the configuration "
             "('bf16', 'fp16') and call engine.destroy() and initialize again."
         )
-    if one.group.row.released:
+    if one.group.row.reshards:
         raise ModelChangedError(
             f"'{slot.name}' was given other values while it was whole for a moment, and they would be lost: each rank "
             f"holds only its shard of unit '{one.unit.name}'. Change it inside "
@@ -188,19 +188,19 @@ def adopt(masters: Tensor, values: Tensor) -> None:
 def take_over_in_place(group: ShardedGroup, values: Tensor | None = None) -> None:
     """What was changed by hand becomes the truth; `values` are the parameters, if they were brought already."""
     if group.may_be_edited_apart:
-        adopt(group.master, (group.resting if values is None else values).to(group.master.device))
+        adopt(group.master, (group.at_rest if values is None else values).to(group.master.device))
 
 
 def brought_down(group: ShardedGroup, after: Event) -> Tensor:
     """1D, on the host, the parameters as they rest once the device has got as far as `after`; waits for that."""
-    with group.context.device.uploads.after(after):
-        return group.resting.cpu()
+    with group.context.device.upload_stream.after(after):
+        return group.at_rest.cpu()
 
 
 def note_digest(group: ShardedGroup) -> None:
     """What rests on the device now is the rounding of masters below it, on the caller's lane."""
-    if group.may_be_edited_apart and group.resting.is_cuda and not group.master.is_cuda:
-        group.digest = digest(group.resting)
+    if group.may_be_edited_apart and group.at_rest.is_cuda and not group.master.is_cuda:
+        group.digest = digest(group.at_rest)
 
 
 def digest(values: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callabl
     found: list[tuple[ShardedGroup, Callable[[], bool]]] = []
     for group in groups:
         if group.digest is not None:
-            read = group.context.device.read_later(digest(group.resting) != group.digest)
+            read = group.context.device.read_async(digest(group.at_rest) != group.digest)
             found.append((group, partial(_is_set, read)))
         elif group.may_be_edited_apart:
             found.append((group, lambda: True))
@@ -244,9 +244,9 @@ _version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr
 def is_unlike_its_shard(group: ShardedGroup) -> bool:
     """Whether whole parameters are not what rests, where that is cheap to know. They were gathered as they rest."""
     shard = group.shard
-    if shard is None or group.is_encoded or not group.is_exact or shard.page is not None or shard.tensor.is_meta:
+    if shard is None or group.is_quantized or not group.is_exact or shard.page is not None or shard.tensor.is_meta:
         return False
-    start, end = group.layout.shard_range(group.context.world.place)
+    start, end = group.layout.shard_range(group.context.world.shard_index)
     mine = group.flat.tensor[start:end]
     if shard.tensor.device != mine.device:
         return False

@@ -91,7 +91,7 @@ class Gradients:
         """Every parameter got a gradient at the boundary; what came in earlier micro-steps does not say so."""
         return all(self._came_last)
 
-    def absorb(self, index: int, grad: Tensor, scale: float, *, stays: bool, is_last: bool) -> None:
+    def accumulate(self, index: int, grad: Tensor, scale: float, *, stays: bool, is_last: bool) -> None:
         """Add one parameter's gradient. `stays`: it will wait for later micro-steps, so it is kept in full precision.
 
         `is_last`: it comes at the boundary.
@@ -145,13 +145,13 @@ class Gradients:
             flat = grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
             self._flat = self._scratch.adopt(flat, StateKind.GRADIENTS, self._unit)
         else:
-            self._flat = self._scratch.take(self._layout.padded, dtype, StateKind.GRADIENTS, self._unit)
+            self._flat = self._scratch.allocate(self._layout.padded, dtype, StateKind.GRADIENTS, self._unit)
         return not adopt
 
-    def reduce(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
+    def reduce_scatter(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
         """Start averaging what is in the flat buffer (nothing counts as zeros) into `result`."""
         self.loss_scale = loss_scale
-        self.settle()
+        self.wait()
         if self.state is not GradState.PARTIAL:
             self._open(None, scale, stays)
         assert self._flat is not None
@@ -167,7 +167,7 @@ class Gradients:
         flat = self._for_the_wire(self._flat, scale)
         self._flat = None
         self._pending = (
-            self._average_whole(flat) if self._row.gradients.over is None else self._scatter(flat, accumulates)
+            self._average_whole(flat) if self._row.gradients.axis is None else self._scatter(flat, accumulates)
         )
 
     def _for_the_wire(self, flat: Tensor, scale: float) -> Tensor:
@@ -175,12 +175,12 @@ class Gradients:
         wire = self._precision.wire
         if wire.dtype is None or flat.dtype == wire.dtype:
             return flat
-        sent = self._scratch.take(flat.numel(), wire.dtype, StateKind.GRADIENTS, self._unit)
+        sent = self._scratch.allocate(flat.numel(), wire.dtype, StateKind.GRADIENTS, self._unit)
         if not self._scaled_late:
             self._scale = scale * wire.predivide
             flat.div_(self._scale)
         sent.copy_(flat)
-        self._scratch.give(flat)
+        self._scratch.free(flat)
         return sent
 
     def _scatter(self, flat: Tensor, accumulates: bool) -> Work:
@@ -196,7 +196,7 @@ class Gradients:
         elif self.result.dtype.itemsize <= 2 or self._lodging is not None:
             self._widen()
         move = self._reduced(flat, self.result, not fresh)
-        return move.then(partial(self._scratch.give, flat))
+        return move.then(partial(self._scratch.free, flat))
 
     def _scatter_to_hand_over(self, flat: Tensor) -> Work:
         if self._comm.mesh.size == 1:
@@ -205,7 +205,7 @@ class Gradients:
 
         def finish() -> None:
             self._hand(fresh, 1.0)
-            self._scratch.give(flat)
+            self._scratch.free(flat)
 
         return self._reduced(flat, fresh, False).then(finish)
 
@@ -215,17 +215,19 @@ class Gradients:
             before, its_factor = self._handed
             both = self._take_result(fresh.numel(), self._precision.accumulate)
             both.copy_(before).mul_(its_factor).add_(fresh, alpha=factor)
-            self._scratch.give(before)
-            self._scratch.give(fresh)
+            self._scratch.free(before)
+            self._scratch.free(fresh)
             fresh, factor = both, 1.0
         self._handed = fresh, factor
 
     def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Work:
         token, codecs = f"REDUCE {self._name}", self._row.reduce_codecs
         if codecs is not None and self._row.feedback and self._lost is None:
-            self._lost = QuantizationResidual(self._comm.num_lost(flat.numel(), codecs), self._unit, self._scratch)
+            self._lost = QuantizationResidual(
+                self._comm.residual_numel(flat.numel(), codecs), self._unit, self._scratch
+            )
         lost = self._lost.joining(self._scale / self.loss_scale) if self._lost is not None else None
-        return self._comm.reduce(flat, into, self._scale, accumulate, token, codecs, lost=lost)
+        return self._comm.reduce_scatter(flat, into, self._scale, accumulate, token, codecs, lost=lost)
 
     def free(self) -> None:
         """Forget everything, also what codes did not say."""
@@ -240,18 +242,18 @@ class Gradients:
 
     def _average_whole(self, flat: Tensor) -> Work:
         """Reduce into this rank's own slice, then send the slice to everyone."""
-        start, end = self._layout.shard_range(self._comm.place)
-        reduced = self._comm.reduce(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
+        start, end = self._layout.shard_range(self._comm.shard_index)
+        reduced = self._comm.reduce_scatter(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
 
         def publish() -> None:
-            published = self._comm.gather(flat, f"PUBLISH {self._name}", TrafficKind.PUBLISH)
+            published = self._comm.all_gather(flat, f"PUBLISH {self._name}", TrafficKind.PUBLISH)
             self._publishing = published.then(partial(self._adopt, flat))
 
         return reduced.then(publish)
 
-    def advance(self) -> bool:
+    def start_next_hop(self) -> bool:
         """Begin the second hop of a reduce, where the host has to; false if there is none that has not begun."""
-        return self._pending is not None and self._pending.advance()
+        return self._pending is not None and self._pending.start_next_hop()
 
     def finish(self) -> None:
         """Wait for the reduce. On rows that keep gradients whole this only starts the second half; `settle` ends it."""
@@ -261,35 +263,35 @@ class Gradients:
             if self.state is GradState.REDUCING:
                 self.move(GradState.REDUCED)
 
-    def lodge(self, memory: Tensor, arrive: Callable[[], None]) -> Tensor | None:
+    def move_result(self, memory: Tensor, arrive: Callable[[], None]) -> Tensor | None:
         """`result` lives in `memory` (1D) from now on, and is there when `arrive` returns; returns where it lived."""
         before = self.result if self._lodging is None else None
         self.result, self._lodging = memory, arrive
         return before
 
     @property
-    def is_lodged(self) -> bool:
+    def is_moved(self) -> bool:
         """Whether `result` lives in memory of somebody else."""
         return self._lodging is not None
 
-    def part_with(self) -> Tensor:
+    def discard_result(self) -> Tensor:
         """Give up the result (1D) for good: whoever asks for it later gets an error. Returns its memory."""
         result = self.result
         assert result is not None
-        self.lodge(result.new_empty(0), gone)
+        self.move_result(result.new_empty(0), gone)
         return result
 
-    def arrive(self) -> None:
+    def ensure_readable(self) -> None:
         """Wait until the host may read a result that lives in memory of somebody else."""
         if self._lodging is not None:
             self._lodging()
 
-    def hand_over(self) -> tuple[Tensor, float] | None:
+    def take_micro_step(self) -> tuple[Tensor, float] | None:
         """What was reduced and is to be added up elsewhere (1D), and its factor; None if there is nothing new."""
         handed, self._handed = self._handed, None
         return handed
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until `result` may be read."""
         self.finish()
         if self._publishing is not None:
@@ -310,25 +312,25 @@ class Gradients:
         return self.state is not GradState.NONE
 
     @property
-    def is_gone(self) -> bool:
+    def is_discarded(self) -> bool:
         """They were given up for good."""
         return self._lodging is gone
 
     @property
-    def needs_others(self) -> bool:
+    def needs_collective(self) -> bool:
         """Whether who waits for what is on its way begins something that all ranks begin together."""
-        hops = self._comm.hops is not None and self._comm.host_waits
-        is_whole = self._row.gradients.over is None and self._comm.mesh.size > 1
+        hops = self._comm.hops is not None and self._comm.host_drives_progress
+        is_whole = self._row.gradients.axis is None and self._comm.mesh.size > 1
         return (self._pending is not None and (is_whole or hops)) or (self._publishing is not None and hops)
 
-    def look(self, *, has_sums: bool) -> Tensor:
+    def snapshot(self, *, has_sums: bool) -> Tensor:
         """1D, a copy: what `result` would be if all were averaged now; absent ones count as zeros.
 
         `has_sums`: some rank has sums of its own, so that all ranks look together.
         """
-        self.settle()
-        self.arrive()
-        numel = self._layout.padded if self._row.gradients.over is None else self._layout.shard_numel
+        self.wait()
+        self.ensure_readable()
+        numel = self._layout.padded if self._row.gradients.axis is None else self._layout.shard_numel
         total = self._comm.device.empty(numel, self.wide).zero_()
         if self.result is not None:
             total.copy_(self.result)
@@ -340,55 +342,55 @@ class Gradients:
 
     def _add_sums(self, total: Tensor) -> None:
         """Add the average of what is in the flat buffers of all ranks, which stay as they are."""
-        flat = self._scratch.take(self._layout.padded, self.wide, StateKind.STAGING, self._unit).zero_()
+        flat = self._scratch.allocate(self._layout.padded, self.wide, StateKind.STAGING, self._unit).zero_()
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if filled and self._flat is not None:
                 flat[slot.offset : slot.end].copy_(self._flat[slot.offset : slot.end]).mul_(self._scale)
-        start, end = self._layout.shard_range(self._comm.place)
-        self._comm.reduce(flat, flat[start:end], 1.0, False, f"READ {self._name}").wait()
-        if self._row.gradients.over is None:
-            self._comm.gather(flat, f"READ {self._name}").wait()
+        start, end = self._layout.shard_range(self._comm.shard_index)
+        self._comm.reduce_scatter(flat, flat[start:end], 1.0, False, f"READ {self._name}").wait()
+        if self._row.gradients.axis is None:
+            self._comm.all_gather(flat, f"READ {self._name}").wait()
             start, end = 0, self._layout.padded
         total.add_(flat[start:end])
-        self._scratch.give(flat)
+        self._scratch.free(flat)
 
     # ------------------------------------------------------------------------------------------------------- the end
 
     def forget(self, index: int) -> None:
         """As if one parameter had got no gradient. All ranks must do so at the same place."""
-        self.settle()
+        self.wait()
         self.seen[index] = self._came_last[index] = False
         self._filled[index] = False  # a reduce counts it as zeros
         slot, first = self._layout.slots[index], 0
-        if self._row.gradients.over is not None:
-            first = self._layout.shard_range(self._comm.place)[0]
+        if self._row.gradients.axis is not None:
+            first = self._layout.shard_range(self._comm.shard_index)[0]
         low, high = max(slot.offset - first, 0), max(slot.end - first, 0)
         if self.result is not None:
-            self.arrive()
+            self.ensure_readable()
             self.result[low:high].zero_()
         if self._handed is not None:
             self._handed[0][low:high].zero_()
 
     def clear(self, was_used: bool | Tensor = False) -> None:
         """Forget everything, also a reduce that nobody will read. `was_used`: they were applied."""
-        self.settle()
+        self.wait()
         if self._lost is not None:
-            self._lost.end_step(was_used if self.commit is not CommitPolicy.AT_ONCE else True)
+            self._lost.end_step(was_used if self.commit is not CommitPolicy.IMMEDIATE else True)
         self.seen = [False] * len(self.seen)
         self._came_last = [False] * len(self.seen)
         self._drop_result()
         if self._flat is not None:
-            self._scratch.give(self._flat)
+            self._scratch.free(self._flat)
             self._flat = None
         if self._handed is not None:
-            self._scratch.give(self._handed[0])
+            self._scratch.free(self._handed[0])
             self._handed = None
         if self.state is not GradState.NONE:
             self.move(GradState.NONE)
 
     def _drop_result(self) -> None:
         if self.result is not None and self._lodging is None:
-            self._scratch.give(self.result)
+            self._scratch.free(self.result)
         self.result, self._lodging = None, None
 
     def _adopt(self, flat: Tensor) -> None:
@@ -398,20 +400,20 @@ class Gradients:
         else:
             self._widen()
             self.result.add_(flat)
-            self._scratch.give(flat)
+            self._scratch.free(flat)
 
     def _widen(self) -> None:
         """More is to be added: go on in full precision."""
         assert self.result is not None
         if self.result.dtype != self._precision.accumulate or self._lodging is not None:
-            self.arrive()
+            self.ensure_readable()
             wide = self._take_result(self.result.numel(), self._precision.accumulate)
             wide.copy_(self.result)
             self._drop_result()
             self.result = wide
 
     def _take_result(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._scratch.take(numel, dtype, StateKind.GRADIENTS, self._unit)
+        return self._scratch.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
 
 
 def gone() -> NoReturn:

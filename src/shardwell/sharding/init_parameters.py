@@ -54,7 +54,7 @@ class InitRegistry:
         scratch = TemporaryBuffers(device, account)
         world = world_mesh(where)
         comm = Collectives(world, device, ledger, scratch)
-        comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.cut_links)
+        comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
         self.agreement.advice, self.agreement.probe = _ADVICE, comm.probe
         disk = None
         if rest.tier is Tier.DISK:
@@ -91,7 +91,7 @@ class InitRegistry:
         gone, and when it goes is another moment on each rank.
         """
         self._follow_swaps()
-        self._whole = [newborn for newborn in self._whole if newborn.module is module or not newborn.fold()]
+        self._whole = [newborn for newborn in self._whole if newborn.module is module or not newborn.shard()]
 
     def _follow_swaps(self) -> None:
         """`torch.utils.swap_tensors` gives a parameter another's keeper, or takes its own away."""
@@ -107,7 +107,7 @@ class InitRegistry:
     def unfold(self, newborn: InitParameter, *, meet: bool) -> None:
         """With `meet`, some ranks may never come: the others do not wait for them for longer than the time limit."""
         self.focus(newborn.module)
-        newborn.unfold(meet=meet)
+        newborn.unshard(meet=meet)
         if newborn not in self._whole:
             self._whole.append(newborn)
 
@@ -148,7 +148,7 @@ class InitParameter:
         self._layout = make_layout(
             [TensorSpec.dense(self._name, values.shape, values.stride())], context.world.mesh.size
         )
-        self._range = self._layout.shard_range(context.world.place)
+        self._range = self._layout.shard_range(context.world.shard_index)
         self._flat = self._buffer(self._layout.padded, values.dtype)
         slot = self._layout.slots[0]
         self._flat.tensor[slot.numel :].zero_()
@@ -158,7 +158,7 @@ class InitParameter:
     def _hang(self) -> None:
         slot = self._layout.slots[0]
         self.parameter.data = self._flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
-        self._views, self._uses = self._flat.num_views, self._num_uses()
+        self._views, self._uses = self._flat.num_aliases, self._num_uses()
 
     def _num_uses(self) -> int:
         """How many hold the parameter in C++: a graph that has saved it for backward, a scripted module."""
@@ -189,11 +189,11 @@ class InitParameter:
     @property
     def _is_watched(self) -> bool:
         """Somebody still looks at the whole, or will: freeing it would crash him."""
-        return self._flat.num_views > self._views or self._num_uses() > self._uses
+        return self._flat.num_aliases > self._views or self._num_uses() > self._uses
 
     # ---------------------------------------------------------------------------------------------------- folding
 
-    def fold(self) -> bool:
+    def shard(self) -> bool:
         """Keep this rank's shard of rank 0's values and free the rest; false if somebody still looks at the whole.
 
         A view may live longer on one rank than on another, until garbage is collected there. So it decides when memory
@@ -214,7 +214,7 @@ class InitParameter:
                 self._dealt = self._flat.tensor[slice(*self._range)].clone()
             return False
         self._collect_late_words()
-        self._flat.drop()
+        self._flat.free()
         self._is_whole = False
         if not self._nursery.is_open:
             self.settle()
@@ -267,7 +267,7 @@ class InitParameter:
             context.world.scatter(flat.to(dtype), self._shard.tensor, words)
         if self._chest is None and context.disk is not None:
             self._chest = SwappedTensors(context.disk, context.account, self._name)
-            self._chest.keep([self._shard.tensor])
+            self._chest.register([self._shard.tensor])
 
     def _collect_late_words(self) -> None:
         """What somebody wrote to the whole through an old view, after it was folded, goes into the shard."""
@@ -283,17 +283,17 @@ class InitParameter:
 
     def _fetched(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
         """Have the shard in memory."""
-        return contextlib.nullcontext() if self._chest is None else self._chest.opened(changes=changes)
+        return contextlib.nullcontext() if self._chest is None else self._chest.swapped_in(changes=changes)
 
     def _free_shard(self) -> None:
         if self._chest is not None:
             self._chest.free()
             self._chest = None
         if self._shard is not None:
-            self._shard.drop()
+            self._shard.free()
             self._shard = None
 
-    def unfold(self, *, meet: bool) -> None:
+    def unshard(self, *, meet: bool) -> None:
         if not self._is_folded:
             return
         assert self._shard is not None
@@ -302,14 +302,14 @@ class InitParameter:
             self.agreement.meet(words)
         if self._is_whole:
             self._collect_late_words()
-        self._flat.grow()
+        self._flat.allocate()
         dtype = self._shard.tensor.dtype
         whole = self._flat.tensor
         if dtype != whole.dtype:
             whole = self._nursery.context.device.empty(self._layout.padded, dtype)
         with self._fetched(changes=False):
             whole[slice(*self._range)].copy_(self._shard.tensor)
-        world.gather(whole, None if meet else words).wait()
+        world.all_gather(whole, None if meet else words).wait()
         if whole is not self._flat.tensor:
             self._flat.tensor.copy_(whole)
         self._is_folded, self._is_whole = False, True
@@ -322,7 +322,7 @@ class InitParameter:
             self._flat = self._buffer(self._layout.padded, dtype)
             with torch._C.DisableTorchFunctionSubclass():
                 self._hang()
-            self._flat.drop()
+            self._flat.free()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardwellError(
@@ -336,7 +336,7 @@ class InitParameter:
         """The values are this parameter's now: `torch.utils.swap_tensors` moves them from one to another."""
         self.parameter = parameter
 
-    def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
+    def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:
         self.belong_to(parameter)
         if torch._C._get_tracing_state() is not None:
             raise ShardwellError(
@@ -346,10 +346,10 @@ class InitParameter:
             )
         self.open()
 
-    def served(self, parameter: nn.Parameter) -> None:
+    def end_request(self, parameter: nn.Parameter) -> None:
         self.close(None)
 
-    def surrender(self, parameter: nn.Parameter) -> Tensor:
+    def hand_over(self, parameter: nn.Parameter) -> Tensor:
         self.belong_to(parameter)
         self._check_bonds()
         self._nursery.unfold(self, meet=False)

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 class ParameterOwner(Protocol):
     """Who can bring a parameter's values back."""
 
-    def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
+    def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:
         """Make the values readable until `served`, or raise a clear error."""
 
-    def served(self, parameter: nn.Parameter) -> None:
+    def end_request(self, parameter: nn.Parameter) -> None:
         """Whoever wanted the values has had them."""
 
-    def surrender(self, parameter: nn.Parameter) -> Tensor:
+    def hand_over(self, parameter: nn.Parameter) -> Tensor:
         """Hand the whole values over to a new keeper and forget the parameter."""
 
     def open(self) -> None:
@@ -71,13 +71,13 @@ class ReleasedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the whole values, if they can be had now."""
         keeper = owner_of(self)
-        keeper.serve(self, "deepcopy")
+        keeper.request_values(self, "deepcopy")
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 values = self.data.clone(memory_format=torch.preserve_format)
                 copy: nn.Parameter = Tensor._make_subclass(_home_of(self), values, self.requires_grad)
         finally:
-            keeper.served(self)
+            keeper.end_request(self)
         memo[id(self)] = copy
         return copy
 
@@ -99,12 +99,12 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         away = [leaf for leaf in tree_leaves((args, kwargs)) if is_released(leaf)]
         for parameter in away:
-            owner_of(parameter).serve(parameter, getattr(func, "__name__", str(func)))
+            owner_of(parameter).request_values(parameter, getattr(func, "__name__", str(func)))
         try:
             return func(*args, **kwargs)
         finally:
             for parameter in away:
-                owner_of(parameter).served(parameter)
+                owner_of(parameter).end_request(parameter)
 
 
 def owner_of(parameter: nn.Parameter) -> ParameterOwner:

@@ -16,7 +16,7 @@ from shardwell.memory import StateKind, TemporaryBuffers
 class QuantizationResidual:
     def __init__(self, numel: int, unit: str, scratch: TemporaryBuffers) -> None:
         self._scratch = scratch
-        self._both = scratch.take(2 * numel, torch.bfloat16, StateKind.GRADIENTS, unit).zero_()
+        self._both = scratch.allocate(2 * numel, torch.bfloat16, StateKind.GRADIENTS, unit).zero_()
         self._now, self._before = self._both.chunk(2) if numel else (self._both, self._both)
         self._factor = 1.0  # that makes gradients of it
         self._has_begun = False
@@ -39,4 +39,4 @@ class QuantizationResidual:
         self._has_begun = False
 
     def free(self) -> None:
-        self._scratch.give(self._both)
+        self._scratch.free(self._both)

@@ -39,25 +39,25 @@ class SecondaryShard:
         mesh = self._comm.mesh
         split, rest = self._parts(flat)
         mine = split.chunk(mesh.size)[mesh.rank]
-        self._kept = self._scratch.take(mine.numel() + rest.numel(), flat.dtype, StateKind.PARAMETERS, self._unit)
+        self._kept = self._scratch.allocate(mine.numel() + rest.numel(), flat.dtype, StateKind.PARAMETERS, self._unit)
         self._kept[: mine.numel()] = mine
         self._kept[mine.numel() :] = rest
 
     def gather(self, flat: Tensor) -> Work:
         """Start filling `flat` from the copies of this node."""
         assert self._kept is not None
-        mesh, gathers = self._comm.mesh, self._comm.device.gathers
+        mesh, gathers = self._comm.mesh, self._comm.device.all_gather_stream
         split, rest = self._parts(flat)
         with gathers.after_current():
             mine = split.chunk(mesh.size)[mesh.rank]
             mine.copy_(self._kept[: mine.numel()])
             rest.copy_(self._kept[mine.numel() :])
-            mark = gathers.mark()
-        move = self._comm.gather(split, f"GATHER {self._name} in the node")
+            mark = gathers.record()
+        move = self._comm.all_gather(split, f"GATHER {self._name} in the node")
         return Work(mark.wait).then(move.wait)
 
     def forget(self) -> None:
         """The parameters change, or are whole for good."""
         if self._kept is not None:
-            self._scratch.give(self._kept)
+            self._scratch.free(self._kept)
             self._kept = None

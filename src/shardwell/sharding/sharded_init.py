@@ -109,7 +109,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
             return
         with self._scope:
             if error is not None:
-                self._nursery.agreement.leave_word(f"{type(error).__name__} in zero.Init: {error}")
+                self._nursery.agreement.post_message(f"{type(error).__name__} in zero.Init: {error}")
             else:
                 self._nursery.close()
 

@@ -28,9 +28,9 @@ class ReduceAt(enum.Enum):
 class CommitPolicy(enum.Enum):
     """When an optimizer update becomes the truth."""
 
-    AT_ONCE = "at once"
+    IMMEDIATE = "at once"
     AFTER_NORM = "after the norm is known"
-    SHADOW = "into a shadow slot, committed after the norm"
+    SPECULATIVE = "into a shadow slot, committed after the norm"
     AUTO = "at once where steps have shown to be plain, else after the norm"  # until the optimizer has it: see Habit
 
 
@@ -38,11 +38,11 @@ class CommitPolicy(enum.Enum):
 class StatePlacement:
     """How a state rests between its uses: split over an axis or whole on every rank (None), and on which tier."""
 
-    over: Axis | None
+    axis: Axis | None
     tier: Tier = Tier.DEVICE
 
     def __str__(self) -> str:
-        where = "whole" if self.over is None else f"split over the {self.over.value}"
+        where = "whole" if self.axis is None else f"split over the {self.axis.value}"
         return where if self.tier is Tier.DEVICE else f"{where}, on the {self.tier.value}"
 
 
@@ -58,33 +58,33 @@ class ShardingSpec:
     gradients: StatePlacement
     optimizer: StatePlacement
     reduce_at: ReduceAt
-    second_copy: StatePlacement | None = None  # of the parameters, closer by; filled by a gather, read by the next one
+    secondary: StatePlacement | None = None  # of the parameters, closer by; filled by a gather, read by the next one
     commit: CommitPolicy = CommitPolicy.AFTER_NORM
-    gather_codec: Codec | None = None  # of parameters that are gathered
-    rest_codec: Codec | None = None  # of parameters that rest encoded, and travel as they rest
+    all_gather_codec: Codec | None = None  # of parameters that are gathered
+    storage_codec: Codec | None = None  # of parameters that rest encoded, and travel as they rest
     reduce_codecs: tuple[Codec, Codec] | None = None  # of gradients, inside a node and between nodes
     feedback: bool = False  # what codes of gradients do not say, the next ones do
 
     @property
-    def released(self) -> bool:
+    def reshards(self) -> bool:
         """Parameters are whole only while they are used."""
-        return self.parameters.over is not None
+        return self.parameters.axis is not None
 
     @property
     def publishes(self) -> bool:
         """Every rank must be sent what the others updated."""
-        return not self.released and self.optimizer.over is not None
+        return not self.reshards and self.optimizer.axis is not None
 
     @property
-    def rests_in_halves(self) -> bool:
+    def allows_split_master(self) -> bool:
         """A 16-bit parameter that is the upper half of its master rests and is stepped where the lower half is.
 
         Not with a shadow: who reads the parameter would not see that of it.
         """
-        if not self.released:
+        if not self.reshards:
             return self.optimizer.tier is Tier.DEVICE
         is_below = self.optimizer.tier is self.parameters.tier is not Tier.DEVICE
-        return is_below and self.commit is not CommitPolicy.SHADOW
+        return is_below and self.commit is not CommitPolicy.SPECULATIVE
 
 
 STAGES: dict[int, ShardingSpec] = {
@@ -134,18 +134,18 @@ def spec_for(
     if not persistent:  # small parameters are not worth the way
         row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
         row = replace(row, gradients=replace(row.gradients, tier=wish.gradient_tier))
-    if row.released and not persistent:
+    if row.reshards and not persistent:
         row = replace(row, parameters=replace(row.parameters, tier=wish.parameter_tier))
-    if not persistent and row.gradients.over is not None:
+    if not persistent and row.gradients.axis is not None:
         row = replace(row, reduce_codecs=wish.reduce_codecs, feedback=wish.feedback)
-    if row.released and not persistent:
+    if row.reshards and not persistent:
         travels = wish.gather_codec if wish.rest_codec is None else None
-        row = replace(row, gather_codec=travels, rest_codec=wish.rest_codec)
-    if row.released and wish.second_copy_in_node:
-        row = replace(row, second_copy=StatePlacement(Axis.NODE))
-    alone = num_ranks == 1 and not shard_at_world_one and row.rest_codec is None
-    if row.released and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
-        row = replace(row, parameters=WHOLE, second_copy=None, gather_codec=None)
+        row = replace(row, all_gather_codec=travels, storage_codec=wish.rest_codec)
+    if row.reshards and wish.second_copy_in_node:
+        row = replace(row, secondary=StatePlacement(Axis.NODE))
+    alone = num_ranks == 1 and not shard_at_world_one and row.storage_codec is None
+    if row.reshards and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
+        row = replace(row, parameters=WHOLE, secondary=None, all_gather_codec=None)
     return row
 
 
@@ -193,6 +193,6 @@ class GroupPrecision:
         return self.master != self.compute
 
     @property
-    def has_halves(self) -> bool:
+    def is_bf16_split(self) -> bool:
         """The parameter is the upper half of its fp32 master."""
         return self.is_mixed and self.compute is torch.bfloat16

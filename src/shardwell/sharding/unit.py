@@ -27,10 +27,10 @@ class PendingUpdate(Protocol):
     """An update that is on its way."""
 
     @property
-    def is_known(self) -> bool:
+    def is_done(self) -> bool:
         """The host has done its part."""
 
-    def hear(self) -> None:
+    def wait_local(self) -> None:
         """Wait for it, as a rank can alone."""
 
     def wait(self) -> None:
@@ -38,17 +38,17 @@ class PendingUpdate(Protocol):
 
 
 class Residency(enum.Enum):
-    RELEASED = "released"
-    GATHERING = "gathering"
-    WHOLE = "whole"
+    SHARDED = "released"
+    UNSHARDING = "gathering"
+    UNSHARDED = "whole"
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
 _ALLOWED = {
-    Residency.RELEASED: {Residency.GATHERING},
-    Residency.GATHERING: {Residency.WHOLE, Residency.RELEASED},  # the latter: it failed
-    Residency.WHOLE: {Residency.RELEASED, Residency.GATHERING},  # the latter: a publish
+    Residency.SHARDED: {Residency.UNSHARDING},
+    Residency.UNSHARDING: {Residency.UNSHARDED, Residency.SHARDED},  # the latter: it failed
+    Residency.UNSHARDED: {Residency.SHARDED, Residency.UNSHARDING},  # the latter: a publish
 }
 
 
@@ -65,7 +65,7 @@ class Unit:
         self.trainable = [group for group in groups if group.trainable]
         self.keeps_frozen = False  # frozen groups stay whole once they are
         self._sort()
-        self.residency = Residency.RELEASED if self.releasable else Residency.WHOLE
+        self.residency = Residency.SHARDED if self.releasable else Residency.UNSHARDED
         self.in_forward = 0  # running forwards that hold it
         self.inside = 0  # running forwards of parts of it
         self.num_updates = 0  # of its parameters, since it was built
@@ -77,7 +77,7 @@ class Unit:
         self.misfit = False  # a parameter was given another shape
         self._versions = edits.versions(self._parameters(groups))
         self._has_warned = False  # of changes that are lost
-        self.lent = False  # somebody outside its module may still look at it
+        self.is_retained = False  # somebody outside its module may still look at it
         self._was_lent = False  # since it was gathered
         self._gathered_at = 0  # after so many updates
         self._num_close_looks = 0  # at what was changed while it was whole
@@ -100,14 +100,14 @@ class Unit:
                 released.keep(parameter, self)
 
     def _sort(self) -> None:
-        is_whole = [group for group in self.trainable if not group.row.released or group.stays_whole]
+        is_whole = [group for group in self.trainable if not group.row.reshards or group.stays_whole]
         self._resting = [parameter for group in is_whole for parameter in group.parameters if parameter.numel()]
-        self.releasable = [group for group in self.groups if group.row.released and not group.stays_whole]
+        self.releasable = [group for group in self.groups if group.row.reshards and not group.stays_whole]
         self.numel = sum(group.layout.padded for group in self.releasable)  # elements that a gather makes whole
 
     @property
-    def held(self) -> bool:
-        return bool(self.in_forward or self.inside or self.in_backward or self.opened or self.lent)
+    def is_held(self) -> bool:
+        return bool(self.in_forward or self.inside or self.in_backward or self.opened or self.is_retained)
 
     @property
     def is_seen(self) -> bool:
@@ -116,8 +116,8 @@ class Unit:
 
     def free_unseen(self) -> None:
         """Free what nobody looks at any more."""
-        for group in self.releasable if self.residency is Residency.RELEASED else ():
-            group.release()
+        for group in self.releasable if self.residency is Residency.SHARDED else ():
+            group.reshard()
 
     def _move(self, residency: Residency) -> None:
         assert residency in _ALLOWED[self.residency], f"{self.name}: {self.residency} -> {residency}"
@@ -125,19 +125,19 @@ class Unit:
 
     # All of these are idempotent: a second call in the same state does nothing and says so.
 
-    def gather(self, *, exact: bool = False) -> bool:
+    def unshard(self, *, exact: bool = False) -> bool:
         """Start making it whole; true if that moved anything. `exact`: as it rests, also if it travels encoded."""
-        is_coded = exact and not self._is_exact and any(group.row.gather_codec for group in self.releasable)
-        if self.residency is not Residency.RELEASED and not is_coded:
+        is_coded = exact and not self._is_exact and any(group.row.all_gather_codec for group in self.releasable)
+        if self.residency is not Residency.SHARDED and not is_coded:
             return False
         self._tell_of_views()
         self.wait()
-        self._move(Residency.GATHERING)
+        self._move(Residency.UNSHARDING)
         self._is_exact, self._gathered_at = exact, self.num_updates
         frozen_too = {group for group in self.releasable if self.keeps_frozen and not group.trainable}
         with self._released_on_error():
             for group in self.releasable:
-                self._pending.append(group.gather(exact=exact or group in frozen_too))
+                self._pending.append(group.all_gather(exact=exact or group in frozen_too))
         return True
 
     def _tell_of_views(self) -> None:
@@ -164,44 +164,46 @@ class Unit:
                 with contextlib.suppress(Exception):  # what went wrong first is what counts
                     one.wait()
             if self.releasable:
-                self.releasable[0].context.device.gathers.mark().wait()  # what was begun may still write
+                self.releasable[0].context.device.all_gather_stream.record().wait()  # what was begun may still write
                 self._drop()
             raise
 
-    def expect(self) -> bool:
+    def prefetch_from_disk(self) -> bool:
         """It will be gathered soon: begin to read what rests on disk, unless it has to be updated first."""
-        return self._rests and sum(group.expect() for group in self.releasable) > 0  # all of them, not up to the first
+        return (
+            self._rests and sum(group.prefetch_from_disk() for group in self.releasable) > 0
+        )  # all of them, not up to the first
 
-    def lift(self) -> bool:
+    def prefetch_to_device(self) -> bool:
         """It will be gathered next but one: begin to copy what rests below the device, unless it has to be updated."""
-        return self._rests and sum(group.lift() for group in self.releasable) > 0
+        return self._rests and sum(group.prefetch_to_device() for group in self.releasable) > 0
 
     @property
     def _rests(self) -> bool:
-        return self.residency is Residency.RELEASED and self.is_up_to_date
+        return self.residency is Residency.SHARDED and self.is_up_to_date
 
     @property
-    def is_liftable(self) -> bool:
+    def can_prefetch_to_device(self) -> bool:
         return any(group.shard is not None and group.shard.is_liftable for group in self.releasable)
 
     @property
-    def is_lifted(self) -> bool:
-        return any(group.shard is not None and group.shard.is_lifted for group in self.releasable)
+    def is_on_device(self) -> bool:
+        return any(group.shard is not None and group.shard.is_on_device for group in self.releasable)
 
-    def let_go(self) -> None:
+    def cancel_prefetch(self) -> None:
         """It will not be gathered soon after all, or what rests will change."""
         for group in self.releasable:
-            group.let_go()
+            group.cancel_prefetch()
 
     def wait(self) -> None:
         """Finish a gather, a publish, or an update that is on its way."""
         self._arrive()
-        if self.residency is Residency.GATHERING:
+        if self.residency is Residency.UNSHARDING:
             with self._released_on_error():
                 for pending in self._pending:
                     pending.wait()
             self._pending = []
-            self._move(Residency.WHOLE)
+            self._move(Residency.UNSHARDED)
             released.restore(self._parameters(self.groups))
         self._update = None
 
@@ -213,7 +215,7 @@ class Unit:
     @property
     def is_up_to_date(self) -> bool:
         """Whoever needs it now will not wait for an update. Ranks differ: nothing that they do together may ask."""
-        return self._arrival is None or self._arrival.is_known
+        return self._arrival is None or self._arrival.is_done
 
     def await_update(self, arrival: PendingUpdate | None, *, hides: bool = False) -> None:
         """An update was begun ahead of being published: who needs the unit waits for it. None: no more.
@@ -234,22 +236,22 @@ class Unit:
     @property
     def may_be_hidden(self) -> bool:
         """Updates of it are begun before it is known that they may be."""
-        return self.is_watched or any(group.row.commit is CommitPolicy.SHADOW for group in self.trainable)
+        return self.is_watched or any(group.row.commit is CommitPolicy.SPECULATIVE for group in self.trainable)
 
-    def reveal(self) -> None:
+    def revoke_speculation(self) -> None:
         """Let everybody see what is true, of this rank's part: what may not become true is taken back."""
         if self._is_hidden:
-            self.hear_update()
+            self.wait_local_update()
 
     def _show(self) -> None:
         if self._is_hidden:
             self._is_hidden = False
             released.restore(self._parameters(self._resting_whole))
 
-    def hear_update(self) -> None:
+    def wait_local_update(self) -> None:
         """Wait for an update of this rank's part: alone, where `wait` may do what all ranks do together."""
         if self._update is not None:
-            self._update.hear()
+            self._update.wait_local()
             self._show()
 
     def _arrive(self) -> None:
@@ -258,25 +260,25 @@ class Unit:
             arrival.wait()
             self._show()
 
-    def release(self) -> bool:
+    def reshard(self) -> bool:
         """Free what may be freed, unless somebody holds it; true if that freed anything."""
-        if not self.releasable or self.held or self.residency is Residency.RELEASED:
+        if not self.releasable or self.is_held or self.residency is Residency.SHARDED:
             return False
-        if self.residency is Residency.GATHERING or not self._is_hidden:  # who gives it back does not look at it
+        if self.residency is Residency.UNSHARDING or not self._is_hidden:  # who gives it back does not look at it
             self.wait()
         if self.keeps_frozen:
             for group in self.releasable:
                 if not group.trainable and group.is_exact:
-                    group.keep_whole()
+                    group.keep_unsharded()
             self._sort()
             if not self.releasable:
                 return False
         self._drop()
         return True
 
-    def lend(self) -> None:
+    def retain(self) -> None:
         """Let somebody outside its module look at it until the step."""
-        self.lent = self._was_lent = True
+        self.is_retained = self._was_lent = True
 
     def _drop(self) -> None:
         self._look_for_lost_changes(closely=self._was_lent or self._num_close_looks < _CLOSE_LOOKS)
@@ -284,14 +286,14 @@ class Unit:
         self._was_lent = False
         if self._was_opened:
             for group in self.releasable:
-                group.spare_views()
+                group.detach_leaked_views()
         self._was_opened = False
-        self._move(Residency.RELEASED)
+        self._move(Residency.SHARDED)
         released.release(self._parameters(self.releasable))
         for group in self.releasable:
-            group.release()
+            group.reshard()
 
-    def look_at_loan(self) -> None:
+    def check_retention(self) -> None:
         """Before an update: what was changed of a unit that is lent would be heard of no more."""
         if self._was_lent:
             self._look_for_lost_changes(closely=True)
@@ -317,7 +319,7 @@ class Unit:
     def _is_as_it_rests(self) -> bool:
         """Nothing but the user can have changed its values since it was gathered, or what rests."""
         is_updated = self.num_updates != self._gathered_at or self.is_ahead or self._update is not None
-        return self.residency is Residency.WHOLE and not is_updated and self._arrival is None
+        return self.residency is Residency.UNSHARDED and not is_updated and self._arrival is None
 
     def note_update(self) -> None:
         """A step has changed its parameters: a graph that saved them must not be gone through any more.
@@ -343,16 +345,16 @@ class Unit:
                 group.publish().wait()
         elif groups or arrival is not None:
             self.wait()
-            self._move(Residency.GATHERING)
+            self._move(Residency.UNSHARDING)
             released.release(self._parameters(self.trainable))
             self._update, self._is_hidden = arrival, False
             self._pending = [Work(_after(arrival, groups))] if arrival else [group.publish() for group in groups]
         return bool(groups)
 
-    def serve(self, parameter: nn.Parameter, wanted_by: str) -> None:
+    def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:
         """Called by the guard: somebody wants the values of a parameter that is away."""
-        self.reveal()
-        if self.residency is Residency.GATHERING:
+        self.revoke_speculation()
+        if self.residency is Residency.UNSHARDING:
             is_fetched = any(parameter is other for other in self._parameters(self.releasable))
             self.wait()
             if is_fetched and self.fetch is not None:
@@ -366,10 +368,10 @@ class Unit:
                 "loss until its step, they come by themselves."
             )
 
-    def served(self, parameter: nn.Parameter) -> None:
+    def end_request(self, parameter: nn.Parameter) -> None:
         """Whole units stay whole for their holders; there is nothing to undo."""
 
-    def surrender(self, parameter: nn.Parameter) -> Tensor:
+    def hand_over(self, parameter: nn.Parameter) -> Tensor:
         raise ShardwellError(
             f"parameter {self._name_of(parameter)} belongs to another engine already. Call destroy() of that engine "
             "before the model is handed to initialize again."
@@ -381,7 +383,7 @@ class Unit:
 
     def open(self) -> None:
         with self._failing_together():
-            self.gather(exact=True)
+            self.unshard(exact=True)
             self.wait()
             self.take_over_edits()
             self.opened += 1
@@ -405,7 +407,7 @@ class Unit:
         fitting: list[bool] = []
         try:
             with self._failing_together():
-                self.hear_update()  # it was begun while the unit was open, from what was before
+                self.wait_local_update()  # it was begun while the unit was open, from what was before
                 fitting = [edits.bring_home(group, modifier_rank) for group in self.groups]
                 for group in self.groups:
                     if modifier_rank is not None:
@@ -419,7 +421,7 @@ class Unit:
                 group.close_for_writing()
             if all(fitting):
                 self.opened -= 1
-                self.release()
+                self.reshard()
             else:
                 self.misfit = True  # it stays open, and the engine builds it anew before it is used again
 
