@@ -23,7 +23,7 @@ from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
 from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.persistence import persistent_in
-from shardwell.engine.precision import dtype_of, is_scaled, mixed_dtype, settle_precision
+from shardwell.engine.precision import dtype_of, loss_scale_of, mixed_dtype, settle_precision
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
@@ -38,7 +38,6 @@ from shardwell.offload.staging import AlignedAllocator
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
-from shardwell.optim.loss_scale import DynamicScale, LossScale, NoScale, ScaleRules
 from shardwell.optim.optimizer import StepOptions
 from shardwell.optim.overflow_check import NonfiniteNorm
 from shardwell.optim.user_optimizer import redirect, watch_optimizers
@@ -49,9 +48,9 @@ from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_
 from shardwell.runtime.rebuild import UnitBuilder
 from shardwell.runtime.scheduler import PrefetchLimits, Scheduler
 from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for, wrap_model
-from shardwell.sharding.group import GroupMember
 from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
+from shardwell.sharding.parameter_views import GroupMember
 from shardwell.sharding.spec import CommPrecision, SpecOverrides
 from shardwell.sharding.wrap import LeafRules
 
@@ -154,7 +153,7 @@ def _engine(
     engine.offload, engine._before = offload, before
     _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
-    engine._scale = _loss_scale(settings)
+    engine._scale = loss_scale_of(settings)
     scheduler.reducer.loss_scale = engine._scale
     checkpointing.follow(settings, model)
     return engine
@@ -472,16 +471,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             living(*args)
 
     return call
-
-
-def _loss_scale(settings: Config) -> LossScale:
-    if not is_scaled(settings):
-        return NoScale()
-    fp16 = settings.fp16
-    if fp16.loss_scale > 0:
-        return LossScale(fp16.loss_scale)
-    rules = ScaleRules(fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale)
-    return DynamicScale(2.0**fp16.initial_scale_power, rules)
 
 
 def _wire(settings: Config, num_ranks: int) -> CommPrecision:

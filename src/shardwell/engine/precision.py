@@ -1,4 +1,4 @@
-"""Which dtypes a configuration means."""
+"""Which dtypes and which loss scale a configuration means."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwell.config import Config
+from shardwell.optim.loss_scale import DynamicScale, LossScale, NoScale, ScaleRules
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,3 +58,13 @@ def autocast_of(config: Config, device: torch.device) -> contextlib.AbstractCont
     if not block.enabled:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype_of(block.dtype), cache_enabled=False)
+
+
+def loss_scale_of(settings: Config) -> LossScale:
+    if not is_scaled(settings):
+        return NoScale()
+    fp16 = settings.fp16
+    if fp16.loss_scale > 0:
+        return LossScale(fp16.loss_scale)
+    rules = ScaleRules(fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale)
+    return DynamicScale(2.0**fp16.initial_scale_power, rules)

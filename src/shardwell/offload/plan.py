@@ -29,6 +29,13 @@ _SHARE = 0.5  # of the host memory that is left, for shadows
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
 
+_COMMITS = {  # by the words of the configuration
+    "at_once": CommitPolicy.IMMEDIATE,
+    "after_norm": CommitPolicy.AFTER_NORM,
+    "shadow": CommitPolicy.SPECULATIVE,
+    "auto": CommitPolicy.AUTO,
+}
+
 
 @dataclass(frozen=True)
 class OffloadPlan:
@@ -341,7 +348,7 @@ def commit_policy(settings: Config) -> CommitPolicy:
         return CommitPolicy.AFTER_NORM if waits or settings.shardwell.nonfinite == "skip" else CommitPolicy.AUTO
     zero = settings.zero_optimization
     on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
-    return CommitPolicy.AFTER_NORM if on_disk and asked == "shadow" else CommitPolicy[asked.upper()]
+    return CommitPolicy.AFTER_NORM if on_disk and asked == "shadow" else _COMMITS[asked]
 
 
 def _that_fit(sizes: dict[str, float] | dict[str, int], free: float) -> set[str]:

@@ -176,7 +176,7 @@ class Collectives:
         if self.mesh.size == 1:
             with self.device.reduce_stream.after_current():
                 sum_in_rank_order([flat], into, scale, accumulate)
-            return _after(self.device.reduce_stream.record())
+            return Work(self.device.reduce_stream.record().wait)
         size, rank = self.mesh.size, self.mesh.rank
         shard = flat.numel() // size
         if self._by_links:
@@ -324,7 +324,7 @@ class Collectives:
             work = self._guarded(scatter, mine, flat, group=self.mesh.group, async_op=True)
             work.wait()
             sum_in_rank_order([mine], into, scale, accumulate)
-            return _after(self.device.reduce_stream.record())
+            return Work(self.device.reduce_stream.record().wait)
 
     def _reduce_by_exchange(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         received = self._scratch.allocate(flat.numel(), flat.dtype, StateKind.STAGING, _STAGING)
@@ -346,14 +346,14 @@ class Collectives:
             parts = list(received.chunk(self.mesh.size))
             sum_in_rank_order([parts.pop(self.mesh.rank), *parts], into, scale, accumulate)
             mark = self.device.reduce_stream.record()
-        return _after(mark).then(lambda: self._scratch.free(received))
+        return Work(mark.wait).then(lambda: self._scratch.free(received))
 
     def _launched(self, work: Any) -> Work:
         """Called on the lane: what the caller's lane has to wait for."""
         if self.mesh.backend == "gloo":  # progress is made by the backend's threads, the host must wait
             return Work(lambda: self._wait_all([work]))
         work.wait()
-        return _after(self.device.all_gather_stream.record())
+        return Work(self.device.all_gather_stream.record().wait)
 
     # ------------------------------------------------------------------------------------------------ the books
 
@@ -496,7 +496,3 @@ class Collectives:
 def _nothing() -> Tensor:
     """For what never comes; whatever the user's default device is."""
     return torch.empty(1, device="cpu")
-
-
-def _after(mark: Event) -> Work:
-    return Work(mark.wait)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +29,11 @@ from shardwell.parallel import TrafficKind, Work
 from shardwell.sharding import edits, released
 from shardwell.sharding.context import EngineContext
 from shardwell.sharding.gradients import Gradients
-from shardwell.sharding.layout import ParamGroupSpan, TensorSpec, make_layout
-from shardwell.sharding.parameter_views import ParameterViews
+from shardwell.sharding.layout import ParamGroupSpan, make_layout
+from shardwell.sharding.parameter_views import GroupMember, ParameterViews
 from shardwell.sharding.secondary import SecondaryShard
 from shardwell.sharding.shard import StoredShard
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
-
-
-@dataclass(frozen=True)
-class GroupMember:
-    """A parameter on its way into a group."""
-
-    name: str
-    parameter: nn.Parameter
-    label: int  # its parameter group in the optimizer
-    trainable: bool = True  # or was, and keeps what training needs
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
 
 
 class ShardedGroup:
@@ -56,9 +42,7 @@ class ShardedGroup:
     parameters: list[nn.Parameter]  # in slot order
     places: ParameterViews  # in `flat`
     gradients: Gradients
-    spans: list[
-        tuple[ParamGroupSpan, Tensor]
-    ]  # this rank's stretches of the masters, 1D, one per optimizer parameter group
+    spans: list[tuple[ParamGroupSpan, Tensor]]  # this rank's slices of the masters, 1D, one per parameter group
 
     def __init__(
         self,

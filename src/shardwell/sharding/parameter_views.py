@@ -1,12 +1,28 @@
-"""Where the parameters of a group hang: each is a view of its own stretch of the flat buffer."""
+"""The parameters of a group as views: each has its own slice of the flat buffer."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwell.memory import FlatBuffer
-from shardwell.sharding.layout import Layout
+from shardwell.sharding.layout import Layout, TensorSpec
+
+
+@dataclass(frozen=True)
+class GroupMember:
+    """A parameter on its way into a group."""
+
+    name: str
+    parameter: nn.Parameter
+    label: int  # its parameter group in the optimizer
+    trainable: bool = True  # or was, and keeps what training needs
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
 
 
 class ParameterViews:
