@@ -140,7 +140,7 @@ def change_a_rate(stage: int, name: str, groups: int, late: bool = False) -> dic
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage))
     if late:
         device = SimpleNamespace(
-            is_cuda=True, scalar=engine._context.device.scalar, read_later=engine._context.device.read_async
+            is_cuda=True, scalar=engine._context.device.scalar, read_async=engine._context.device.read_async
         )
         engine.optimizer._global_norm._rates._context = SimpleNamespace(world=engine._context.world, device=device)
     taken = 0
