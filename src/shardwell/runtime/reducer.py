@@ -238,7 +238,7 @@ class Reducer:
             self._spends = False
 
     def clear(self) -> None:
-        """Drop the gradient views, because the engine holds no gradients any more."""
+        """Tell the gradient views that the engine holds no gradients any more."""
         if self.views is not None and self._spends:
             self.views.spend()
         elif self.views is not None:

@@ -56,7 +56,7 @@ def current_task() -> int:
 
 
 class Scheduler:
-    """Unshards, prefetches and reshards the units of one engine, and starts the reduction of their gradients."""
+    """A scheduler that unshards, prefetches and reshards the units of one engine and starts their reduce-scatters."""
 
     def __init__(
         self,
