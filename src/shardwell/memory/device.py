@@ -313,7 +313,10 @@ def keep_freed_pages() -> None:
 
 @contextlib.contextmanager
 def returning_freed_pages(where: torch.device) -> Iterator[None]:
-    """Make malloc return large blocks to the kernel as soon as they are freed inside, and all free ones at the end."""
+    """Make malloc return large blocks to the kernel as soon as they are freed inside, and all free ones at the end.
+
+    Blocks that are freed between others that stay allocated would otherwise remain with the process.
+    """
     libc = _glibc() if where.type == "cpu" else None
     if libc is None:
         yield

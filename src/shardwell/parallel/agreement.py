@@ -229,7 +229,7 @@ class Agreement:
     # ------------------------------------------------------------------------------------------------ failures
 
     def fail(self, error: ShardwellError) -> ShardwellError:
-        """Tell the peers why this rank stops, wake those that wait for it, and refuse further tokens here."""
+        """Tell the peers why this rank stops, wake peers that wait for it, and refuse further tokens here."""
         if self._active and self._failure is None:
             self._failure = type(error), f"{error} (on this rank, {self._mesh.rank}). {_NO_RETURN}"
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))

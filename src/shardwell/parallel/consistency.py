@@ -1,4 +1,7 @@
-"""A comparison of what the ranks are about to train, before they train it. The error names the rank that differs."""
+"""A comparison of what the ranks are about to train, before they train it. The error names the rank that differs.
+
+It all-gathers one digest per rank; only if the digests differ, the data behind them is exchanged through the store.
+"""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _versions(tensor: Tensor, expected: int) -> str:
 
 
 def _changed(what: str) -> RuntimeError:
-    """Return an error in torch's own words, so that a user who knows them finds the cause."""
+    """Return an error in torch's own wording, so that users who know it find the cause."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{what}. Run the forward again, or change a copy."
