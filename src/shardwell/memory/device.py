@@ -1,4 +1,4 @@
-"""Streams, events and memory of the device: the only module that distinguishes cpu, cuda and meta.
+"""Streams, events and memory of the device, with the differences between cpu, cuda and meta.
 
 A `Stream` is a CUDA stream; on cpu and meta it stands for the program order itself, where the process group's own
 threads provide the overlap. An `Event` is a point on a stream that another stream can wait for.
@@ -27,7 +27,7 @@ _MOST_BY_ITSELF = 1 << 25  # to which glibc raises its own threshold as large bl
 _MADV_POPULATE_WRITE = 23  # of Linux, since 5.14
 _PAGE, _WORTH_IT = 4096, 1 << 21
 
-_keeps_pages = False  # whether malloc was told to
+_keeps_pages = False  # malloc was told to keep freed pages
 
 
 class Waitable(Protocol):
@@ -207,7 +207,8 @@ class Device:
     def copy_from_host(self, source: Tensor) -> tuple[Tensor, Event]:
         """Start copying a 1-D tensor to the device; the copy may be read after the event, and freed at any time.
 
-        The allocator reuses its memory on the copy stream only, which is behind the current stream's work so far.
+        Its memory belongs to the copy stream. The next copy that reuses it is on that stream too, ordered behind the
+        work that the current stream has been given by then.
         """
         with self.copy_stream.after_current():
             copy = self.empty(source.numel(), source.dtype)

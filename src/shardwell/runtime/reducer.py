@@ -32,7 +32,7 @@ class Reducer:
         self.paths_differ = False  # ranks may run different units: all are reduced at the boundary, in a fixed order
         self.is_ending = False  # such a boundary is being finished
         self.divide_by_steps = True
-        self.loss_scale: LossScale = NoScale()  # that gradients must carry
+        self.loss_scale: LossScale = NoScale()  # the scale that gradients must carry
         self.has_met_scale = False  # some gradients carry it, since the last forward
         self.views: GradientViews | None = None  # stand for gradients in `p.grad`
         self._spends = False  # the user's own optimizer steps, which leaves `p.grad` set
