@@ -1,4 +1,4 @@
-"""Big buffers and the devices they lie on. Nothing else in the package allocates or names a stream."""
+"""Large buffers, their statistics, and the streams of the device. Only this package creates CUDA streams."""
 
 from shardwell.memory.buffer import FlatBuffer
 from shardwell.memory.device import Device, Event, Stream

@@ -1,4 +1,4 @@
-"""A 1-D tensor whose memory can be given back and taken again while every view of it stays alive."""
+"""A flat 1-D tensor whose memory can be freed and allocated again while every view of it stays alive."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from shardwell.memory.statistics import MemoryStats, StateKind, Tier
 
 
 class FlatBuffer:
-    """Storage that is entered in the books. `drop` frees the bytes under all views, `grow` takes them again, unfilled.
+    """A 1-D tensor whose storage is counted in the memory statistics, and can be freed under its views.
 
-    Freeing goes through the storage because autograd saves views of parameters: replacing the tensor would keep every
-    gathered unit alive until its backward has run.
+    `free` frees the bytes under all views, `allocate` allocates them again, uninitialised. Freeing resizes the storage
+    because autograd saves views of parameters: replacing the tensor would keep every unsharded unit alive until its
+    backward has run.
     """
 
     tensor: Tensor  # 1D
@@ -36,10 +37,11 @@ class FlatBuffer:
             self.tensor = device.empty(numel, dtype, entry[2], pinned=False)
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
-        self.is_seen = False  # it is not present, but somebody looks at the bytes, so they are there
+        self.is_seen = False  # `present` is False, but other tensors look at the bytes, so they stay allocated
         account.add(*entry, self.nbytes)
 
     def free(self) -> None:
+        """Free the bytes under all views."""
         if self.present or self.is_seen:
             self.tensor.untyped_storage().resize_(0)
             self.present = self.is_seen = False
@@ -47,9 +49,9 @@ class FlatBuffer:
             account.remove(*entry, self.nbytes)
 
     def free_unseen(self, num_own: int) -> None:
-        """As `drop`, but the bytes stay while more tensors look at them than `num_own`: reading freed ones crashes.
+        """Free the bytes, unless more than `num_own` tensors share them: reading freed bytes crashes.
 
-        A buffer that was seen may be asked again.
+        It may be called again for a buffer that was still seen.
         """
         if self.num_aliases > num_own:
             self.is_seen = self.is_seen or self.present
@@ -59,15 +61,15 @@ class FlatBuffer:
 
     @property
     def num_aliases(self) -> int:
-        """How many tensors share the storage, this one included."""
+        """Return how many tensors share the storage, this one included."""
         return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))
 
     def abandon_storage(self) -> None:
-        """Leave the storage to those that still look at it, and go on with another one, unfilled."""
+        """Leave the storage to the tensors that still look at it, and continue with a new, uninitialised one."""
         self.tensor = torch.empty_like(self.tensor)
 
     def abandon(self) -> None:
-        """Leave the storage to those that still look at it, for good: the books forget it."""
+        """Leave the storage to the tensors that still look at it, for good: it is removed from the statistics."""
         if self.present:
             self.present = False
             account, entry = self._books
@@ -75,6 +77,7 @@ class FlatBuffer:
         self.tensor = self.tensor.new_empty(0)
 
     def allocate(self) -> None:
+        """Allocate the bytes again, uninitialised."""
         if not self.present and not self.is_seen:
             self.tensor.untyped_storage().resize_(self.nbytes)
             account, entry = self._books

@@ -1,7 +1,7 @@
-"""The device seam: the only module that knows cpu, cuda and meta apart.
+"""Streams, events and memory of the device, with the differences between cpu, cuda and meta.
 
-A `Stream` is an order of work beside the main one (a CUDA stream; on cpu and meta the main order itself, where the
-process group's own threads are the overlap). An `Event` is a point on a stream that another stream can wait for.
+A `Stream` is a CUDA stream; on cpu and meta it stands for the program order itself, where the process group's own
+threads provide the overlap. An `Event` is a point on a stream that another stream can wait for.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from shardwell.offload.cores import update_cores
 
 _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys
-_SMALL_PIECE = 1 << 16  # bytes: a shard is at least as large, or does not matter
-_MOST_BY_ITSELF = 1 << 25  # to which glibc raises its own limit as large pieces are freed, if nobody sets it
-_MADV_POPULATE_WRITE = 23  # Linux's, since 5.14
+_SMALL_PIECE = 1 << 16  # bytes: smaller shards do not matter
+_MOST_BY_ITSELF = 1 << 25  # to which glibc raises its own threshold as large blocks are freed, if it is not set
+_MADV_POPULATE_WRITE = 23  # of Linux, since 5.14
 _PAGE, _WORTH_IT = 4096, 1 << 21
 
-_keeps_pages = False  # malloc was asked to
+_keeps_pages = False  # malloc was told to keep freed pages
 
 
 class Waitable(Protocol):
-    """Something that the host can wait for."""
+    """A point of work that the host can wait for."""
 
     @property
     def is_done(self) -> bool: ...
@@ -41,7 +41,7 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True)
 class AllOf:
-    """Passed when all of some others have."""
+    """A waitable that is done when all of several others are."""
 
     of: Sequence[Waitable]
 
@@ -56,33 +56,35 @@ class AllOf:
 
 @dataclass(frozen=True)
 class Event:
-    """A point on a lane. Waiting orders the current lane behind it; the host goes on."""
+    """A point on a stream. `wait` orders the current stream behind it; the host goes on."""
 
     event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
+        """Order the current stream behind this event, without blocking the host."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
     @property
     def is_done(self) -> bool:
+        """Return whether the event has passed."""
         return self.event is None or self.event.query()
 
     def synchronize(self) -> None:
-        """Block the host until the mark has passed."""
+        """Block the host until the event has passed."""
         if self.event is not None:
             self.event.synchronize()
 
 
 @dataclass(frozen=True)
 class Stream:
-    """An order of work of its own."""
+    """An order of work beside the current stream."""
 
     stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def after_current(self) -> Iterator[None]:
-        """Put work on this lane, behind what the caller's lane has been given so far."""
+        """Enqueue work on this stream, behind what the caller's stream has been given so far."""
         if self.stream is None:
             yield
             return
@@ -92,7 +94,7 @@ class Stream:
 
     @contextlib.contextmanager
     def after(self, mark: Event) -> Iterator[None]:
-        """Put work on this lane, behind a mark on another one. Any thread may do so."""
+        """Enqueue work on this stream, behind an event on another one. Any thread may do so."""
         if self.stream is None:
             yield
             return
@@ -101,6 +103,7 @@ class Stream:
             yield
 
     def record(self) -> Event:
+        """Return an event behind the work that this stream has been given so far."""
         if self.stream is None:
             return Event()
         event = torch.cuda.Event()
@@ -109,14 +112,14 @@ class Stream:
 
 
 class Device:
-    """A torch device and what differs between kinds of device."""
+    """A torch device, its streams, and all that differs between kinds of device."""
 
     torch_device: torch.device
     all_gather_stream: Stream
-    prefetch_stream: Stream  # of shards, ahead of their gathers
+    prefetch_stream: Stream  # copies shards to the device ahead of their all-gathers
     reduce_stream: Stream
-    copy_stream: Stream  # to the host and back
-    upload_stream: Stream  # of updated parameters
+    copy_stream: Stream  # copies to the host and back
+    upload_stream: Stream  # copies updated parameters to the device
 
     def __init__(self, device: torch.device | str, *, keep_pages: bool = True) -> None:
         where = torch.device(device)
@@ -141,30 +144,32 @@ class Device:
 
     @property
     def has_device_memory(self) -> bool:
-        """What rests on the host has a way to go."""
+        """Return whether the device has memory of its own, to which data on the host has to be copied."""
         return self.is_cuda
 
     @property
     def is_meta(self) -> bool:
-        """Tensors have shapes but no values: nothing can be read back."""
+        """Return whether tensors have shapes but no values: nothing can be read back."""
         return self.torch_device.type == "meta"
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = True) -> Tensor:
-        """An unfilled 1-D tensor on a tier; host memory next to a GPU is pinned unless only the host uses it."""
+        """Return an uninitialised 1-D tensor on a tier.
+
+        Host memory next to a GPU is pinned, unless only the host uses it.
+        """
         if tier is Tier.DEVICE or self.is_meta:
             return torch.empty(numel, dtype=dtype, device=self.torch_device)
         if self.is_cuda and not pinned:
-            return torch.empty(
-                numel, dtype=dtype, device="cpu"
-            ).zero_()  # touched by all threads: a copy would fault page by page
+            # All threads touch the pages here: a first copy would fault them in one by one.
+            return torch.empty(numel, dtype=dtype, device="cpu").zero_()
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.is_cuda and pinned)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory that the device can copy to and from, of exactly that size (torch would round it up)."""
+        """Return pinned host memory of exactly `num_bytes` (torch would round the size up)."""
         return self.pin(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
     def pin(self, memory: Tensor) -> Tensor:
-        """The same memory, which the device can copy to and from until it is freed."""
+        """Pin this memory, until it is freed, so that the device can copy to and from it asynchronously; return it."""
         num_bytes = memory.numel() * memory.element_size()
         if self.is_cuda and num_bytes:
             runtime: Any = torch.cuda.cudart()
@@ -173,6 +178,7 @@ class Device:
         return memory
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a 0-D tensor on the device."""
         return torch.full((), value, dtype=dtype, device=self.torch_device)
 
     def read_async(self, value: Tensor) -> AsyncScalar:
@@ -184,7 +190,7 @@ class Device:
         return AsyncScalar(value, Event())
 
     def now(self) -> Event:
-        """The point that the current lane has been given work up to."""
+        """Return an event behind the work that the current stream has been given so far."""
         if not self.is_cuda:
             return Event()
         event = torch.cuda.Event()
@@ -192,16 +198,17 @@ class Device:
         return Event(event)
 
     def copy_to_host(self, source: Tensor) -> tuple[Tensor, Event]:
-        """Start copying a 1-D tensor; the source must not be freed or changed before the mark has passed."""
+        """Start copying a 1-D tensor to the host; the source must not be freed or changed before the event."""
         copy = self.empty(source.numel(), source.dtype, Tier.HOST)
         with self.copy_stream.after_current():
             copy.copy_(source, non_blocking=True)
         return copy, self.copy_stream.record()
 
     def copy_from_host(self, source: Tensor) -> tuple[Tensor, Event]:
-        """Start copying a 1-D tensor back; the copy may be read after the mark, and be freed at any time.
+        """Start copying a 1-D tensor to the device; the copy may be read after the event, and freed at any time.
 
-        Its memory is the lane's own. Whoever takes it next is on the lane too, behind the current lane's work so far.
+        Its memory belongs to the copy stream. The next copy that reuses it is on that stream too, ordered behind the
+        work that the current stream has been given by then.
         """
         with self.copy_stream.after_current():
             copy = self.empty(source.numel(), source.dtype)
@@ -209,7 +216,7 @@ class Device:
         return copy, self.copy_stream.record()
 
     def free_bytes(self) -> float:
-        """What this process never needed so far of what it may have; 0 where that cannot be told."""
+        """Return the device bytes that this process may have but never reserved so far; 0 where this is unknown."""
         if not self.is_cuda:
             return 0.0
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -217,23 +224,23 @@ class Device:
         return max(0.0, mine - torch.cuda.max_memory_reserved(self.torch_device))
 
     def capacity_bytes(self) -> float:
-        """What this process may have of the device; 0 where that cannot be told."""
+        """Return the device bytes that this process may have; 0 where this is unknown."""
         if not self.is_cuda:
             return 0.0
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         return total * torch.cuda.get_per_process_memory_fraction(self.torch_device)
 
     def available_bytes(self) -> float:
-        """What this process may have of the device beside what it has in use now; 0 where that cannot be told."""
+        """Return the device bytes that this process may have beyond those in use now; 0 where this is unknown."""
         if not self.is_cuda:
             return 0.0
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        num_ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # that share it
+        num_ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # that share the GPU
         mine = min(self.capacity_bytes(), free / num_ranks + torch.cuda.memory_reserved(self.torch_device))
         return max(0.0, mine - torch.cuda.memory_allocated(self.torch_device))
 
     def update_cores(self) -> list[int] | None:
-        """Which cores update what rests on the host; None: as many threads as torch has, wherever they run."""
+        """Return the cores that update optimizer state on the host; None: as many threads as torch has, on any core."""
         if not self.is_cuda:
             return None
         num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -241,7 +248,7 @@ class Device:
         return update_cores(rank, [_bus_of(other % torch.cuda.device_count()) for other in range(num_ranks)])
 
     def random_state(self) -> Tensor | None:
-        """Of the generator on the device; None if it has none of its own."""
+        """Return the state of the device's random generator; None if it has none of its own."""
         return torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
 
     def set_random_state(self, state: Tensor) -> None:
@@ -258,18 +265,19 @@ class Device:
 
 @dataclass(frozen=True)
 class AsyncScalar:
-    """A value on its way to the host."""
+    """A small tensor in flight to the host."""
 
     value: Tensor
     event: Event
 
     def get(self) -> Tensor:
+        """Wait for the copy and return the value on the host."""
         self.event.synchronize()
         return self.value
 
 
 def _bus_of(index: int) -> str:
-    """The PCI address of a GPU; empty where torch does not tell."""
+    """Return the PCI address of a GPU; an empty string where torch does not tell."""
     properties: Any = torch.cuda.get_device_properties(index)
     if not hasattr(properties, "pci_bus_id"):
         return ""
@@ -277,7 +285,7 @@ def _bus_of(index: int) -> str:
 
 
 def default_device() -> torch.device:
-    """The device of this process: what SHARDWELL_DEVICE says, its own GPU if there is one, else the CPU."""
+    """Return the device of this process: SHARDWELL_DEVICE if set, its own GPU if there is one, else the CPU."""
     if named := os.environ.get("SHARDWELL_DEVICE"):
         return torch.device(named)
     if torch.cuda.is_available():
@@ -292,10 +300,10 @@ def num_gpus() -> int:
 
 
 def keep_freed_pages() -> None:
-    """Ask malloc to keep freed pages instead of returning them to the kernel at once.
+    """Make malloc keep freed pages instead of returning them to the kernel immediately.
 
-    Stage 3 frees and regrows every unit's buffer twice a step; with glibc's defaults each regrowth faults its pages
-    in again, which costs five times the copy that fills them. `Device.trim` gives the pages back on demand.
+    Stage 3 frees and allocates every unit's buffer twice a step; with glibc's defaults each allocation faults its pages
+    in again, which costs five times the copy that fills them. `Device.trim` returns the pages on demand.
     """
     global _keeps_pages
     if (libc := _glibc()) is not None:
@@ -306,9 +314,9 @@ def keep_freed_pages() -> None:
 
 @contextlib.contextmanager
 def returning_freed_pages(where: torch.device) -> Iterator[None]:
-    """Meanwhile malloc returns large pieces to the kernel as soon as they are freed, and what is left at the end.
+    """Make malloc return large blocks to the kernel as soon as they are freed inside, and all free ones at the end.
 
-    Pieces that are freed between others that stay would otherwise be the process's for good.
+    Blocks that are freed between others that stay allocated would otherwise remain with the process.
     """
     libc = _glibc() if where.type == "cpu" else None
     if libc is None:
@@ -325,9 +333,9 @@ def returning_freed_pages(where: torch.device) -> Iterator[None]:
 
 
 def prefault(memory: Tensor) -> Tensor:
-    """Have the kernel give new host memory its pages at once, which is cheaper than one at a time.
+    """Let the kernel populate all pages of new host memory in one call, which is cheaper than one fault per page.
 
-    A hint: where it is not understood, nothing happens.
+    This is a hint: where the kernel does not support it, nothing happens.
     """
     begin = -(-memory.data_ptr() // _PAGE) * _PAGE
     size = (memory.data_ptr() + memory.numel() * memory.element_size() - begin) // _PAGE * _PAGE

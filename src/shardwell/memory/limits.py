@@ -1,7 +1,7 @@
-"""How much of a machine this process may have: the smallest of what the machine has, its containers, and its ulimits.
+"""The memory and cores that this process may use: the least of what the machine, its containers and ulimits allow.
 
-Containers are control groups of Linux, version 1 or 2: each one around this process may have a limit. What a group has
-in use includes files that the kernel keeps in memory and gives back when memory is needed; that counts as free.
+Containers are Linux control groups, version 1 or 2: each group around this process may have a limit. What a group has
+in use includes files that the kernel caches in memory and drops when memory is needed; those count as free.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from pathlib import Path, PurePosixPath
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 _ROOT = Path("/")
-_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for no limit
 
 
 def free_host_bytes(local_world_size: int = 1, root: Path = _ROOT) -> float:
-    """Bytes that the ranks of this machine may still take together; their limits are taken to be this process' own."""
+    """Return the bytes that the ranks of this machine may still allocate together.
+
+    All ranks are taken to have the limits of this process.
+    """
     found = [float(psutil.virtual_memory().available), *_free_in_groups(root)]
     return max(0.0, min([*found, *(local_world_size * room for room in _free_by_ulimit(root))]))
 
 
 def all_host_bytes(root: Path = _ROOT) -> float:
-    """Bytes that there are for this process and its peers, used or not."""
+    """Return the bytes that this process and its peers may have together, used or not."""
     limits = [limit for limit, _ in _memory_groups(root)]
     return min([float(psutil.virtual_memory().total), *limits])
 
 
 def num_cores(root: Path = _ROOT) -> int:
-    """Cores that this process and its peers may keep busy."""
+    """Return the number of cores that this process and its peers may keep busy."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([own, *(math.floor(quota) for quota in _quotas(root))]))
 
@@ -44,7 +47,7 @@ def _free_in_groups(root: Path) -> Iterator[float]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[float, float]]:
-    """(limit, bytes in use that nobody gives back) of each control group around this process that has a limit."""
+    """Yield (limit, bytes in use and not reclaimable) of each control group around this process that has a limit."""
     for folder in _groups(root, "memory"):
         second = folder / "memory.max"
         names = ("max", "current", "inactive_file") if second.exists() else (
@@ -56,10 +59,10 @@ def _memory_groups(root: Path) -> Iterator[tuple[float, float]]:
 
 
 def _free_by_ulimit(root: Path) -> Iterator[float]:
-    """What `ulimit -v` and `ulimit -d` leave to this process."""
+    """Yield the bytes that `ulimit -v` and `ulimit -d` leave to this process."""
     try:
         import resource
-    except ImportError:  # no Unix
+    except ImportError:  # not a Unix system
         return
     status = _lines(root / "proc/self/status")
     for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
@@ -72,7 +75,7 @@ def _free_by_ulimit(root: Path) -> Iterator[float]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores that a group may keep busy on average."""
+    """Yield the number of cores that each group may keep busy on average."""
     for folder in _groups(root, "cpu"):
         quota, period = [*_text(folder / "cpu.max").split(), "", ""][:2]
         if not quota:
@@ -80,15 +83,15 @@ def _quotas(root: Path) -> Iterator[float]:
         try:
             if float(quota) > 0 and float(period) > 0:
                 yield float(quota) / float(period)
-        except ValueError:  # "max", or nothing
+        except ValueError:  # "max", or an empty text
             continue
 
 
-# ------------------------------------------------------------------------------------------------------- groups
+# ----------------------------------------------------------------------------------------------- control groups
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process' group and of all around it, as far as they can be seen."""
+    """Yield the folders of this process's control group and of all groups around it, as far as they are visible."""
     paths = dict(_paths(root, controller))
     for version, mount in _mounts(root, controller):
         path = PurePosixPath(paths.get(version, "/"))
@@ -108,7 +111,7 @@ def _paths(root: Path, controller: str) -> Iterator[tuple[int, str]]:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[int, str]]:
-    """(version, folder) of each file system of control groups that knows the controller."""
+    """Yield (version, folder) of each control-group file system that has the controller."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()

@@ -1,7 +1,7 @@
-"""Who holds how many bytes: the books behind `engine.memory()`.
+"""Statistics of allocated bytes, by state, unit and tier: the data behind `engine.memory()`.
 
-Every large allocation of an engine is entered here when it is made and struck out when it is freed, by state, unit
-and tier. The books are kept by the code that allocates; tests compare them with an independent counter.
+Every large allocation of an engine is added when it is made and removed when it is freed. The code that allocates does
+the counting; tests compare the statistics with an independent counter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tier(enum.Enum):
-    """Where bytes rest."""
+    """The memory that bytes are stored in."""
 
     DEVICE = "device"
     HOST = "host"
@@ -27,7 +27,7 @@ class Tier(enum.Enum):
 
 
 class StateKind(enum.Enum):
-    """What bytes are for."""
+    """The purpose of allocated bytes."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -45,20 +45,22 @@ class MemoryReport:
     """Bytes on this rank, now and at the peak, by (state, unit, tier)."""
 
     now: dict[Entry, int]
-    peak: dict[Entry, int]  # the books at the moment when their total was largest
+    peak: dict[Entry, int]  # all entries at the moment when their total was largest
 
     def total(self, state: StateKind | None = None, *, at_peak: bool = False) -> int:
-        """All bytes, or those of one state."""
+        """Return all bytes, or those of one state."""
         books = self.peak if at_peak else self.now
         return sum(size for (kind, _, _), size in books.items() if state is None or kind is state)
 
     def by_unit(self) -> dict[str, int]:
+        """Return the current bytes of each unit."""
         sums: defaultdict[str, int] = defaultdict(int)
         for (_, unit, _), size in self.now.items():
             sums[unit] += size
         return dict(sums)
 
     def table(self) -> Table:
+        """Return a rich table of the bytes by state and tier."""
         from rich.table import Table
 
         table = Table(title="memory on this rank")
@@ -77,7 +79,7 @@ class MemoryReport:
         return render(self.table())
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """In IPython and Jupyter."""
+        """Print the table in IPython and Jupyter."""
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
@@ -86,23 +88,25 @@ class MemoryReport:
 
 @dataclass
 class MemoryStats:
-    """The books of one engine."""
+    """The memory statistics of one engine."""
 
     _now: defaultdict[Entry, int] = field(default_factory=lambda: defaultdict(int))
     _peak: dict[Entry, int] = field(default_factory=dict)
     _total: int = 0
     _peak_total: int = 0
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # memory is also freed by workers
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # worker threads free memory too
 
     def add(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
+        """Count an allocation."""
         with self._lock:
             self._now[state, unit, tier] += size
             self._total += size
             if self._total > self._peak_total:
                 self._peak_total = self._total
-                self._peak = {}  # copied lazily: the next decrease writes it down
+                self._peak = {}  # copied lazily, by the next decrease
 
     def remove(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
+        """Count the freeing of an allocation."""
         with self._lock:
             self._write_down_peak()
             self._now[state, unit, tier] -= size
@@ -110,7 +114,7 @@ class MemoryStats:
             assert self._now[state, unit, tier] >= 0, f"{unit} gave back more {state.value} than it held"
 
     def set(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
-        """Enter a size that is measured as a whole, such as an optimizer's state."""
+        """Set the size of an entry that is measured as a total, such as an optimizer's state."""
         with self._lock:
             held = self._now[state, unit, tier]
             if size > held:
@@ -119,17 +123,19 @@ class MemoryStats:
                 self.remove(state, unit, tier, held - size)
 
     def report(self) -> MemoryReport:
+        """Return the current and the peak bytes."""
         with self._lock:
             self._write_down_peak()
             return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak))
 
     def _write_down_peak(self) -> None:
+        """Copy the current entries to the peak, if they are the peak and were not copied yet."""
         if not self._peak and self._total == self._peak_total:
             self._peak = {entry: size for entry, size in self._now.items() if size}
 
 
 def human(size: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Format a number of bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -138,7 +144,7 @@ def human(size: float) -> str:
 
 
 def render(table: Table) -> str:
-    """A rich table as plain text."""
+    """Return a rich table as plain text."""
     from io import StringIO
 
     from rich.console import Console
@@ -149,7 +155,7 @@ def render(table: Table) -> str:
 
 
 def as_html(table: Table) -> str:
-    """A rich table for notebooks: as text in columns of equal width."""
+    """Return a rich table for notebooks, as preformatted text."""
     from html import escape
 
     return f"<pre>{escape(render(table))}</pre>"

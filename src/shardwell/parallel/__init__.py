@@ -1,4 +1,4 @@
-"""What crosses processes. Nothing else in the package calls torch.distributed."""
+"""Communication between ranks. All collectives of an engine are issued in this package."""
 
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.collectives import Collectives

@@ -1,16 +1,18 @@
-"""Ranks agree on what they are about to do, so that a divergence is an error with names and not a hang.
+"""Agreement of the ranks on the order of collectives, so that a divergence is an error with names and not a hang.
 
-Before a collective is issued, its token is announced. All ranks keep the same book: *after these last tokens comes
-that one*. While the next token is the one in the book it is issued unchecked, at the price of a dictionary look-up.
+Each collective has a token, which is announced before the collective is issued. All ranks keep the same table: *after
+these last tokens comes that token*. While the announced token is the one in the table, the collective is issued
+unchecked, at the cost of a dictionary look-up.
 
-- A place that is not in the book yet is settled through the store by the first rank to arrive: a rank that comes
+- A position that is not in the table yet is decided through the store by the first rank to arrive: a rank that arrives
   with another token raises before it issues anything.
-- A rank about to deviate from the book waits until every rank has deviated in the same way. Others that follow the
-  book will never come: the deviator raises once it sees that they went on. Others that have not come so far may be
-  slow, which is no error: it says whom it waits for, and what they do (`pulse.py`), and goes on.
+- A rank about to deviate from the table waits until every rank has deviated in the same way. Ranks that follow the
+  table will never deviate: the waiting rank raises once it sees that they went on. Ranks that have not arrived yet may
+  be slow, which is no error: the waiting rank logs which ranks it waits for and what they do (`heartbeat.py`), and
+  goes on waiting.
 
-A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it. One that
-ends leaves a word on how far it came, for those that go on and then miss it.
+A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it. A rank
+that ends leaves a message with the number of tokens it announced, for ranks that go on and then miss it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from shardwell.parallel.rank_store import RankStore
 from shardwell.parallel.signed_store import signed_where_secret
 from shardwell.parallel.stragglers import PeerWait
 
-_WINDOW = 4096  # tokens that make up a place: longer than any step, so that a step has no ambiguous place
+_WINDOW = 4096  # tokens that define a position: longer than any step, so that no position in a step is ambiguous
 _MOST_PLACES = 1 << 16
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
@@ -51,12 +53,12 @@ _TIME_LIMIT = 60.0  # seconds, until the configuration is read
 
 
 class Agreement:
-    """The book of one engine. With one rank, or simulated ones, there is nobody to agree with and it does nothing."""
+    """The table of expected tokens of one engine. With one rank, or simulated ranks, it does nothing."""
 
     def __init__(
         self, mesh: RankGroup, time_limit: float = _TIME_LIMIT, cut_links: Callable[[], None] = lambda: None
     ) -> None:
-        """`cut_links` breaks this rank's links, so that peers which wait for it wake up."""
+        """Open the table. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self._mesh = mesh
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self.time_limit = time_limit
@@ -64,21 +66,21 @@ class Agreement:
         self._book: dict[int, str] = {}
         self._revisions: dict[int, int] = {}
         self._recent: deque[int] = deque()
-        self._edition = 0  # of the book: a new one when it was full
-        self._place = 0  # a rolling hash over the last tokens
+        self._edition = 0  # of the table: incremented when a full table is cleared
+        self._place = 0  # the position: a rolling hash over the last tokens
         self._num_meetings = 0
-        self.advice = _ADVICE  # what to do about a divergence
-        self.num_moves = 0  # tokens so far, the same on all ranks at the same place
+        self.advice = _ADVICE  # what the user can do about a divergence
+        self.num_moves = 0  # tokens so far, the same on all ranks at the same position
         self.last_token = ""
         self.is_waiting = False  # for other ranks
-        self.is_over = False  # this rank takes part in nothing more
+        self.is_over = False  # this rank takes part in no more collectives
         self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
-        self._failure: tuple[type[ShardwellError], str] | None = None  # an error would keep all that it went through
-        self.advise: Callable[[str, str], str] | None = None  # the same, of what two ranks were about to run
+        self._failure: tuple[type[ShardwellError], str] | None = None  # the error itself would keep its frames alive
+        self.advise: Callable[[str, str], str] | None = None  # returns the advice for the tokens of two ranks
         self._store: Any = None
         if self._active:
             store = dist.distributed_c10d._get_default_store()
-            # Books are opened in the same order on all ranks: the store itself counts them for each rank.
+            # Tables are opened in the same order on all ranks: the store itself counts them for each rank.
             number = store.add(f"shardwell/books/{mesh.rank}", 1)
             prefix = f"shardwell/{number}"
             self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, mesh.rank)
@@ -95,11 +97,14 @@ class Agreement:
 
     @property
     def store(self) -> Any:
-        """Where the ranks of this engine leave words for each other; None with one rank."""
+        """Return the store in which the ranks of this engine leave messages for each other; None with one rank."""
         return self._store
 
     def announce(self, token: str) -> None:
-        """Say what comes next. Returns if all ranks (will) do the same; raises before a mismatched collective."""
+        """Announce the next token; raise before a mismatched collective.
+
+        It returns if all ranks have announced the same token, or will.
+        """
         if not self._active:
             return
         if self._failure is not None:
@@ -113,11 +118,12 @@ class Agreement:
         self._move(token)
 
     def _settle(self, token: str) -> None:
-        """First come, first served: whoever reaches a new place first writes down what happens there."""
+        """Decide a new position: the first rank that reaches it writes its token down, and others compare theirs."""
         self._check(self._board.first(f"new/{self._edition}/{self._place}", self._signed(token)), token)
         self._write(token)
 
     def _deviate(self, token: str, expected: str) -> None:
+        """Wait until all ranks deviate from the expected token in the same way, and enter the new token."""
         revision = self._revisions.get(self._place, 0)
         key = f"turn/{self._edition}/{self._place}/{revision}"
         self._check(self._board.first(key, self._signed(token)), token)
@@ -126,9 +132,9 @@ class Agreement:
         self._write(token)
 
     def meet(self, token: str, *, limited: bool = True) -> None:
-        """Say what comes next, and wait until all ranks are about to do it: some may never come.
+        """Announce a token, and wait until all ranks have announced it: some ranks may never come.
 
-        Without a limit it waits until they do, or until one of them fails.
+        Without `limited` it waits until they do, or until one of them fails.
         """
         self.announce(token)
         if self._active:
@@ -136,9 +142,9 @@ class Agreement:
             self._wait_for_all(f"meeting/{self._num_meetings}", token, limited=limited)
 
     def _wait_for_all(self, key: str, token: str, expected: str = "", *, limited: bool = True) -> None:
-        """Return when all ranks are here; raise if one of them will not come, with its name.
+        """Return when all ranks have arrived; raise an error that names a rank if that rank will not arrive.
 
-        `expected` is what the book says, if it says something else.
+        `expected` is the token in the table, if that is another one.
         """
         self._board.set(f"{key}/{self._mesh.rank}", "")
         arrived = self._board.add(f"{key}/count", 1)
@@ -157,18 +163,22 @@ class Agreement:
             self.is_waiting = before
 
     def missing(self, key: str) -> list[int]:
-        """Ranks that did not come to where this one waits."""
+        """Return the ranks that have not arrived where this rank waits."""
         return [rank for rank in range(self._mesh.size) if not self._board.has(f"{key}/{rank}")]
 
     def sign_of(self, rank: int) -> Heartbeat | None:
-        """What another rank last said of itself."""
+        """Return the last heartbeat of another rank; None if it sent none."""
         return self._pulse.of(rank)
 
     def is_crossed_by(self, sign: Heartbeat) -> bool:
+        """Return whether a rank waits in another engine for a collective that this rank has not begun there."""
         return self._pulse.crosses(sign)
 
     def behind(self) -> dict[int, Heartbeat]:
-        """Ranks that have not announced what this one waits for, and what they do; none if a lower one can tell."""
+        """Return the ranks that have not announced what this rank waits for, with their heartbeats.
+
+        The result is empty if a lower rank has announced it, because then that rank reports.
+        """
         if not self._active:
             return {}
         signs = {rank: self.sign_of(rank) for rank in range(self._mesh.size) if rank != self._mesh.rank}
@@ -188,13 +198,14 @@ class Agreement:
             )
 
     def way_out(self, ours: str, theirs: str) -> str:
+        """Return the advice for a divergence between two tokens."""
         return self.advice if self.advise is None else self.advise(ours, theirs)
 
     def _signed(self, token: str) -> str:
         return f"{self._mesh.rank} {token}"
 
     def _write(self, token: str) -> None:
-        if len(self._book) >= _MOST_PLACES:  # all ranks get here together: their books are equal
+        if len(self._book) >= _MOST_PLACES:  # all ranks get here together, because their tables are equal
             self._book.clear()
             self._revisions.clear()
             self._edition += 1
@@ -211,14 +222,14 @@ class Agreement:
         self._place = place
 
     def begin_step(self) -> None:
-        """Start a new step: what happened before no longer tells places apart."""
+        """Start a new step: earlier tokens are no longer part of the position."""
         self._recent.clear()
         self._place = 0
 
     # ------------------------------------------------------------------------------------------------ failures
 
     def fail(self, error: ShardwellError) -> ShardwellError:
-        """Tell the peers why this rank stops, wake those that wait for it, and refuse to go on here."""
+        """Tell the peers why this rank stops, wake peers that wait for it, and refuse further tokens here."""
         if self._active and self._failure is None:
             self._failure = type(error), f"{error} (on this rank, {self._mesh.rank}). {_NO_RETURN}"
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
@@ -226,7 +237,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def telling(self, what: str) -> Iterator[None]:
-        """An error on this rank would leave the others waiting: tell them before it goes up."""
+        """Tell the other ranks of an error raised inside, which would leave them waiting, before it propagates."""
         try:
             yield
         except Exception as error:
@@ -235,24 +246,24 @@ class Agreement:
             raise
 
     def post_message(self, words: str) -> None:
-        """Tell peers that will wait for this rank why it does not come; the links stand, for what else uses them."""
+        """Tell peers that will wait for this rank why it does not come. The links stay open for their other users."""
         if self._active:
-            with contextlib.suppress(Exception):  # the store may have gone down with its host
+            with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
                 self._board.first(_FAILURE, f"peer {self._mesh.rank} {words}")
 
     def _tell(self, kind: str, words: str) -> None:
-        with contextlib.suppress(Exception):  # the store may have gone down with its host
+        with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
             self._board.first(_FAILURE, f"{kind} {self._mesh.rank} {words}")
         self.is_over = True
         self.cut_links()
 
     def report_lost(self, store: Any, rank: int) -> None:
-        """Leave word for a rank whose process has ended without one. For any thread."""
+        """Leave a failure message for a rank whose process has ended without one. Any thread may call this."""
         if not store.check([f"{_END}/{rank}"]):
             store.compare_set(_FAILURE, "", f"lost {rank} {_gone(rank)}")
 
     def _without_store(self, error: Exception) -> ShardwellError:
-        """The store went down with the process that holds it."""
+        """Return the error for a store that has ended with the process that holds it."""
         if lost := self._pulse.lost():
             words = f"{_gone(lost[0])}, and the store that ranks leave words in has gone, too"
         else:
@@ -266,9 +277,9 @@ class Agreement:
         return PeerError(words)
 
     def diagnose(self, error: Exception) -> ShardwellError:
-        """What a broken collective really means: the first failing rank's own words if it left any.
+        """Return the cause of a broken collective: the message of the first rank that failed, if it left one.
 
-        If it left none, others may have no link to it, and wait for this rank: they are told.
+        If it left none, other ranks may have no link to the failed rank and wait for this one: they are told.
         """
         deadline, words = time.monotonic() + 2.0, f"rank {self._mesh.rank}: a peer stopped answering: {error}"
         while time.monotonic() < deadline:
@@ -286,14 +297,17 @@ class Agreement:
         return PeerError(words)
 
     def end(self, words: str) -> None:
-        """Leave a word that this rank takes part in nothing more, if it has not failed: how it ended, and when."""
+        """Leave a message that this rank takes part in nothing more, if it has not failed.
+
+        The message says how the rank ended, and after how many tokens.
+        """
         if self._active and self._failure is None:
-            with contextlib.suppress(Exception):  # the store may have gone down with its host
+            with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
                 self._board.set(f"{_END}/{self._mesh.rank}", f"{self.num_moves} {words}")
             self.is_over = True
 
     def check_exits(self, needed: int | None = None) -> None:
-        """Raise if a rank has ended and will never take part in what this one does, which all ranks have to do."""
+        """Raise if a rank has ended and will never take part in this rank's collective, which needs all ranks."""
         if self._active and (words := self._ended_ranks(needed or self.num_moves)) is not None:
             raise self._missing(words)
 
@@ -303,7 +317,7 @@ class Agreement:
         return PeerError(words)
 
     def _ended_ranks(self, needed: int) -> str | None:
-        """What ranks that ended before so many tokens have said, with the way out; None if none has."""
+        """Return the messages of ranks that ended before `needed` tokens, with advice; None if no rank has."""
         others = (rank for rank in range(self._mesh.size) if rank != self._mesh.rank)
         ended = [rank for rank in others if self._board.has(f"{_END}/{rank}")]
         words = [(rank, *self._board.get(f"{_END}/{rank}").partition(" ")[::2]) for rank in ended]
@@ -317,16 +331,16 @@ class Agreement:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has failed, as far as known. For any thread; others are not told, and no links are cut."""
+        """Return whether a rank is known to have failed. Any thread may ask; no rank is told and no links are cut."""
         if not self._active:
             return False
         try:
             return self._failure is not None or bool(self._store.check([_FAILURE]))
-        except RuntimeError:  # the store went down with its host
+        except RuntimeError:  # the store ended with the process that holds it
             return True
 
     def check_failures(self) -> None:
-        """Raise what the first rank that failed has said, if one has."""
+        """Raise the error of the first rank that failed, if one has."""
         if not self._active or not self._board.has(_FAILURE):
             return
         kind, rank, words = self._board.get(_FAILURE).split(" ", 2)

@@ -1,7 +1,8 @@
-"""Whether all ranks come, before torch makes them wait for each other.
+"""A check that all ranks arrive, before torch makes them wait for each other.
 
-A rank whose script ends well before it comes here would be waited for until torch's time limit, half an hour. The
-launcher sees it end, and says so in the ranks' store; under other launchers nobody says it, and nothing is asked.
+Ranks would wait until torch's timeout, half an hour, for a rank whose script ends without an error before it arrives
+here. The launcher sees that rank end, and writes this to the ranks' store. Other launchers do not write it, and then
+nothing is checked.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-igno
 
 from shardwell.errors import PeerError
 
-LAUNCHERS_WORDS = "launcher"  # what the launcher writes into the ranks' store begins with this
-VARIABLE = "SHARDWELL_ROLL_CALL"  # set by a launcher that says which ranks have ended
+LAUNCHERS_WORDS = "launcher"  # prefix of the keys that the launcher writes to the ranks' store
+VARIABLE = "SHARDWELL_ROLL_CALL"  # set by a launcher that writes which ranks have ended
 _HERE = "shardwell/here"
-_USUAL = timedelta(minutes=30)  # torch's own
-_LONGEST = 0.2  # seconds between looks
+_USUAL = timedelta(minutes=30)  # torch's default
+_LONGEST = 0.2  # seconds between two checks
 
 
 def ended_key(rank: int) -> str:
-    """Where the launcher says that a rank has ended without an error."""
+    """Return the key under which the launcher writes that a rank has ended without an error."""
     return f"ended/{rank}"
 
 
 def await_all_ranks(timeout: timedelta | None) -> None:
-    """Return when every rank is here, or after the time limit, which torch will tell; raise if one has ended."""
+    """Return when every rank has arrived, or after the timeout, which torch then reports; raise if a rank has ended."""
     if os.environ.get(VARIABLE) != "1" or (size := int(os.environ["WORLD_SIZE"])) == 1:
         return
     rank, limit = int(os.environ["RANK"]), timeout or _USUAL
@@ -39,7 +40,7 @@ def await_all_ranks(timeout: timedelta | None) -> None:
     while missing and time.monotonic() < deadline:
         missing = [other for other in missing if not store.check([f"{_HERE}/{other}"])]
         ended = [other for other in missing if store.check([f"{LAUNCHERS_WORDS}/{ended_key(other)}"])]
-        ended = [other for other in ended if not store.check([f"{_HERE}/{other}"])]  # it came, and ended, meanwhile
+        ended = [other for other in ended if not store.check([f"{_HERE}/{other}"])]  # it may have come meanwhile
         if ended:
             raise PeerError(
                 f"rank {ended[0]} ended, without an error, before it came to `initialize`, where rank {rank} waits for "

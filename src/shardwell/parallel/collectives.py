@@ -1,12 +1,12 @@
-"""Gather, reduce and broadcast over a mesh, by the route that is fastest on its backend.
+"""All-gather, reduce-scatter, all-reduce, all-to-all and broadcast over a group of ranks, by the fastest path.
 
-Routes, chosen once from backend and device:
+Backend and device choose the path once:
 
-- *links* (gloo, cpu): point-to-point sends straight between slices of the flat buffers. Gloo's own all-gather and
-  reduce-scatter take 5 to 9 times the CPU time (its reduce-scatter is a clone and an all-reduce).
+- *point-to-point* (gloo on cpu): sends and receives directly between slices of the flat buffers. Gloo's own all-gather
+  and reduce-scatter take 5 to 9 times the CPU time (its reduce-scatter is a clone and an all-reduce).
 - *library* (nccl, simulated ranks, gloo on cuda): all-gather in place, reduce-scatter for 32-bit types.
-  16-bit gradients are exchanged and summed here in fp32, on every backend alike: the wire carries 16 bits and the
-  sum loses none. Gloo's reduce-scatter is avoided the same way.
+  16-bit gradients are exchanged by all-to-all and summed here in fp32, on every backend: 16 bits travel, and the sum
+  loses none. Gloo's reduce-scatter is avoided in the same way.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shardwell.parallel.traffic import TrafficKind, TrafficStats
 from shardwell.parallel.work import Work
 
 _STAGING = "(staging)"
-_CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that nobody sends
-_FIRST_PROBE, _PROBE_EVERY = 4, 16  # looks
-_MOST_TOKENS = 1 << 14  # with sizes, that are remembered
+_CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that no send uses
+_FIRST_PROBE, _PROBE_EVERY = 4, 16  # counted in calls of `look`
+_MOST_TOKENS = 1 << 14  # tokens with sizes that are cached
 
 
 class Collectives:
@@ -45,40 +45,39 @@ class Collectives:
     def __init__(self, mesh: RankGroup, device: Device, ledger: TrafficStats, scratch: TemporaryBuffers) -> None:
         self.mesh = mesh
         self.agreement: Agreement | None = None
-        self.hops: HierarchicalTransport | None = (
-            None  # gathers and reduces go through these, if there are several nodes
-        )
-        self.leaves_the_machine = False  # some ranks are on other ones
+        self.hops: HierarchicalTransport | None = None  # set if several nodes: all-gather and reduce-scatter use it
+        self.leaves_the_machine = False  # some ranks are on other nodes
         self.device = device
         self._ledger = ledger
         self._scratch = scratch
         self._by_links = mesh.backend == "gloo" and device.torch_device.type == "cpu"
         self._tag = 0
-        self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with what travels
+        self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with element count and dtype
 
-    # ---------------------------------------------------------------------------------------------- the moves
+    # -------------------------------------------------------------------------------------------- collectives
 
     @property
     def shard_index(self) -> int:
-        """Which shard of a flat buffer is this rank's own."""
+        """Return the index of the shard of a flat buffer that this rank owns."""
         return self.shard_index_of(self.mesh.rank)
 
     def shard_index_of(self, rank: int) -> int:
+        """Return the index of the shard of a flat buffer that `rank` owns."""
         return rank if self.hops is None else self.hops.place_of(rank)
 
     @property
     def host_drives_progress(self) -> bool:
-        """Gloo's own threads make the progress: what follows a hop has to be started by the host."""
+        """Whether the host has to start what follows a hop: gloo's threads, and no stream, make the progress."""
         return self.mesh.backend == "gloo"
 
     def all_gather(
         self, flat: Tensor, token: str | None, kind: TrafficKind = TrafficKind.GATHER, codec: Codec | None = None
     ) -> Work:
-        """Fill the other ranks' shards of `flat`, in place; this rank's own shard must be in it already.
+        """Start the all-gather of `flat` in place; this rank's own shard must be in it already.
 
-        With a codec, all shards become what was encoded of them, this rank's own too. Without a token it was announced.
+        With a codec, all shards get dequantised values, this rank's own too. Without a token, the caller announced it.
         """
-        self._announce(token, flat)  # also by a rank that is alone in its node: its peers' books say so
+        self._announce(token, flat)  # also on a rank that is alone in its node: the other ranks expect the token
         if codec is not None and self.mesh.size > 1 and flat.numel():
             return quantized.all_gather(self, flat, codec, kind, self._scratch)
         return self.all_gather_path(flat, kind)
@@ -92,15 +91,16 @@ class Collectives:
         copied: Callable[[], object],
         keep: quantized.Keep | None = None,
     ) -> Work:
-        """Fill `flat` with what the codes of all ranks stand for; `rest` are this rank's own. `keep` is shown all.
+        """Start an all-gather of quantised shards into `flat`; `rest` is this rank's own quantised shard.
 
-        `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
+        `copied` is called when the copy of `rest` is enqueued on the all-gather stream, which reads it no more after
+        that. `keep` is passed the quantised shards of all ranks.
         """
         self._announce(token, flat)
         return quantized.all_gather(self, flat, codec, TrafficKind.GATHER, self._scratch, rest, copied, keep)
 
     def all_gather_path(self, flat: Tensor, kind: TrafficKind) -> Work:
-        """A gather that was announced."""
+        """Count and start an all-gather that was announced."""
         if self.hops is not None:
             return self.hops.gather(flat, kind)
         self.count(kind, flat)
@@ -117,11 +117,11 @@ class Collectives:
         kind: TrafficKind = TrafficKind.REDUCE,
         lost: Tensor | None = None,
     ) -> Work:
-        """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is void afterwards.
+        """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is invalid then.
 
-        The sum runs in fp32 at least, in rank order with this rank first. `codecs` are for what travels inside a node,
-        and between nodes; `lost` keeps what those of the last hop do not say, for the next time. Without a token it was
-        announced.
+        The sum is made in fp32 at least, in rank order with this rank first, unless the library's reduce-scatter makes
+        it. `codecs` quantise inside a node and between nodes; `lost` keeps the quantisation error of the last hop,
+        which is added the next time. Without a token, the caller has announced the collective.
         """
         if self.mesh.size > 1:
             self._announce(token, flat)
@@ -136,17 +136,17 @@ class Collectives:
         return self.move_reduce_scatter(flat, into, scale, accumulate)
 
     def residual_numel(self, numel: int, codecs: tuple[Codec, Codec]) -> int:
-        """Elements that may lose something in the last hop of an encoded reduce."""
+        """Return the number of elements that the last hop of a quantised reduce-scatter quantises."""
         return quantized.residual_numel(self._path(*codecs), numel) if self.mesh.size > 1 else 0
 
     def _path(self, inside: Codec, between: Codec) -> list[tuple[Collectives, Codec]]:
-        """The hops of a reduce, and the codec of each."""
+        """Return the hops of a quantised reduce-scatter, with the codec of each."""
         if self.hops is not None:
             return [(self.hops.inside, inside), (self.hops.across, between)]
         return [(self, between if self.leaves_the_machine else inside)]
 
     def move_all_to_all(self, sent: Tensor, received: Tensor) -> Work:
-        """Each rank gets its part of what every rank sends, as part of what was announced and counted."""
+        """Start an equal-sized all-to-all that belongs to an announced and counted collective."""
         parts, answers = sent.chunk(self.mesh.size), received.chunk(self.mesh.size)
         if self._by_links:
             answers[self.mesh.rank].copy_(parts[self.mesh.rank])
@@ -159,7 +159,7 @@ class Collectives:
         return Work((lambda: self._wait_all([work])) if self.host_drives_progress else None)
 
     def move_all_gather(self, flat: Tensor) -> Work:
-        """A gather, as part of what was announced and counted."""
+        """Start an all-gather that belongs to an announced and counted collective."""
         if self.mesh.size == 1:
             return Work()
         if self._by_links:
@@ -172,7 +172,7 @@ class Collectives:
             return self._launched(self._library_all_gather(flat, mine))
 
     def move_reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
-        """A reduce, as part of what was announced and counted."""
+        """Start a reduce-scatter that belongs to an announced and counted collective."""
         if self.mesh.size == 1:
             with self.device.reduce_stream.after_current():
                 sum_in_rank_order([flat], into, scale, accumulate)
@@ -196,7 +196,7 @@ class Collectives:
         return self._reduce_by_exchange(flat, into, scale, accumulate)
 
     def all_to_all(self, outgoing: list[Tensor], incoming: list[Tensor], token: str) -> None:
-        """Send outgoing[r] to rank r and receive incoming[r] from it. Sizes may differ, and both sides know them."""
+        """Send outgoing[r] to rank r and receive incoming[r] from it. Sizes may differ; both sides must know them."""
         rank = self.mesh.rank
         incoming[rank].copy_(outgoing[rank])
         if self.mesh.size == 1:
@@ -218,18 +218,18 @@ class Collectives:
     def broadcast(
         self, tensor: Tensor, source: int = 0, kind: TrafficKind = TrafficKind.SETUP, token: str = "broadcast"
     ) -> None:
-        """Overwrite `tensor` on every rank with `source`'s."""
+        """Overwrite `tensor` on every rank with the tensor of rank `source`."""
         if self.mesh.size == 1 or tensor.numel() == 0:
             return
-        is_text = tensor.dtype is torch.uint8  # of any length, which was told before
+        is_text = tensor.dtype is torch.uint8  # text has any length, which the ranks were sent before
         self._announce(token, None if is_text else tensor)
         self._count_from(source, tensor, kind)
         self._complete(dist.broadcast, tensor, src=self.mesh.global_rank(source))
 
     def scatter(self, flat: Tensor, into: Tensor, token: str, source: int = 0) -> None:
-        """`into` = this rank's shard of `source`'s `flat`, which may be overwritten on the others.
+        """Copy this rank's shard of `source`'s `flat` to `into`; `flat` may be overwritten on the other ranks.
 
-        Over links each rank is sent its shard. Elsewhere all are sent the whole: to the sender it is the same.
+        Point-to-point, each rank is sent its shard. Other backends broadcast `flat`, which costs the sender the same.
         """
         start = self.shard_index * into.numel()
         if self.mesh.size > 1 and flat.numel():
@@ -244,7 +244,7 @@ class Collectives:
         into.copy_(flat[start : start + into.numel()])
 
     def _deal(self, flat: Tensor, into: Tensor, source: int) -> list[Any]:
-        """Send each rank its shard of `source`'s."""
+        """Start the sends of shards by `source`, or the receive of this rank's shard."""
         self._tag = (self._tag + 1) % (1 << 30)
         arguments = {"group": self.mesh.group, "tag": self._tag}
         if self.mesh.rank != source:
@@ -257,13 +257,13 @@ class Collectives:
         ]
 
     def _count_from(self, source: int, received: Tensor, kind: TrafficKind = TrafficKind.SETUP) -> None:
-        """Enter what one rank sends to the others."""
+        """Count the bytes that this rank receives from `source`."""
         size = received.numel() * received.element_size() if self.mesh.rank != source else 0
         inside = size if self.mesh.is_same_node(source) else 0
         self._ledger.count(kind, inside, size - inside)
 
     def all_reduce_sum(self, value: Tensor, token: str) -> None:
-        """Add a small tensor up over the ranks, in place."""
+        """Sum a small tensor over the ranks, in place."""
         if self.mesh.size == 1:
             return
         self._announce(token, value)
@@ -272,7 +272,7 @@ class Collectives:
         self._complete(dist.all_reduce, value)
 
     def all_reduce_min(self, value: float, token: str) -> float:
-        """The smallest of all ranks' values."""
+        """Return the smallest of all ranks' values."""
         if self.mesh.size == 1:
             return value
         self._announce(token)
@@ -285,7 +285,7 @@ class Collectives:
         self.all_reduce_sum(self.device.scalar(0.0), token)
 
     def tell_all(self, mine: bytes, token: str) -> list[bytes]:
-        """What each rank says, which is of the same length everywhere."""
+        """All-gather the bytes of each rank, which must have the same length on all ranks."""
         if self.mesh.size == 1:
             return [mine]
         self._announce(token)
@@ -296,10 +296,10 @@ class Collectives:
         self.move_all_gather(flat).wait()
         return [bytes(part.tolist()) for part in flat.cpu().chunk(self.mesh.size)]
 
-    # --------------------------------------------------------------------------------------------- the routes
+    # ---------------------------------------------------------------------------------- paths of the backends
 
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> list[Any]:
-        """Exchange with every peer: pairs[r] is (what goes to rank r, where rank r's answer lands)."""
+        """Exchange tensors with every peer: pairs[r] is (what to send to rank r, where to receive from rank r)."""
         self._tag = (self._tag + 1) % (1 << 30)
         works: list[Any] = []
         for step in range(1, self.mesh.size):
@@ -312,7 +312,7 @@ class Collectives:
         return works
 
     def _library_all_gather(self, flat: Tensor, mine: Tensor) -> Any:
-        # gloo stages through the host and does not take its input from its output
+        # gloo stages through the host, and its input must not be a part of its output
         source = mine.clone() if self.mesh.backend == "gloo" else mine
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._guarded(gather, flat, source, group=self.mesh.group, async_op=True)
@@ -349,31 +349,31 @@ class Collectives:
         return Work(mark.wait).then(lambda: self._scratch.free(received))
 
     def _launched(self, work: Any) -> Work:
-        """Called on the lane: what the caller's lane has to wait for."""
-        if self.mesh.backend == "gloo":  # progress is made by the backend's threads, the host must wait
+        """Return the work that the caller's stream waits for; called with the all-gather stream as the current one."""
+        if self.mesh.backend == "gloo":  # the backend's threads make the progress, so the host must wait
             return Work(lambda: self._wait_all([work]))
         work.wait()
         return Work(self.device.all_gather_stream.record().wait)
 
-    # ------------------------------------------------------------------------------------------------ the books
+    # ----------------------------------------------------------------------------------------------- statistics
 
     def count(self, kind: TrafficKind, flat: Tensor) -> None:
-        """Enter a gather or reduce of `flat`."""
+        """Count the bytes of an all-gather or reduce-scatter of `flat`."""
         if self.mesh.size > 1:
             shard = flat.numel() * flat.element_size() // self.mesh.size
             self.count_bytes(kind, shard * (self.mesh.size - 1))
 
     def count_bytes(self, kind: TrafficKind, size: int) -> None:
-        """Enter bytes that come evenly from all peers."""
+        """Count bytes that come in equal parts from all peers."""
         self._ledger.count(kind, *self._hops(size))
 
     def _hops(self, size: int) -> tuple[int, int]:
-        """Split bytes that come evenly from all peers into those from inside and from outside the node."""
+        """Split bytes that come in equal parts from all peers into those from inside and from outside the node."""
         inside = size * self.mesh.num_local_peers // (self.mesh.size - 1)
         return inside, size - inside
 
     def _announce(self, token: str | None, tensor: Tensor | None = None) -> None:
-        """Say what comes next and, if all ranks bring as much of it, how much of what. Nodes may differ in that."""
+        """Announce a token, with the size and dtype if all ranks take part: those of single nodes may differ."""
         if self.agreement is None or token is None:
             return
         if tensor is not None and self.mesh.size == self.agreement.size:
@@ -390,10 +390,10 @@ class Collectives:
         words = self._sized[key] = f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
         return words
 
-    # --------------------------------------------------------------------------------------------------- faults
+    # ------------------------------------------------------------------------------------------------- failures
 
     def _complete(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Begin a collective of the library, and wait for it."""
+        """Start a collective of torch.distributed and wait for it."""
         self._wait_all([self._guarded(call, *args, **kwargs, group=self.mesh.group, async_op=True)])
 
     def _wait_all(self, works: list[Any]) -> None:
@@ -404,11 +404,11 @@ class Collectives:
             finally:
                 self.agreement.is_waiting = False
             return
-        for work in works:  # in this thread: on cuda it is the lane that waits
+        for work in works:  # in this thread: on cuda the stream waits, not the host
             self._guarded(work.wait)
 
     def poll_failures(self) -> Callable[[], None]:
-        """What is to be called again and again by who waits for others: raises if there is no use in that."""
+        """Return a function to call repeatedly while waiting for peers; it raises when waiting has become useless."""
         times = 0
         slow = None if self.agreement is None else Stragglers(self.agreement)
 
@@ -417,7 +417,7 @@ class Collectives:
             times += 1
             if self.agreement is not None:
                 self.agreement.check_failures()
-            # ever less often, up to a point: what is posted stays there
+            # Probes become rarer, up to a limit, because each one posts a receive that stays posted.
             if times >= _FIRST_PROBE and (times & (times - 1) == 0 or times % _PROBE_EVERY == 0):
                 if self.agreement is not None:
                     self.agreement.check_exits()
@@ -428,11 +428,11 @@ class Collectives:
         return look
 
     def probe(self) -> None:
-        """Raise what it means if a link to another rank is broken."""
+        """Raise the diagnosed error if a link to another rank is broken."""
         self._guarded(self._try_links)
 
     def _try_links(self) -> None:
-        """Raise if a peer is gone and has left no word: nothing can be received over a link that is broken."""
+        """Raise if a peer is gone and has left no message: a receive over a broken link fails immediately."""
         if self.mesh.backend == "gloo":
             for peer in (peer for peer in range(self.mesh.size) if peer != self.mesh.rank):
                 number = self.mesh.global_rank(peer)
@@ -442,9 +442,10 @@ class Collectives:
                     raise RuntimeError(f"the link to rank {number} is broken: {error}") from error
 
     def find_gone(self) -> Exception | None:
-        """What is wrong with a link, if a peer is gone: for who waits for something else than a collective.
+        """Return the error of a broken link, or None. It is for callers that wait for something else than a collective.
 
-        Nobody is told of it, and no links are cut: a peer may have ended well. `lost` is for who has waited enough.
+        Other ranks are not told and no links are cut, because a peer may have ended without an error. A caller that has
+        waited long enough calls `lost` with the error.
         """
         try:
             self._try_links()
@@ -453,11 +454,11 @@ class Collectives:
         return None
 
     def lost(self, error: Exception) -> Exception:
-        """What `find_gone` found, with the first cause; the others are told."""
+        """Tell the other ranks of an error that `find_gone` returned, and return the first cause."""
         return error if self.agreement is None else self.agreement.diagnose(error)
 
     def _abandon(self, signal: BaseException) -> None:
-        """Others will write to memory that the caller is about to free: tell them, and cut the links."""
+        """Tell the peers and cut the links: peers would still write to memory that the caller is about to free."""
         assert self.agreement is not None
         self.agreement.fail(ShardwellError(f"{type(signal).__name__} while rank {self.mesh.rank} waited for others"))
 
@@ -472,8 +473,8 @@ class Collectives:
     def abort_links(self) -> None:
         """Break this rank's links so that peers waiting for it wake up with an error.
 
-        Gloo closes all connections of a group when a receive times out, so one that nobody answers is posted. It takes
-        a peer whose own link still stands: over one that is broken already the receive fails at once, and closes none.
+        Gloo closes all connections of a group when a receive times out, so a receive that no send matches is posted.
+        This needs a peer whose link is intact: over a broken link the receive fails immediately and closes none.
         """
         for route in (self.hops.inside, self.hops.across) if self.hops is not None else ():
             route.abort_links()
@@ -487,12 +488,12 @@ class Collectives:
                         work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Destroy the process groups that belong to this engine."""
         for route in (self.hops.inside, self.hops.across) if self.hops is not None else ():
             route.close()
         self.mesh.close()
 
 
 def _nothing() -> Tensor:
-    """For what never comes; whatever the user's default device is."""
+    """Return a tensor for a receive that never completes. It is on the cpu, whatever the user's default device is."""
     return torch.empty(1, device="cpu")

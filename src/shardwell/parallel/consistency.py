@@ -1,6 +1,6 @@
-"""Ranks compare what they are about to train, before they train it: a rank that differs is named, with what it has.
+"""A comparison of what the ranks are about to train, before they train it. The error names the rank that differs.
 
-One gather of a digest a rank; only if those differ, what is behind them goes through the store.
+It all-gathers one digest per rank; only if the digests differ, the data behind them is exchanged through the store.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from shardwell.parallel.collectives import Collectives
 
 _SIZE = 16  # bytes of a digest
-_PATIENCE = 10.0  # seconds for what others have to say, who all know that they have to
+_PATIENCE = 10.0  # seconds to wait for the messages of other ranks, which all know that they have to send them
 _MOST_RANKS = 8  # in a list
 _MOST_LETTERS = 200  # of a value
 
-Section = Mapping[str, str]  # what is compared, in the order in which it counts -> how it is here
+Section = Mapping[str, str]  # what is compared, in order of importance -> its value on this rank
 
 
 def check_alike(world: Collectives, where: str, sections: Mapping[str, Section]) -> None:
-    """Raise on all ranks if one of them has something else, with the first difference; all ranks must come here."""
+    """Raise on all ranks if one of them differs, with the first difference; all ranks must call this."""
     agreement = world.agreement
     if agreement is None or agreement.store is None:
         return
@@ -35,7 +35,7 @@ def check_alike(world: Collectives, where: str, sections: Mapping[str, Section])
     rows = world.tell_all(_digest(own), f"COMPARE {where}")
     if len(set(rows)) == 1:
         return
-    usual = Counter(rows).most_common(1)[0][0]  # of those that are equally many, the first rank's
+    usual = Counter(rows).most_common(1)[0][0]  # the most frequent digest; of equally frequent ones, the first rank's
     odd = next(row for row in rows if row != usual)
     talk = _Exchange(world, f"sameness/{rows[0].hex()}/{odd.hex()}", (rows.index(usual), rows.index(odd)))
     digests = talk.swap("sections", {name: digest.hex() for name, digest in own.items()})
@@ -48,7 +48,7 @@ def check_alike(world: Collectives, where: str, sections: Mapping[str, Section])
 
 
 class _Exchange:
-    """What two ranks tell all others through the store, and how the others hear it before anybody leaves."""
+    """An exchange through the store: two ranks tell all others, and every rank reads it before any rank leaves."""
 
     def __init__(self, world: Collectives, prefix: str, speakers: tuple[int, int]) -> None:
         assert world.agreement is not None
@@ -56,13 +56,14 @@ class _Exchange:
         self._prefix, self._speakers = prefix, speakers
 
     def swap(self, what: str, mine: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """What the two have, on all ranks."""
+        """Return the data of the two ranks, on all ranks."""
         if self._rank in self._speakers:
             self._store.set(f"{self._prefix}/{what}/{self._rank}", json.dumps(mine))
         first, second = (self._hear(f"{self._prefix}/{what}/{rank}", rank) for rank in self._speakers)
         return first, second
 
     def _hear(self, key: str, rank: int) -> Any:
+        """Wait for a rank's message in the store and return it."""
         deadline = time.monotonic() + _PATIENCE
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -71,7 +72,7 @@ class _Exchange:
         return json.loads(self._store.get(key))
 
     def end(self) -> None:
-        """Leave together: the store may go with the first who leaves."""
+        """Wait until all ranks have read: the store may end with the first rank that leaves."""
         with contextlib.suppress(RuntimeError):
             heard = self._store.add(f"{self._prefix}/heard", 1)
             deadline = time.monotonic() + _PATIENCE
@@ -81,13 +82,13 @@ class _Exchange:
 
 
 def _digest(section: Mapping[str, str | bytes]) -> bytes:
-    """Also of the order: what ranks do follows it."""
+    """Return a digest of a section. It depends on the order too, because what ranks do follows it."""
     text = json.dumps([[key, value if isinstance(value, str) else value.hex()] for key, value in section.items()])
     return hashlib.blake2b(text.encode(), digest_size=_SIZE).digest()
 
 
 def _first_difference(usual: Mapping[str, str], odd: Mapping[str, str]) -> str:
-    """The first key that differs; empty if only their order does."""
+    """Return the first key that differs; an empty string if only the order does."""
     keys = [*usual, *(key for key in odd if key not in usual)]
     return next((key for key in keys if usual.get(key) != odd.get(key)), "")
 
@@ -95,7 +96,7 @@ def _first_difference(usual: Mapping[str, str], odd: Mapping[str, str]) -> str:
 def _difference(
     section: str, usual: Mapping[str, str], odd: Mapping[str, str], rows: list[bytes], most: bytes, other: bytes
 ) -> str:
-    """Who has what."""
+    """Return a sentence that says which ranks have which values."""
     those = _ranks([rank for rank, row in enumerate(rows) if row == other])
     rest = _ranks([rank for rank, row in enumerate(rows) if row == most])
     key = _first_difference(usual, odd)

@@ -1,9 +1,10 @@
-"""Waiting for gloo in a way that can be given up.
+"""Waiting for gloo in a way that can be abandoned.
 
-Gloo forgets a message that is on its way when its link breaks: whoever waits for it waits until the group's timeout,
-half an hour by default, and nothing wakes him. So a thread waits, and the caller looks now and then whether a peer has
-failed. If one has, the caller raises, and the thread stays behind. So it is if a signal raises something, but what is
-on its way gets a while to end first: then nothing is lost, and whoever catches that can go on.
+Gloo forgets a message in flight when its link breaks: a thread that waits for it waits until the group's timeout, half
+an hour by default, and nothing wakes it. So a helper thread waits, and the caller checks periodically whether a peer
+has failed. If one has, the caller raises, and the helper thread is left behind. The same happens if a signal raises an
+exception, but then works in flight get some time to complete first: if they do, nothing is lost, and a caller that
+catches the exception can go on.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from queue import SimpleQueue
 from typing import Any
 
 _LOOK_EVERY = 0.5  # seconds
-_GRACE = 5.0  # seconds for what is on its way when a signal comes
+_GRACE = 5.0  # seconds for works in flight when a signal comes
 
 _idle: list[_WaitThread] = []
 
 
 def wait_all(works: list[Any], look: Callable[[], None], abandon: Callable[[BaseException], None]) -> None:
-    """Return when all works are done; raises what one of them raises, or `look`, which is called while they are not.
+    """Return when all works are done; raise what one of them raises, or what `look` raises.
 
-    `abandon` is called with what a signal has raised, if works are left behind that still use their memory.
+    `look` is called periodically while they are not done. `abandon` is called with what a signal has raised, if works
+    are left behind that still use their memory.
     """
     try:
         waiter = _idle.pop()
@@ -33,7 +35,7 @@ def wait_all(works: list[Any], look: Callable[[], None], abandon: Callable[[Base
     try:
         while not (is_over := waiter.done.acquire(timeout=_LOOK_EVERY)):
             look()
-    except RuntimeError:  # of `look`, which knows that there is nothing to wait for
+    except RuntimeError:  # from `look`, which knows that waiting is useless
         raise
     except BaseException as signal:
         try:
@@ -49,27 +51,28 @@ def wait_all(works: list[Any], look: Callable[[], None], abandon: Callable[[Base
 
 
 class _WaitThread:
-    """A thread that waits for one caller at a time."""
+    """A thread that waits on behalf of one caller at a time."""
 
     def __init__(self) -> None:
-        self.done = threading.Lock()  # held until they are
+        self.done = threading.Lock()  # held until the works are done
         self.done.acquire()
         self.error: Exception | None = None
         self._tasks: SimpleQueue[list[Any]] = SimpleQueue()
         threading.Thread(target=self._serve, name="shardwell waits", daemon=True).start()
 
     def begin(self, works: list[Any]) -> None:
+        """Start to wait for these works."""
         self._tasks.put(works)
 
     def free(self) -> Exception | None:
-        """It is done, and ready for others; returns what was raised."""
+        """Make the thread, which is done, available to other callers; return what a work raised."""
         error, self.error = self.error, None
         _idle.append(self)
         return error
 
     def _serve(self) -> None:
         while True:
-            self._wait(self._tasks.get())  # holds no work, and so no memory, once it is done
+            self._wait(self._tasks.get())  # keeps no reference to the works, and so no memory, once they are done
             self.done.release()
 
     def _wait(self, works: list[Any]) -> None:

@@ -1,8 +1,9 @@
-"""Signs of life: what a rank is doing, told to the others through the store by a thread.
+"""Heartbeats: a thread writes to the store what its rank is doing, for the other ranks.
 
-So those that wait for a rank can tell whether it is slow, which is no error, went on to something else, or is gone. One
-thread serves all engines of a process. Once a second it writes a line for each, and looks whether the processes of a
-few other ranks of its machine are there: a process that was killed leaves no word, and its neighbours leave one for it.
+So a rank that waits for another can tell whether that rank is slow, which is no error, went on to something else, or is
+gone. One thread serves all engines of a process. Once a second it writes a line for each engine, and checks whether the
+processes of a few other ranks of its machine still run: a process that was killed leaves no message, so its neighbours
+leave one for it.
 """
 
 from __future__ import annotations
@@ -23,45 +24,49 @@ from shardwell.parallel.thread_location import thread_location
 if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
 
-INTERVAL = 1.0  # seconds between two signs
-_RANKS_PER_INTERVAL = 256  # where there are more, signs are less frequent: one process holds the store
+INTERVAL = 1.0  # seconds between two heartbeats
+_RANKS_PER_INTERVAL = 256  # with more ranks, heartbeats are less frequent: one process holds the store
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank last said of itself."""
+    """The last state that a rank wrote about itself."""
 
     moves: int  # collectives that it has announced
     doing: str
     seconds: float  # for which it has been doing that
-    elsewhere: tuple[int, int] | None = None  # the engine in which it waits for others, and its moves there
+    elsewhere: tuple[int, int] | None = None  # another engine in which it waits for others, and its moves there
 
     def __str__(self) -> str:
         return f"{self.doing} for {self.seconds:.0f} s"
 
 
 class Heartbeats:
-    """The signs of one engine's ranks: this rank's own, for others, and theirs."""
+    """The heartbeats of one engine: those that this rank writes, and those of the other ranks."""
 
     def __init__(self, agreement: Agreement, number: int, rank: int, size: int, store: Any, home: Any) -> None:
-        """`home`: the store of the process group in which engines have these numbers; another one counts anew."""
+        """Start the heartbeats of an engine.
+
+        `home` is the store of the process group in which `number` identifies the engine; another process group counts
+        anew.
+        """
         self.number, self._rank, self._size, self.home = number, rank, size, home
         self._agreement = weakref.ref(agreement)
         self._thread_id = threading.get_ident()
         self._store = store
-        with contextlib.suppress(AttributeError, RuntimeError):  # not every store can
-            self._store = store.clone()  # with a connection of its own: others may wait while they hold theirs
+        with contextlib.suppress(AttributeError, RuntimeError):  # not every store can be cloned
+            self._store = store.clone()  # with a connection of its own: other threads may block while they hold theirs
         self._seen = (-1, False)
         self._since = time.monotonic()
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
-        self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # of these it is not known yet
+        self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # their processes are not known yet
         self._next = 0.0
         _heart.take(self)
 
-    # ---------------------------------------------------------------------------------------------- this rank's
+    # --------------------------------------------------------------------------------------------- of this rank
 
     def beat(self) -> bool:
-        """Say what this rank does, if it is time; false if there is nobody any more to say it for, or to."""
+        """Write what this rank does, if it is time; return false if the engine or the store has ended."""
         agreement = self._agreement()
         if agreement is None or agreement.is_over:
             return False
@@ -81,17 +86,19 @@ class Heartbeats:
             self._learn_processes()
             for rank in self.lost():
                 agreement.report_lost(self._store, rank)
-        except RuntimeError:  # the store has gone; who needs it will say so
+        except RuntimeError:  # the store has ended; the code that needs it reports that
             return False
         return True
 
     @property
     def num_moves(self) -> int:
+        """Return the number of tokens that the engine has announced."""
         agreement = self._agreement()
         return 0 if agreement is None else agreement.num_moves
 
     @property
     def is_waiting(self) -> bool:
+        """Return whether the engine waits for other ranks."""
         agreement = self._agreement()
         return agreement is not None and agreement.is_waiting
 
@@ -108,14 +115,14 @@ class Heartbeats:
                     self._processes[rank] = process
                 self._asked.discard(rank)
 
-    # --------------------------------------------------------------------------------------------------- others'
+    # -------------------------------------------------------------------------------------------- of other ranks
 
     def lost(self) -> list[int]:
-        """Ranks of this machine whose processes are known to have ended. Needs no store."""
+        """Return the ranks of this machine whose processes are known to have ended. It needs no store."""
         return [rank for rank, process in list(self._processes.items()) if process.has_ended]
 
     def of(self, rank: int) -> Heartbeat | None:
-        """What another rank last said; None if it never did."""
+        """Return the last heartbeat of another rank; None if it never wrote one."""
         if not self._store.check([f"pulse/{rank}"]):
             return None
         said = json.loads(self._store.get(f"pulse/{rank}"))
@@ -123,7 +130,7 @@ class Heartbeats:
         return Heartbeat(said["moves"], said["doing"], said["seconds"], elsewhere)
 
     def crosses(self, sign: Heartbeat) -> bool:
-        """Whether a rank waits in another engine for what this rank, which waits here, has not begun there."""
+        """Return whether a rank waits in another engine for what this rank, which waits here, has not begun there."""
         if sign.elsewhere is None:
             return False
         number, moves = sign.elsewhere
@@ -132,14 +139,15 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A process, so that it is not taken for a later one with its number."""
+    """A process, identified so that a later process with the same pid is not taken for it."""
 
-    space: str  # the machine, since it was started, and the container
+    space: str  # the boot of the machine, and the pid namespace
     pid: int
-    started: int  # in ticks of that machine
+    started: int  # in clock ticks of that machine
 
     @staticmethod
     def own() -> RankProcess:
+        """Return the identity of this process."""
         global _own
         if _own is None or _own.pid != os.getpid():
             _own = RankProcess(_space(), os.getpid(), _state_of(os.getpid())[1])
@@ -147,15 +155,17 @@ class RankProcess:
 
     @property
     def words(self) -> list[Any]:
+        """Return the fields as JSON values."""
         return [self.space, self.pid, self.started]
 
     @property
     def is_near(self) -> bool:
-        """Whether this process can know of it."""
+        """Return whether this process can look the other one up: same boot, same pid namespace."""
         return bool(self.space) and self.space == RankProcess.own().space
 
     @property
     def has_ended(self) -> bool:
+        """Return whether the process has ended."""
         letter, started = _state_of(self.pid)
         return letter in ("", "Z", "X") or started != self.started
 
@@ -168,11 +178,11 @@ def _space() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""  # no Linux: nothing is known of other processes
+        return ""  # not Linux: other processes cannot be looked up
 
 
 def _state_of(pid: int) -> tuple[str, int]:
-    """The letter of a process' state, and when it was started; an empty one if it is not there."""
+    """Return the state letter of a process and its start time; an empty letter if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
@@ -181,7 +191,7 @@ def _state_of(pid: int) -> tuple[str, int]:
 
 
 class _HeartbeatThread:
-    """The thread."""
+    """The thread that writes the heartbeats of all engines of this process."""
 
     def __init__(self) -> None:
         self._pulses: list[Heartbeats] = []
@@ -191,6 +201,7 @@ class _HeartbeatThread:
         self._pid = 0
 
     def take(self, pulse: Heartbeats) -> None:
+        """Write the heartbeats of one more engine, and start the thread if it does not run in this process."""
         with self._lock:
             self._pulses = [other for other in self._pulses if self._pid == os.getpid()] + [pulse]
             if self._thread is None or self._pid != os.getpid() or not self._thread.is_alive():
@@ -198,14 +209,15 @@ class _HeartbeatThread:
                 self._stop.clear()
                 self._thread = threading.Thread(target=self._run, name="shardwell's pulse", daemon=True)
                 self._thread.start()
-                atexit.register(self._end)  # a thread that is in torch when Python ends would end it by a signal
+                atexit.register(self._end)  # a thread inside torch when Python ends would end the process by a signal
 
     def waits_elsewhere(self, here: Heartbeats) -> Heartbeats | None:
-        """Another engine in which this process waits for others."""
+        """Return another engine in which this process waits for other ranks; None if there is none."""
         others = (pulse for pulse in self._pulses if pulse is not here and pulse.home is here.home)
         return next((pulse for pulse in others if pulse.is_waiting), None)
 
     def moves_of(self, number: int, home: Any) -> int | None:
+        """Return the number of tokens that an engine of this process has announced; None if there is no such engine."""
         found = (pulse for pulse in self._pulses if pulse.number == number and pulse.home is home)
         return next((pulse.num_moves for pulse in found), None)
 

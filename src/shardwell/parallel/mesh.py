@@ -1,4 +1,4 @@
-"""The ranks, and how they are grouped: all of them, and those of one node."""
+"""Groups of ranks: all ranks, the ranks of one node, and the ranks at the same position of all nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from shardwell.memory.device import num_gpus
 from shardwell.parallel.attendance import await_all_ranks
 
-_USUAL_TIMEOUT = 1800.0  # torch's own
+_USUAL_TIMEOUT = 1800.0  # seconds: torch's default
 
 
 class Axis(enum.Enum):
-    """A way to split over ranks."""
+    """The set of ranks that a tensor is sharded over."""
 
     WORLD = "world"  # over all ranks
     NODE = "node"  # over the ranks of one node; every node holds a copy
@@ -29,53 +29,55 @@ class Axis(enum.Enum):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """One axis' group of ranks, as this rank sees it."""
+    """One process group as this rank sees it: its position in the group, the group's nodes and backend."""
 
     rank: int
     size: int
-    node_size: int  # ranks of a node; of the last one there may be fewer
+    node_size: int  # ranks per node; the last node may have fewer
     backend: str  # "gloo", "nccl", "fake"; "none" for one process
-    group: Any = None  # a torch process group; None stands for the default one
+    group: Any = None  # a torch process group; None means the default one
     ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
-    local_world_size: int = 1  # that share this machine's memory and drives, as the launcher says
+    local_world_size: int = 1  # ranks that share this machine's memory and disks, according to the launcher
 
     def is_same_node(self, rank: int) -> bool:
-        """Whether `rank` is on this rank's own node."""
+        """Return whether `rank` is on this rank's own node."""
         return rank // self.node_size == self.rank // self.node_size
 
     @property
     def num_local_peers(self) -> int:
-        """Peers on this rank's own node."""
+        """Return the number of other ranks on this rank's own node."""
         first = self.rank // self.node_size * self.node_size
         return min(self.node_size, self.size - first) - 1
 
     @property
     def has_nodes(self) -> bool:
-        """Several nodes of several ranks each, all alike."""
+        """Return whether there are several nodes of several ranks each, all of the same size."""
         return 1 < self.node_size < self.size and self.size % self.node_size == 0
 
     def global_rank(self, rank: int) -> int:
+        """Return the rank in the default process group of a rank of this group."""
         return self.ranks[rank] if self.ranks else rank
 
     def close(self) -> None:
-        """Give the group's connections back, if they are its own."""
+        """Destroy the process group, if it is not the default one."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
 
 
 def world_mesh(device: torch.device) -> RankGroup:
-    """All ranks of the default process group, as one node, or this process alone."""
+    """Return the group of all ranks of the default process group, as one node, or of this process alone."""
     if not dist.is_initialized():
         return RankGroup(0, 1, 1, "none")
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = _backend_for(device)
-    # gloo gets links of its own: an engine that fails cuts them to wake its peers, and must not cut the user's.
+    # gloo gets its own process group: an engine that fails cuts its links to wake its peers, and must not cut the
+    # links of the user's process group.
     group = dist.new_group(backend="gloo", timeout=_timeout()) if backend == "gloo" and size > 1 else None
     return RankGroup(rank, size, size, backend if size > 1 else "none", group, local_world_size=local_world_size(size))
 
 
 def node_mesh(world: RankGroup) -> RankGroup:
-    """The ranks of this rank's node: consecutive ranks, `world.node_size` at a time, and the last ones."""
+    """Return the group of this rank's node: `world.node_size` consecutive ranks, or fewer on the last node."""
     mine: RankGroup | None = None
     for start in range(0, world.size, world.node_size):
         ranks = tuple(range(start, min(start + world.node_size, world.size)))
@@ -88,7 +90,7 @@ def node_mesh(world: RankGroup) -> RankGroup:
 
 
 def across_mesh(world: RankGroup) -> RankGroup:
-    """The ranks that stand like this one in their nodes."""
+    """Return the group of the ranks that have the same position as this rank in their nodes."""
     mine: RankGroup | None = None
     for stand in range(world.node_size):
         ranks = tuple(range(stand, world.size, world.node_size))
@@ -100,9 +102,9 @@ def across_mesh(world: RankGroup) -> RankGroup:
 
 
 def _timeout() -> timedelta | None:
-    """The default group's; torch would give new ones a timeout of its own."""
+    """Return the timeout of the default process group; torch would give new groups its own default."""
     for kind in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # no backend for such tensors
+        with contextlib.suppress(RuntimeError):  # there is no backend for such tensors
             backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(kind))
             if (options := getattr(backend, "options", None)) is not None:
                 return cast(timedelta, options._timeout)
@@ -110,40 +112,41 @@ def _timeout() -> timedelta | None:
 
 
 def timeout() -> float:
-    """Seconds that a rank may keep others waiting, as whoever made the default group has said."""
+    """Return the seconds that a rank may keep others waiting: the timeout of the default process group."""
     limit = _timeout()
     return _USUAL_TIMEOUT if limit is None else limit.total_seconds()
 
 
 def local_world_size(world_size: int) -> int:
-    """Ranks on this machine, as the launcher says."""
+    """Return the number of ranks on this machine, according to the launcher."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return local if 0 < local <= world_size else world_size
 
 
 def local_ranks_are_consecutive(rank: int, node_size: int) -> bool:
-    """Whether ranks of a node follow each other, as far as the launcher says of this one."""
+    """Return whether this rank's LOCAL_RANK is the one it has if the ranks of each node are consecutive."""
     return int(os.environ.get("LOCAL_RANK", rank % node_size)) == rank % node_size
 
 
 def smallest_node(num_ranks: int, ranks_per_node: int) -> int:
-    """The ranks of the last node, if they are fewer, else those of any."""
+    """Return the number of ranks of the last node if it has fewer than the others, else of any node."""
     return num_ranks % ranks_per_node or ranks_per_node if ranks_per_node < num_ranks else num_ranks
 
 
 def size_of_world() -> int:
+    """Return the world size of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def size_of_group(group: Any) -> int:
-    """Ranks of a process group of the user's."""
+    """Return the number of ranks of a process group of the user's."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def start_process_group(device: torch.device, timeout: timedelta | None = None) -> bool:
-    """Join the process group that the launcher announces; true if this call made it.
+    """Initialise the default process group from the launcher's environment; return whether this call did so.
 
-    Without a launcher (no RANK in the environment) the process stays alone.
+    Without a launcher (no RANK in the environment) the process remains single.
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return False
@@ -157,11 +160,12 @@ def start_process_group(device: torch.device, timeout: timedelta | None = None) 
 
 
 def _one_gpu_each() -> bool:
+    """Return whether each rank of this machine can have a GPU of its own, which NCCL needs."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= num_gpus()
 
 
 def _backend_for(device: torch.device) -> str:
-    """The backend that the default group uses for `device`'s tensors ('cpu:gloo,cuda:nccl' names one for each)."""
+    """Return the default group's backend for tensors of `device` ('cpu:gloo,cuda:nccl' names one for each)."""
     name = dist.get_backend()
     config = str(dist.get_backend_config()) if name == "undefined" or ":" in str(name) else str(name)
     for part in config.split(","):

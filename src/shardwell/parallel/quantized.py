@@ -1,8 +1,8 @@
-"""Gathers and reduces of encoded numbers: fewer bytes on every hop.
+"""Quantised all-gather and reduce-scatter (qwZ and qgZ of ZeRO++): fewer bytes on every hop.
 
-A gather encodes this rank's shard, unless it rests so, moves bytes, and decodes all shards, its own too: every rank
-computes with the same numbers. A reduce encodes what goes to each peer, decodes what came and sums it in fp32, hop
-after hop.
+An all-gather quantises this rank's shard, unless it is stored quantised, moves bytes, and dequantises all shards, its
+own too: every rank computes with the same numbers. A reduce-scatter quantises what it sends to each peer, dequantises
+what it receives and sums it in fp32, hop after hop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwell.parallel.collectives import Collectives
 
 _STAGING = "(staging)"
-Keep = Callable[[Tensor], None]  # is shown the codes of all shards, before their memory goes
+Keep = Callable[[Tensor], None]  # is passed the quantised shards of all ranks, before their memory is freed
 
 
 def all_gather(
@@ -36,9 +36,10 @@ def all_gather(
     copied: Callable[[], object] | None = None,
     keep: Keep | None = None,
 ) -> Work:
-    """Fill all shards of `flat` with what was encoded of them: this rank's own is there already, or rests in codes.
+    """Fill all shards of `flat` with dequantised values; this rank's own shard is in it already, or stored quantised.
 
-    `copied` is called once `rest` is needed no more behind what the lane of gathers was given.
+    `rest` is this rank's own quantised shard. `copied` is called when the copy of `rest` is enqueued on the all-gather
+    stream, which reads it no more after that.
     """
     place = world.shard_index
 
@@ -64,7 +65,10 @@ def decode(
     scratch: TemporaryBuffers,
     keep: Keep | None = None,
 ) -> Work:
-    """Fill all shards of `flat` from the codes of all that `bring` begins to bring into memory; `keep` sees those."""
+    """Fill all shards of `flat` from the quantised shards of all ranks.
+
+    `bring` starts to write the quantised shards to memory; `keep` is passed that memory before it is freed.
+    """
     shards, lane = flat.view(world.mesh.size, -1), world.device.all_gather_stream
     size = codec.num_bytes(shards.shape[1])
     memory = scratch.allocate(len(shards) * size, torch.uint8, StateKind.STAGING, _STAGING)
@@ -94,9 +98,10 @@ def reduce_scatter(
     scratch: TemporaryBuffers,
     lost: Tensor | None = None,
 ) -> Work:
-    """`into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
+    """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
 
-    `lost` (1D) is what the codes of the last hop did not say last time: they say it now.
+    `lost` (1D) is the quantisation error of the last hop of the previous call: it is added before this one quantises,
+    and replaced by the new error.
     """
     (comm, codec), *rest = path
     rows = flat.view(comm.mesh.size, -1)
@@ -128,7 +133,7 @@ def reduce_scatter(
 
 
 def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int]:
-    """What comes to this rank on each hop of a reduce."""
+    """Return the bytes that this rank receives on each hop of a quantised reduce-scatter."""
     found = []
     for comm, codec in path:
         numel //= comm.mesh.size
@@ -137,14 +142,14 @@ def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int
 
 
 def residual_numel(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int:
-    """Elements that the last hop of a reduce encodes."""
+    """Return the number of elements that the last hop of a quantised reduce-scatter quantises."""
     for comm, _ in path[:-1]:
         numel //= comm.mesh.size
     return numel
 
 
 def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: TemporaryBuffers) -> None:
-    """Encode rows and what was lost before; what is lost now is kept. Numbers that are not finite leave no trace."""
+    """Quantise `rows` plus the earlier error `lost`; store the new error there, with non-finite values as zero."""
     total, said = (scratch.allocate(rows.numel(), torch.float32, StateKind.STAGING, _STAGING) for _ in range(2))
     total.view_as(rows).copy_(rows).add_(lost)
     codec.encode(total.view_as(rows), codes)
@@ -155,12 +160,15 @@ def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratc
 
 
 def _behind(comm: Collectives, lane: Stream) -> AbstractContextManager[None]:
-    """Work on a lane, behind a move. Waiting for it on the host has told the caller's lane of its end, not this one."""
+    """Return a context that enqueues work on a stream, behind a hop.
+
+    Where the host has waited for the hop, the caller's stream is ordered behind it, but this stream is not.
+    """
     return lane.after_current() if comm.host_drives_progress else lane.after(Event())
 
 
 def _wide(into: Tensor, scratch: TemporaryBuffers) -> Tensor:
-    """Where sums are made: in place if that is fp32."""
+    """Return the fp32 tensor to sum into: `into` itself if it is fp32."""
     if into.dtype is torch.float32:
         return into
     return scratch.allocate(into.numel(), torch.float32, StateKind.STAGING, _STAGING)

@@ -1,4 +1,4 @@
-"""Where ranks leave words for each other: a store whose end is told as what it is."""
+"""The store in which ranks leave messages for each other, with errors that say why it ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwell.errors import ShardwellError
 
 
 class RankStore:
-    """A store of torch's. What it raises, because whoever holds it is gone, becomes what `explain` makes of it."""
+    """A torch store whose errors, raised when the process that holds it is gone, are replaced by those of `explain`."""
 
     def __init__(self, store: Any, explain: Callable[[Exception], ShardwellError]) -> None:
         self._store, self._explain = store, explain
@@ -18,17 +18,19 @@ class RankStore:
         self._ask(self._store.set, key, words)
 
     def get(self, key: str) -> str:
-        """What was written; waits until it is."""
+        """Wait until there is a value, and return it."""
         return str(self._ask(self._store.get, key).decode())
 
     def has(self, key: str) -> bool:
+        """Return whether there is a value."""
         return bool(self._ask(self._store.check, [key]))
 
     def add(self, key: str, number: int) -> int:
+        """Add to a counter and return its new value."""
         return int(self._ask(self._store.add, key, number))
 
     def first(self, key: str, words: str) -> str:
-        """What the first who came has written: these words, if nobody was there before."""
+        """Return the value that the first rank has written: `words`, if there was none before."""
         return str(self._ask(self._store.compare_set, key, "", words).decode())
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:

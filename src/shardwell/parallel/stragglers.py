@@ -1,7 +1,7 @@
-"""Who waits for a rank that does not come: is it slow, which is no error, or will it never come?
+"""Waiting for a rank that does not arrive: it may be slow, which is no error, or it will never arrive.
 
-A rank that is slow is named in the log with what it does, once the time limit of divergences is over and ever more
-seldom after that. It is waited for until the timeout of the process group.
+A slow rank is named in the log with what it does, once the time limit for divergences is over and with growing
+intervals after that. The other ranks wait for it until the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardwell.parallel.heartbeat import Heartbeat
 if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
 
-_FIRST_LOOK, _LONGEST_PAUSE = 1.0, 5.0  # seconds, between two looks at what others do
+_FIRST_LOOK, _LONGEST_PAUSE = 1.0, 5.0  # seconds, between two checks of what other ranks do
 _MOST_NAMES = 3
 
 
 class PeerWait:
-    """One wait of a rank until all have come to the same place."""
+    """One wait of a rank until all ranks have arrived at the same token."""
 
     def __init__(self, agreement: Agreement, key: str, token: str, expected: str, limit: float) -> None:
         self._agreement, self._key, self._token, self._expected = agreement, key, token, expected
@@ -32,7 +32,7 @@ class PeerWait:
         self._report = WaitReports(agreement.time_limit)
 
     def look(self) -> None:
-        """Raise if a rank is gone, or went on to something else; called again and again."""
+        """Raise if a rank is gone or went on to something else, and report slow ranks; to be called repeatedly."""
         waited = time.monotonic() - self._begin
         if waited < self._next:
             return
@@ -67,7 +67,7 @@ class PeerWait:
 
 
 class Stragglers:
-    """A wait for what others have to send. Called twice a second while it has not come."""
+    """A wait for data from other ranks. `look` is called twice a second until the data has come."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -76,6 +76,7 @@ class Stragglers:
         self._report = WaitReports(agreement.time_limit)
 
     def look(self) -> None:
+        """Raise if ranks wait for each other in different engines, and report ranks that are behind."""
         waited = time.monotonic() - self._begin
         if waited < self._next:
             return
@@ -94,7 +95,7 @@ class Stragglers:
 
 
 class WaitReports:
-    """What is said in the log, ever more seldom."""
+    """Log messages about slow ranks, with growing intervals between them."""
 
     def __init__(self, first: float) -> None:
         self._next = first
@@ -106,5 +107,6 @@ class WaitReports:
 
 
 def listed(signs: Mapping[int, Heartbeat]) -> str:
+    """Return the ranks and what they do, as a part of a sentence."""
     said = "; ".join(f"rank {rank}, which is {sign}" for rank, sign in list(signs.items())[:_MOST_NAMES])
     return said if len(signs) <= _MOST_NAMES else f"{said}; and {len(signs) - _MOST_NAMES} more ranks"

@@ -1,4 +1,4 @@
-"""Sums of what ranks have sent."""
+"""Sums of tensors that ranks have sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sum_in_rank_order(parts: list[Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
-    """`into` = (or +=) `scale` x the sum of `parts`; 16-bit parts are summed in fp32 and rounded once."""
+    """Compute `into` = (or +=) `scale` x the sum of `parts`; 16-bit parts are summed in fp32 and rounded once."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     if accumulate:
         for part in parts:

@@ -1,8 +1,9 @@
-"""Where a thread is, as another thread may look it up.
+"""The place in the code where a thread is, looked up by another thread.
 
-`faulthandler` reads the frames of all threads without making objects of them. `sys._current_frames` makes some, and
-they keep all local variables alive: what the other thread drops meanwhile would be freed in the thread that looks,
-later, by finalizers that expect no such thing. And frames that return while they are looked at crash Python 3.11.
+`faulthandler` reads the frames of all threads without making objects of them. `sys._current_frames` makes frame
+objects, and they keep all local variables alive: what the other thread drops meanwhile would be freed later, in the
+thread that looks, by finalizers that do not expect this. And frames that return while they are inspected crash Python
+3.11.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def thread_location(thread_id: int) -> str:
-    """Where a thread is: in the user's code or in the engine's, by the user's line."""
+    """Return where a thread is, in the user's code or in the engine's, by the user's line."""
     inside = False
     frames = _frames(thread_id)
     for number, (name, line, _) in enumerate(frames):
@@ -36,7 +37,7 @@ def thread_location(thread_id: int) -> str:
 
 
 def _frames(thread_id: int) -> list[tuple[str, str, str]]:
-    """(file, line, function) of a thread's frames, the innermost first."""
+    """Return (file, line, function) of a thread's frames, the innermost first."""
     text = _dumped()
     threads = list(_THREAD.finditer(text))
     for thread, after in zip(threads, [*threads[1:], None], strict=True):
@@ -46,7 +47,7 @@ def _frames(thread_id: int) -> list[tuple[str, str, str]]:
 
 
 def _dumped() -> str:
-    """What `faulthandler` writes of all threads; it needs a real file."""
+    """Return the traceback of all threads that `faulthandler` writes; it needs a real file."""
     with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -55,6 +56,7 @@ def _dumped() -> str:
 
 
 def _short(name: str) -> str:
+    """Return a path relative to the current directory if it is below it, else the file's name."""
     with contextlib.suppress(ValueError, OSError):
         path = Path(name).resolve()
         return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

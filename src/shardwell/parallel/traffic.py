@@ -1,7 +1,7 @@
-"""Every byte that this rank receives, by what it was for and by how far it came.
+"""Statistics of the bytes that this rank receives, by purpose and by hop.
 
-Payload is what the algorithm must move to this rank: a gather of N equal shards brings N-1 of them. Control traffic
-(norms, agreements) and set-up (the first broadcast of the weights) are lines of their own.
+Payload is what the algorithm must move to this rank: an all-gather of N equal shards brings N-1 of them. Control
+traffic (norms, agreements) and set-up (the first broadcast of the weights) are counted separately.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class TrafficKind(enum.Enum):
-    """What a byte is for."""
+    """The purpose of received bytes."""
 
-    GATHER = "gather"  # parameters made whole
+    GATHER = "gather"  # parameters that are unsharded
     REDUCE = "reduce"  # gradients averaged into shards
-    PUBLISH = "publish"  # updated parameters, or averaged gradients, sent to everyone
-    STEP = "step"  # matrices that an optimizer needs whole
+    PUBLISH = "publish"  # updated parameters, or averaged gradients, sent to all ranks
+    STEP = "step"  # matrices that an optimizer needs unsharded
     CONTROL = "control"
     SETUP = "setup"
 
@@ -31,7 +31,7 @@ class TrafficKind(enum.Enum):
 
 
 PAYLOAD = (TrafficKind.GATHER, TrafficKind.REDUCE, TrafficKind.PUBLISH, TrafficKind.STEP)
-INSIDE, BETWEEN = "inside", "between"  # a node; nodes
+INSIDE, BETWEEN = "inside", "between"  # inside a node; between nodes
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ class TrafficReport:
     calls: dict[TrafficKind, int]
 
     def total(self, *kinds: TrafficKind) -> int:
-        """Bytes of these kinds; of all payload kinds if none is named."""
+        """Return the bytes of these kinds; of all payload kinds if none is named."""
         return sum(size for (kind, _), size in self.received.items() if kind in (kinds or PAYLOAD))
 
     def table(self) -> Table:
+        """Return a rich table of calls and bytes by kind."""
         from rich.table import Table
 
         table = Table(title="received by this rank in one step")
@@ -61,7 +62,7 @@ class TrafficReport:
         return render(self.table())
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """In IPython and Jupyter."""
+        """Print the table in IPython and Jupyter."""
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
@@ -70,22 +71,24 @@ class TrafficReport:
 
 @dataclass
 class TrafficStats:
-    """Counts one step at a time; `close_step` files the open page away."""
+    """Counters of one step at a time; `end_step` turns the counters of the current step into the last report."""
 
     _open: defaultdict[tuple[TrafficKind, str], int] = field(default_factory=lambda: defaultdict(int))
     _calls: defaultdict[TrafficKind, int] = field(default_factory=lambda: defaultdict(int))
     last: TrafficReport = field(default_factory=lambda: TrafficReport({}, {}))
 
     def count(self, kind: TrafficKind, inside: int, between: int) -> None:
+        """Count one collective and the bytes that this rank receives in it."""
         self._open[kind, INSIDE] += inside
         self._open[kind, BETWEEN] += between
         self._calls[kind] += 1
 
     def current(self) -> TrafficReport:
-        """The page that is still open."""
+        """Return a report of the current step."""
         return TrafficReport(dict(self._open), dict(self._calls))
 
     def end_step(self) -> None:
+        """Keep the report of the current step as `last`, and start a new one."""
         self.last = self.current()
         self._open.clear()
         self._calls.clear()

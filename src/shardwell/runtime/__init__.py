@@ -1,1 +1,1 @@
-"""When things happen in a step: the scheduler of collectives, its hooks on the model, and the trace."""
+"""The order of a step: the scheduler of collectives, its hooks on the model, the reducer and the trace."""

@@ -1,4 +1,4 @@
-"""What there is room for on the tiers. All ranks decide alike."""
+"""Memory that is free on the tiers for an engine. All ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardwell.offload.disk_file import free_bytes
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.init_parameters import InitParameter
 
-_FILL_DISK = 0.95  # of what is free there
+_FILL_DISK = 0.95  # of the bytes that are free on the disk
 
 
 def available_bytes(context: EngineContext, share: float) -> float:
-    """Bytes: a share of what is free on the rank that has least."""
+    """Return a share of the free device bytes of the rank that has the fewest."""
     return context.world.all_reduce_min(share * context.device.free_bytes(), "ROOM")
 
 
 def frozen_budget(config: Config, units: Sequence[Unit], context: EngineContext) -> int:
-    """Elements of frozen parameters that may stay whole."""
+    """Return the number of elements of frozen parameters that may stay unsharded."""
     asked = config.shardwell.keep_frozen
     if asked != "auto":
         return asked
@@ -38,10 +38,11 @@ def frozen_budget(config: Config, units: Sequence[Unit], context: EngineContext)
 def tier_budgets(
     config: Config, context: EngineContext, parameters: Iterable[nn.Parameter], paths: Sequence[Path], floor: int
 ) -> dict[Tier, float]:
-    """Bytes that a rank may fill on each tier: what the user says, or a share of what is free, on the rank with least.
+    """Return the bytes that a rank may fill on each tier: the user's limits, or a share of what is free.
 
-    What the model's own parameters have now is free as soon as its units are built. Where the device is the CPU, it has
-    what must be there, the `floor`, unless the user says otherwise.
+    What is free is that of the rank with the least. Memory of the model's own parameters counts as free, because it is
+    freed as soon as the units are built. Where the device is the CPU, the device tier has the `floor`, the bytes that
+    must be there, unless the user says otherwise.
     """
     own, device, local_world_size = config.shardwell, context.device, context.world.mesh.local_world_size
     held = _held(parameters, device)
@@ -58,11 +59,12 @@ def tier_budgets(
 
 
 def _or(asked: int | str, measured: float) -> float:
+    """Return the user's limit if it is a number, else the measured one."""
     return measured if isinstance(asked, str) else float(asked)
 
 
 def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
-    """What parameters that are in no unit yet have in memory."""
+    """Return the bytes per tier of parameters that are in no unit yet."""
     found: Counter[Tier] = Counter()
     for parameter in parameters:
         keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
@@ -75,13 +77,16 @@ def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
 
 
 def bytes_by_path(num_bytes: int, paths: Sequence[Path]) -> list[tuple[Path, int]]:
-    """What goes to the file system of each path; a path that does not answer is left to who opens it."""
+    """Return the bytes that go to the file system of each path.
+
+    A path that does not exist is left out, for the code that opens it to report.
+    """
     drives = Counter(os.stat(path).st_dev for path in paths if path.exists())
     return [(p, num_bytes * drives[os.stat(p).st_dev] // len(paths)) for p in paths if p.exists()]
 
 
 def free_on(paths: Sequence[Path]) -> float:
-    """Bytes that fit when they are striped over the paths; infinite if none of those answers."""
+    """Return the bytes that fit when they are striped over the paths; infinite if the free space of none is known."""
     unit = 1 << 40
     available_bytes = [(free_bytes(path), part) for path, part in bytes_by_path(unit, paths)]
     return min((unit * free / part for free, part in available_bytes if free is not None), default=float("inf"))

@@ -1,7 +1,8 @@
-"""Bringing a batch to the device, and to the compute dtype under mixed precision.
+"""Moving a batch to the device, and to the compute dtype under mixed precision.
 
-A model may change the containers that it is called with: append to a list, set a key. Where nothing had to be moved it
-has the caller's own; where it has copies, what it did to them is done to the caller's afterwards.
+A model may change the containers that it is called with: append to a list, set a key. Where nothing had to be moved,
+the model gets the caller's own containers. Where it gets copies, what it did to them is done to the caller's containers
+afterwards.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from shardwell.runtime.pytree import map_tensors
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """`value` with its tensors on `device`; floating ones in `dtype` if given. Unknown containers stay as they are."""
+    """Return `value` with its tensors on `device`, floating-point ones in `dtype` if given.
+
+    Unknown containers stay as they are.
+    """
     return map_tensors(value, mover(device, dtype))
 
 
 def mover(device: torch.device, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
-    """What brings a tensor to `device` and, if it is floating, to `dtype`."""
+    """Return a function that moves a tensor to `device` and, if it is floating-point, to `dtype`."""
 
     def move(tensor: Tensor) -> Tensor:
         floating = dtype is not None and tensor.is_floating_point()
@@ -31,7 +35,7 @@ def mover(device: torch.device, dtype: torch.dtype | None = None) -> Callable[[T
 
 
 class Inputs:
-    """What a forward is called with."""
+    """The arguments of a forward, moved to the device."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> None:
         self._pairs: list[tuple[Any, Any]] = []
@@ -39,7 +43,7 @@ class Inputs:
         self._before = [_contents(copy) for _, copy in self._pairs]
 
     def give_back(self) -> None:
-        """Do to the caller's containers what the forward did to their copies. Tensors that are his stay his."""
+        """Apply what the forward did to the copies to the caller's containers, with the caller's own tensors."""
         if not self._pairs:
             return
         own = {id(copy): original for original, copy in self._pairs}
@@ -60,7 +64,7 @@ class Inputs:
 
 
 def _contents(copy: Any) -> Any:
-    """What can be changed in a container; None of tensors, and of objects without attributes of their own."""
+    """Return what can change in a container; None for tensors, and for objects without attributes of their own."""
     if isinstance(copy, Tensor):
         return None
     if isinstance(copy, list):

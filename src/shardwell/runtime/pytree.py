@@ -1,4 +1,4 @@
-"""Tensors inside what models take and return: containers, dictionaries, dataclasses, in any depth."""
+"""Tensors in the nested arguments and results of models: containers, dictionaries and dataclasses at any depth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a nested value. Objects of unknown kinds hold none."""
+    """Yield all tensors in a nested value. Objects of unknown types are taken to hold none."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -27,15 +27,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
-    """The same nested value with every tensor changed. Each tensor is changed once, however often it is there.
+    """Return the same nested value with every tensor changed. A tensor that occurs several times is changed once.
 
-    Containers in which nothing changes stay the same objects, as do objects of unknown kinds. The others are copied;
-    `copies` gets pairs of containers that can be changed, and of tensors: as they were, and as they are now.
+    Containers in which nothing changes stay the same objects, as do objects of unknown types. The others are copied;
+    `copies` receives pairs (original, copy) of the mutable containers and of the tensors.
     """
     if isinstance(value, Tensor):
         return change(value)
     known: dict[int, Any] = {}
-    alive: list[Any] = [value]  # also as a stack: containers may make what is in them as they are asked
+    alive: list[Any] = [value]  # keeps ids valid, and is the stack: containers may create their items on access
     is_same, at = True, 0
     while at < len(alive):
         one = alive[at]
@@ -58,6 +58,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], copies: list[tup
 
 
 def _inside(value: Any) -> list[Any]:
+    """Return the items of a container; none for tensors and objects of unknown types."""
     if isinstance(value, (list, tuple)):
         return list(value)
     if isinstance(value, MutableMapping):
@@ -70,7 +71,10 @@ def _inside(value: Any) -> list[Any]:
 def _rebuilt(
     value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any], copies: list[tuple[Any, Any]]
 ) -> Any:
-    """A copy, where something in it is another now; `known` has what became of tensors, and of containers so far."""
+    """Return a copy of a value if something in it has changed, else the value.
+
+    `known` maps the id of a tensor, or of a container that was visited, to its replacement.
+    """
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, Tensor):
@@ -80,7 +84,7 @@ def _rebuilt(
         return value
     twin = value
     if not isinstance(value, tuple):
-        known[id(value)] = twin = copy.copy(value)  # before what is in it, where it may be again
+        known[id(value)] = twin = copy.copy(value)  # before its items, which may contain the value again
     items = [_rebuilt(item, change, known, copies) for item in inside]
     if all(item is before for item, before in zip(items, inside, strict=True)):
         known[id(value)] = value
@@ -102,7 +106,7 @@ def _rebuilt(
 
 
 def alias_with(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same values in the same memory; gradients are changed on their way through.
+    """Return a tensor with the same values in the same memory, whose gradient passes through `change` in backward.
 
     It is no view for autograd, so that it may be modified in place like any other result.
     """

@@ -1,7 +1,7 @@
-"""Fitting the units to a model that was changed: parameters resized, replaced, added, or thawed.
+"""Rebuilding units of a model that was changed: parameters resized, replaced, added, or unfrozen.
 
-Units that still fit stay. The others are taken apart, with the masters and the optimizer state of their parameters,
-and built anew from the model as it is now. All ranks must change the model alike.
+Units that still fit stay. The others are taken apart, with the master weights and the optimizer state of their
+parameters, and built again from the model as it is now. All ranks must change the model alike.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shardwell.sharding.edits import look_closely
 
 @dataclass
 class UnitBuilder:
-    """What `initialize` knows about building units and optimizers."""
+    """The functions by which `initialize` builds units and optimizers."""
 
     cut: Callable[[], list[UnitSpec]]
     groups: Callable[[UnitSpec, list[UnitSpec], Set[int]], list[ShardedGroup]]
-    optimizer: Callable[[Any, OptimizerFactory], ShardedOptimizer]  # for an engine
+    optimizer: Callable[[Any, OptimizerFactory], ShardedOptimizer]  # takes the engine
     recipe_of: Callable[[Optimizer], OptimizerFactory | None]
     recipe: OptimizerFactory | None
 
     def adopt(self, given: Optimizer, engine: Any, units: Sequence[Unit]) -> ShardedOptimizer:
-        """The optimizer of an engine that was built without one, from one that the user made since."""
+        """Return the optimizer of an engine that was built without one, from an optimizer that the user made since."""
         self.recipe = self.recipe_of(given)
         assert self.recipe is not None
         for group in (group for unit in units for group in unit.trainable):
@@ -48,7 +48,10 @@ class UnitBuilder:
 def refit(
     units: list[Unit], builder: UnitBuilder, optimizer: ShardedOptimizer | None, keep_frozen_state: bool
 ) -> list[Unit]:
-    """The units of the model as it is now. What was trained and is frozen for now may keep what training needs."""
+    """Return the units of the model as it is now.
+
+    With `keep_frozen_state`, parameters that were trained and are frozen now keep their training state.
+    """
     look_closely(units)
     cuts = builder.cut()
     before = {unit.name: unit for unit in units}
@@ -87,6 +90,7 @@ def refit(
 
 
 def _fits(unit: Unit, one: UnitSpec, keep_frozen_state: bool) -> bool:
+    """Return whether a unit still has the module and the parameters of a unit spec, and can train them."""
     mine = {id(p): group for group in unit.groups for p in group.parameters}
     return (
         not unit.misfit
@@ -98,9 +102,10 @@ def _fits(unit: Unit, one: UnitSpec, keep_frozen_state: bool) -> bool:
 
 
 def _labels_of_the_gone(unit: Unit, present: set[int], recipe: OptimizerFactory | None) -> dict[str, int]:
-    """In which parameter group parameters were that left the model: who takes over the name takes over the group.
+    """Return the parameter groups of parameters that left the model, by name.
 
-    They keep it too, as long as they live: they may come back.
+    A new parameter of the same name takes the parameter group over. The parameters that left keep it too, as long as
+    they live: they may come back.
     """
     labels: dict[str, int] = {}
     if recipe is None:
@@ -114,6 +119,7 @@ def _labels_of_the_gone(unit: Unit, present: set[int], recipe: OptimizerFactory 
 
 
 def _label_newcomers(one: UnitSpec, labels: dict[str, int], recipe: OptimizerFactory | None) -> None:
+    """Give new parameters the parameter group of the parameter that had their name before."""
     if recipe is None:
         return
     for name, parameter in one.parameters:
@@ -122,7 +128,7 @@ def _label_newcomers(one: UnitSpec, labels: dict[str, int], recipe: OptimizerFac
 
 
 def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
-    """Make a unit's parameters ordinary ones with their masters as values; returns their optimizer state."""
+    """Make a unit's parameters ordinary ones with their master weights as values; return their optimizer state."""
     if any(any(group.gradients.seen) for group in unit.trainable):
         raise ModelChangedError(
             f"the parameters of '{unit.name or '(root)'}' were changed while gradients wait for a step. "
@@ -131,7 +137,7 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
-    unit.look = None  # what becomes of its parameters now is nobody's edit
+    unit.look = None  # what happens to its parameters from now on is no edit of the user
     with contextlib.ExitStack() as stack:
         if optimizer is not None and unit.trainable:
             stack.enter_context(optimizer.states_of(unit))
@@ -156,6 +162,7 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
 
 
 def _give_back(unit: Unit, remembered: dict[int, dict[str, Any]]) -> None:
+    """Set the optimizer state of parameters that were in another unit before."""
     with torch.no_grad():
         for group in unit.trainable:
             for parameter in group.parameters:

@@ -1,10 +1,10 @@
-"""When things move: gathers before use, prefetch, releases after use, reduces as gradients complete.
+"""The scheduler of an engine: when units are unsharded, prefetched and resharded, and when gradients are reduced.
 
-Two facts shape this file. Hooks lie: recomputation may stop before a forward ends, a queued backward callback fires
-once per reentrant checkpoint, and a module called twice fires twice; so every move is idempotent, nothing is released
-while its own backward may still need it, and `finish` at the step is what counts. And all ranks must issue the same
-collectives in the same order; so every decision on those depends only on what all ranks see alike. What a rank reads
-and copies ahead for itself may depend on more.
+Two facts shape this file. First, hooks are unreliable: recomputation may stop before a forward ends, a queued backward
+callback fires once per reentrant checkpoint, and a module called twice fires twice. So every action is idempotent,
+nothing is released while its own backward may still need it, and `finish_backward` at the boundary decides. Second, all
+ranks must issue the same collectives in the same order. So every decision about collectives depends only on what all
+ranks see alike. What a rank reads and copies ahead for itself may depend on more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardwell.sharding.unit import PendingUpdate
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """What may be whole at once; sizes are in elements."""
+    """Limits of what may be unsharded at the same time; sizes are in elements."""
 
     prefetches: bool
     live: int
@@ -43,20 +43,20 @@ class PrefetchLimits:
 
 @dataclass
 class ForwardCall:
-    """A unit's forward that runs."""
+    """A running forward of a unit."""
 
     unit: Unit
-    is_counted: bool  # among those that hold the unit
-    is_hooked: bool = False  # what autograd saves goes through hooks that it switched on
+    is_counted: bool  # counted in the unit's `in_forward`
+    is_hooked: bool = False  # it switched on the saved-tensor hooks
 
 
 def current_task() -> int:
-    """The running autograd graph task; -1 outside backward."""
+    """Return the id of the running autograd graph task; -1 outside backward."""
     return torch._C._current_graph_task_id()
 
 
 class Scheduler:
-    """Moves the units of one engine."""
+    """A scheduler that unshards, prefetches and reshards the units of one engine and starts their reduce-scatters."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class Scheduler:
         pages: ReadBuffers | None = None,
     ) -> None:
         self.limits = limits
-        self.pages = pages  # for parameters on disk
+        self.pages = pages  # for parameters on NVMe
         self.num_ranks = num_ranks
         self.trace: Trace | None = None
         self.reducer = Reducer(num_ranks, accumulation_steps, self.record)
         self.reducer.drop_gradients = self.discard_backward
-        self.backward_begins: Callable[[StepBeginning], None] | None = None  # whom to tell, before anything is updated
+        self.backward_begins: Callable[[StepBeginning], None] | None = None  # called before anything is updated
         self._num_forwards = 0  # of the engine, with gradients, since the last backward began
-        self._is_partial = False  # since then, parts of the model were called outside of those
+        self._is_partial = False  # since then, parts of the model were called outside of the engine's forwards
         self._is_chained = False  # since then, inputs of the model had a graph of their own
         self._in_model = False  # the engine's forward runs
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
@@ -83,11 +83,11 @@ class Scheduler:
         self._graph_was_used = False  # a backward went through it
         self.saved = SavedViews(self.request_unshard)
         self.calls: list[ForwardCall] = []  # the innermost last
-        self._seen: list[Unit] = []  # released, but somebody looked at them
+        self._seen: list[Unit] = []  # released, but other tensors still look at their memory
         self.adopt_units(units)
 
     def adopt_units(self, units: Sequence[Unit]) -> None:
-        """Move these units from now on."""
+        """Schedule these units from now on."""
         self.units = units
         self._by_name = {unit.name: unit for unit in units}
         released = [unit for unit in units if unit.releasable]
@@ -102,6 +102,7 @@ class Scheduler:
         self.reducer.adopt_units(self._by_name)
 
     def record(self, action: TraceAction, unit: Unit) -> None:
+        """Append an action to the trace, if one is recorded."""
         if self.trace is not None:
             self.trace.events.append(TraceEvent(action, unit.index))
 
@@ -119,7 +120,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def forward_scope(self, inputs: Any = ()) -> Iterator[None]:
-        """The engine's forward runs. Whatever an aborted pass left behind is dropped first."""
+        """Run the engine's forward inside. What an aborted pass left behind is dropped first."""
         self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
         if current_task() == -1:  # otherwise the whole model is recomputed, and its units are in their backward
             if self.backward_begins is not None and torch.is_grad_enabled():
@@ -139,6 +140,7 @@ class Scheduler:
                 self.pages.pace.pause()
 
     def _drop_leftovers(self) -> None:
+        """Reset the state of units, hooks and prefetches that an aborted pass left behind."""
         self._forward.start()
         self._cancel_prefetch()
         self.saved.clear()
@@ -149,13 +151,14 @@ class Scheduler:
                 self.reshard(unit)
 
     def _cancel_prefetch(self) -> None:
-        """A pass begins or ends: what was expected and did not come is not expected any more."""
+        """Cancel prefetches that were not used, because a pass begins or ends."""
         if self.pages is not None:
             self.pages.pace.pause()
         for unit in self.units if self.pages is not None or self._lifts else ():
             unit.cancel_prefetch()
 
     def pre_forward(self, unit: Unit) -> None:
+        """Unshard a unit before its forward, or before its recomputation in backward."""
         if current_task() != -1:  # recomputation: this is part of the unit's backward
             if unit.is_brief:
                 self._enter_graph_task(unit)
@@ -176,6 +179,7 @@ class Scheduler:
         self.record(TraceAction.FORWARD, unit)
 
     def post_forward(self, unit: Unit) -> None:
+        """Reshard a unit after its forward, unless its backward needs it soon."""
         if current_task() != -1:
             if unit.is_brief:
                 unit.in_backward = False
@@ -186,17 +190,19 @@ class Scheduler:
             self.reshard(unit)
 
     def abandon_forward(self, unit: Unit) -> None:
-        """A unit's forward ended in an error, which somebody may catch."""
+        """Reshard a unit whose forward ended in an error, which the user may catch."""
         unit.in_forward = max(unit.in_forward - 1, 0)
         self.reshard(unit)
 
     def _used_again_soon(self, unit: Unit) -> bool:
+        """Return whether fewer than `reuse_distance` elements are used between a unit's forward and its backward."""
         if self.limits.reuse_distance <= 0 or not torch.is_grad_enabled():
             return False
         after = self._forward.elements_after(unit)
         return after is not None and 2 * after < self.limits.reuse_distance
 
     def _unshard(self, unit: Unit, order: ExecutionOrder) -> None:
+        """Unshard a unit, wait for it, and start the prefetch of the units that are expected next."""
         if self._seen:
             self._look_at_seen()
         if self.pages is not None and unit.releasable and order.last is not unit:
@@ -210,7 +216,7 @@ class Scheduler:
             self._prefetch_further(unit, order)
 
     def _prefetch_further(self, unit: Unit, order: ExecutionOrder) -> None:
-        """Beyond the gather of the next unit, the one after it goes to the device, and those behind come from disk."""
+        """Beyond the next unit's all-gather, copy the unit after it to the device, and read later units from NVMe."""
         depth = self.pages.pace.depth if self.pages is not None else 0
         ahead = order.following(unit, 1 + self._lifts + depth)
         for other in self.units if self._lifts else ():
@@ -228,21 +234,24 @@ class Scheduler:
                 self.record(TraceAction.READ, later)
 
     def _worth_prefetching(self, unit: Unit, order: ExecutionOrder) -> bool:
+        """Return whether to start the all-gather of a unit ahead of its use."""
         may_wait = not unit.is_up_to_date if self.num_ranks == 1 else unit.awaits_update
         if unit.residency is not Residency.SHARDED or may_wait:
-            return False  # waiting for an update here would hold up what can run already
+            return False  # waiting for an update here would delay work that can already run
         return self._has_room(unit, order)
 
     def _has_room(self, unit: Unit, order: ExecutionOrder, parts: int = 1) -> bool:
-        """Whether a unit, or one of so many parts of it, may be on the device early."""
+        """Return whether a unit, or one of `parts` equal parts of it, may be on the device ahead of its use."""
         if order is self._backward and isinstance(unit.module, nn.Embedding):
-            return False  # nothing in its backward waits for its values: early is only more memory
+            return False  # nothing in its backward waits for its values: prefetch would only take memory
         return self.limits.prefetches and self._live() + unit.numel // parts <= self.limits.live
 
     def _live(self) -> int:
+        """Return the number of elements of units that are unsharded or being unsharded."""
         return sum(unit.numel for unit in self.units if unit.residency is not Residency.SHARDED)
 
     def _start_unshard(self, unit: Unit) -> None:
+        """Start the all-gather of a unit, if it is sharded."""
         if unit.residency is Residency.SHARDED:
             self.record(TraceAction.GATHER, unit)
             with outside_transforms(), profiled("GATHER", unit.name):
@@ -250,13 +259,14 @@ class Scheduler:
             self.saved.find(unit)
 
     def reshard(self, unit: Unit) -> None:
+        """Free a unit's unsharded parameters, unless they are still held."""
         if unit.reshard():
             self.record(TraceAction.RELEASE, unit)
             if unit.is_seen:
                 self._seen.append(unit)
 
     def _look_at_seen(self) -> None:
-        """Free released units whose last view is gone. A view of what a module returned goes when that was copied."""
+        """Free released units whose last view is gone, such as a view that a module returned and the hook cloned."""
         seen, self._seen = self._seen, []
         for unit in seen:
             unit.free_unseen()
@@ -264,20 +274,21 @@ class Scheduler:
                 self._seen.append(unit)
 
     def keep_frozen(self, most: int) -> None:
-        """Let frozen parameters stay whole from now on, unit after unit, up to so many elements."""
+        """Let frozen parameters stay unsharded from now on, unit after unit, up to `most` elements."""
         for unit in self.units:
             frozen = sum(group.layout.padded for group in unit.releasable if not group.trainable)
             if 0 < frozen <= most:
                 unit.keeps_frozen = True
                 most -= frozen
 
-    # -------------------------------------------------------------------------------------------------- lending
+    # ------------------------------------------------------------------------------------------------ retention
 
     def retain(self, unit: Unit) -> bool:
-        """Somebody needs a released unit outside its own module: make it whole until the step.
+        """Unshard a released unit that is needed outside its own module, and keep it so until the step.
 
-        Its views may be saved for backward by operations that no hook sees. Only while all ranks do the same thing
-        anyway: in a forward or backward, or while a loss is made of what a forward gave.
+        Its views may be saved for backward by operations that no hook sees. It returns false and does nothing unless
+        all ranks do the same thing anyway: in a forward or backward, or while a loss is computed from the outputs of a
+        forward.
         """
         in_pass = current_task() != -1 or self._in_model or any(u.in_forward or u.inside for u in self.units)
         if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
@@ -288,7 +299,7 @@ class Scheduler:
         return True
 
     def pre_inner_forward(self, unit: Unit) -> None:
-        """A part of a unit's module is called; if not by the module itself, the unit is lent."""
+        """Retain a unit if a part of its module is called, but not by the module itself."""
         unit.inside += 1
         if not unit.in_forward and unit.residency is not Residency.UNSHARDED:
             self._graph_is_open = self._graph_is_open or torch.is_grad_enabled()
@@ -297,18 +308,18 @@ class Scheduler:
             unit.wait()
 
     def post_inner_forward(self, unit: Unit) -> None:
-        """A part is done, or failed; loans end with the outermost."""
+        """Note that a part of a unit's module has ended or failed; retention may end with the outermost part."""
         unit.inside = max(unit.inside - 1, 0)
         if unit.is_retained and not unit.inside and not unit.in_forward:
             self.end_forward()
 
     def end_forward(self) -> None:
-        """A forward is over; if no graph was recorded, so are its loans."""
+        """End retention after a forward, if no graph was recorded."""
         if not self._graph_is_open:
             self.end_retention()
 
     def drop_unused(self) -> None:
-        """The engine's forward is over; if no graph was recorded, what was gathered or expected in vain goes."""
+        """After the engine's forward, drop prefetches and all-gathers that were not used, if no graph was recorded."""
         if not self._graph_is_open:
             self._cancel_prefetch()
         for unit in self.units if not self._graph_is_open else ():
@@ -316,17 +327,17 @@ class Scheduler:
                 self.reshard(unit)
 
     def _check_retention(self) -> None:
-        """Before the next thing happens: what the user did to units that are lent is lost."""
+        """Warn of changes that the user made to retained units, before they are lost."""
         for unit in self.units:
             if unit.is_retained:
                 unit.check_retention()
 
     def end_retention(self) -> None:
-        """No graph needs what was lent any more."""
+        """Reshard all retained units: no graph needs them any more."""
         self._graph_is_open = self._graph_was_used = False
         lent = [unit for unit in self.units if unit.is_retained]
         if lent:
-            look_closely(lent)  # once their memory is gone, nobody can tell whose a parameter was
+            look_closely(lent)  # once their memory is freed, the owner of a parameter's values cannot be found
         for unit in lent:
             unit.is_retained = False
             self.reshard(unit)
@@ -334,9 +345,9 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- backward
 
     def pre_backward(self, unit: Unit, *, keeps_graph: bool = False) -> None:
-        """Called before the first op of a unit's backward; may be called again.
+        """Unshard a unit before the first operation of its backward; it may be called repeatedly.
 
-        `keeps_graph`: a second backward will go through this one, and what it needs of the unit no hook will tell.
+        `keeps_graph`: a second backward will go through this one, and no hook will tell what it needs of the unit.
         """
         self._enter_graph_task(unit)
         unit.is_retained = unit.is_retained or keeps_graph
@@ -344,17 +355,17 @@ class Scheduler:
             unit.in_backward = True
             self.record(TraceAction.BACKWARD, unit)
             self.reducer.finish_larger(unit.numel)
-        unit.revoke_speculation()  # a graph that is gone through again saved what was before
+        unit.revoke_speculation()  # a graph that is used again saved the values before the update
         if unit.releasable:
             self._unshard(unit, self._backward)
 
     def announce_backward(self) -> None:
-        """Called before the first op of the model's backward; may be called again."""
+        """Prepare gradients for the model's backward, before its first operation; it may be called repeatedly."""
         if not self._tasks:
             self.reducer.begin_backward()
 
     def request_unshard(self, unit: Unit) -> None:
-        """Autograd reads what it saved of a unit, whether anybody announced that or not."""
+        """Unshard a unit of which autograd reads saved tensors, whether or not a hook announced its backward."""
         where = f"unit '{unit.name or '(root)'}'"
         if self._by_name.get(unit.name) is not unit:
             raise BackwardError(
@@ -370,11 +381,11 @@ class Scheduler:
             )
 
     def _enter_graph_task(self, unit: Unit) -> None:
-        """Remember in which graph task a unit was seen, and look after it when the task ends."""
+        """Record the graph task in which a unit was seen, and end the unit's backward when that task ends."""
         task = unit.task = current_task()
         if task not in self._tasks:
             if not self._tasks:
-                self.reducer.finish_earlier()  # here, because the ranks are all at the same place
+                self.reducer.finish_earlier()  # here, because all ranks are at the same place
                 self._graph_was_used = True
                 self._check_retention()
                 self._backward.start()
@@ -390,18 +401,19 @@ class Scheduler:
         self._num_forwards, self._is_chained, self._is_partial = 0, False, False
 
     def accumulate_gradient(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor) -> None:
-        """A parameter's gradient is complete (for this graph task)."""
+        """Accumulate a parameter's gradient, which is complete for this graph task."""
         grad = self.reducer.incoming(group, index, parameter)
         if grad is not None:
             self._enter_graph_task(unit)
             self.reducer.accumulate(unit, group, index, parameter, grad)
 
     def post_backward(self, unit: Unit) -> None:
-        """A unit's backward is over, as far as one can tell: reduce what arrived, release.
+        """Reduce the gradients of a unit whose backward has ended, as far as is known, and reshard the unit.
 
-        With one group all are reduced: which of them got a gradient may differ between ranks. In a unit that the user
-        named for that, so may whether any did. What waits from earlier micro-steps goes with the next gradient: a
-        unit that is called several times in a forward ends as often, and most of its gradients come with the last.
+        If one group of a unit is reduced, all are: which groups got a gradient may differ between ranks. In a unit that
+        the user named as a leaf module, whether any group did may differ too. Gradients of earlier micro-steps wait for
+        the next gradient: a unit that is called several times in a forward ends as often, and most of its gradients
+        come with the last call.
         """
         if unit.has_news or (unit.is_named and unit.in_backward):
             self.reducer.reduce(unit)
@@ -409,7 +421,7 @@ class Scheduler:
         self.reshard(unit)
 
     def _end_task(self, task: int) -> None:
-        """A graph task ended: units that were seen in it are done, also those whose inputs need no gradient."""
+        """End the backward of all units that were seen in a graph task, also of units whose inputs need no gradient."""
         for unit in reversed(self.units):
             if unit.task == task:
                 unit.task = -1
@@ -423,7 +435,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------------- step
 
     def finish_backward(self) -> None:
-        """The boundary: everything that backward started is finished; what was kept back until now is reduced."""
+        """At the boundary, finish everything that backward started, and reduce the gradients that were deferred."""
         with self.reducer.ending():
             for unit in self.units:
                 has_sums = any(group.gradients.is_partial for group in unit.trainable)
@@ -431,7 +443,7 @@ class Scheduler:
             self.end_passes()
 
     def end_passes(self) -> None:
-        """No backward runs, and nothing is on its way. What waits for the boundary still does."""
+        """End all passes and wait for all reductions in flight. Gradients that wait for the boundary still do."""
         for unit in reversed(self.units):
             unit.task = -1
             self.post_backward(unit)
@@ -440,9 +452,9 @@ class Scheduler:
         self.reducer.finish_all()
 
     def discard_backward(self) -> None:
-        """As `finish`, but nobody is told of gradients: they are not wanted any more. A graph may still be."""
+        """Finish as `finish_backward` does, but drop the gradients: no update starts. A graph may still be used."""
         with self.reducer.telling_nobody():
-            if self.reducer.paths_differ:  # what a rank has it need not show the others first
+            if self.reducer.paths_differ:  # gradients that are dropped need not be shown to the other ranks first
                 self.end_passes()
                 self.reducer.end_boundary()
             else:
@@ -451,6 +463,7 @@ class Scheduler:
             self.end_retention()
 
     def after_update(self, unit: Unit, arrival: PendingUpdate | None = None) -> None:
+        """Record a unit's update and publish it."""
         self.record(TraceAction.STEP, unit)
         unit.note_update()
         if unit.publish(arrival):

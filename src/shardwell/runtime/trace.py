@@ -1,4 +1,4 @@
-"""The step as data: every action is a short token, recorded and printed, never replayed."""
+"""A trace of the step: every action is a short token that is recorded and printed, but never replayed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.profiler import record_function
 
 
 class TraceAction(enum.Enum):
-    """What can happen to a unit. The value is its letter in a token."""
+    """An action on a unit. The value is its letter in a token."""
 
-    READ = "D"  # from the drive, ahead
-    LIFT = "U"  # up to the device, ahead
-    GATHER = "G"
+    READ = "D"  # prefetched from NVMe
+    LIFT = "U"  # copied to the device ahead of the all-gather
+    GATHER = "G"  # unsharded by an all-gather
     FORWARD = "F"
     BACKWARD = "B"
-    RELEASE = "L"  # let go
-    REDUCE = "R"
+    RELEASE = "L"  # resharded
+    REDUCE = "R"  # gradients averaged over the ranks
     STEP = "S"
     PUBLISH = "P"
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One action on one unit; prints as 'G3' and parses back."""
+    """One action on one unit; it prints as 'G3' and parses back."""
 
     action: TraceAction
     unit: int
@@ -38,6 +38,7 @@ class TraceEvent:
 
     @classmethod
     def parse(cls, token: str) -> TraceEvent:
+        """Return the event of a token such as 'G3'."""
         found = re.fullmatch(r"([A-Z])(\d+)", token)
         if found is None:
             raise ValueError(f"'{token}' is not an event; events look like 'G3'")
@@ -46,7 +47,7 @@ class TraceEvent:
 
 @dataclass
 class Trace:
-    """What happened, in order."""
+    """The recorded events, in order."""
 
     unit_names: list[str] = field(default_factory=list)
     events: list[TraceEvent] = field(default_factory=list)
@@ -58,10 +59,11 @@ class Trace:
         return len(self.events)
 
     def count(self, action: TraceAction, unit: int | None = None) -> int:
+        """Return how often an action occurs, on all units or on one."""
         return sum(event.action is action and unit in (None, event.unit) for event in self.events)
 
     def __str__(self) -> str:
-        """The tokens, and below them which number is which unit."""
+        """Return the tokens, and below them a legend of unit numbers and names."""
         legend = "  ".join(f"{index}={name or '(root)'}" for index, name in enumerate(self.unit_names))
         return " ".join(map(str, self.events)) + (f"\n{legend}" if legend else "")
 
@@ -70,5 +72,5 @@ _nothing = contextlib.nullcontext()
 
 
 def profiled(action: str, unit: str) -> contextlib.AbstractContextManager[object]:
-    """A range of its own in the profiler that runs, if one does: a range costs also where nobody looks."""
+    """Return a profiler range if a profiler runs, else an empty context: a range has a cost without a profiler too."""
     return record_function(f"shardwell::{action} {unit}") if _profiler_enabled() else _nothing

@@ -1,4 +1,4 @@
-"""Units inside transforms of torch.func: what the engine does for itself is no part of the function."""
+"""Units inside transforms of torch.func and torch.jit.trace: the engine's operations are no part of the function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwell.sharding import Unit
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """What runs inside is not transformed: a gather writes to memory that the function does not know."""
+    """Return a context whose operations are not transformed: an all-gather writes to memory unknown to the function."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -22,7 +22,10 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def outside_trace(unit: Unit) -> Iterator[None]:
-    """What runs inside is no part of what torch.jit.trace records. It keeps parameters, so they must stay."""
+    """Return a context whose operations torch.jit.trace does not record.
+
+    A trace keeps the memory of parameters, so a unit that can be released raises.
+    """
     if unit.releasable:
         raise ShardwellError(
             f"torch.jit.trace met unit '{unit.name or '(root)'}', whose parameters are whole only while it runs: the "
@@ -39,7 +42,7 @@ def outside_trace(unit: Unit) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_refusals() -> Iterator[None]:
-    """Torch allows no saved-tensor hooks inside of grad and vjp: say what that means here."""
+    """Explain torch's error that it allows no saved-tensor hooks inside of grad and vjp."""
     try:
         yield
     except RuntimeError as error:
