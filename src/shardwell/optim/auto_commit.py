@@ -1,11 +1,11 @@
 """The "auto" commit policy: updates are immediate where the training loop cannot notice the difference.
 
-An immediate update changes parameters while backward still runs. A training loop that reads them before the step, drops
-or changes the gradients, or changes the step would get other results than with a step after the norm. So updates wait
-for the norm at first, and units whose gradients of a boundary are complete are watched until the step. If nothing used
-them before the step for some steps, on any rank, updates become immediate. From then on such a use raises an error,
-because the old values are gone. A backward that begins in another way than those of the first steps makes updates wait
-for the norm for good.
+An immediate update changes parameters while backward still runs. A training loop that reads them before the step,
+drops, adds to or changes the gradients, or changes the step would get other results than with a step after the norm. So
+updates wait for the norm at first, and units whose gradients of a boundary are complete are watched until the step. If
+nothing used them before the step for some steps, on any rank, updates become immediate. From then on such a use raises
+an error, because the old values are gone. A backward that begins in another way than those of the first steps makes
+updates wait for the norm for good.
 """
 
 from __future__ import annotations

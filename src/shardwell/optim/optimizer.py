@@ -350,7 +350,7 @@ class ShardedOptimizer(Optimizer):
             trainer.zero_grad(set_to_none)
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of this boundary; an immediate update is not undone, and an error with "auto"."""
+        """Drop the gradients of this boundary; an immediate update is not undone; with "auto" it is an error."""
         self.habit.meet("gradients were dropped")
         self._forget_gradients(False, together=True)
 

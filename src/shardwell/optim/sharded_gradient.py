@@ -2,8 +2,8 @@
 
 Between a backward and its step each rank holds its part of the averaged gradient, in a flat buffer, on some tier.
 `ShardedGradient` stands for the full gradient. Elementwise in-place operations change this rank's part, norms are
-summed over the ranks, and any other operation all-gathers the full gradient. All ranks must do the same, as with any
-collective. This module does not know when gradients come and go: `optim/gradient_views.py` does.
+summed over the ranks, and any other operation collects the full gradient from all ranks. All ranks must do the same, as
+with any collective. This module does not know when gradients come and go: `optim/gradient_views.py` does.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HeldGradient:
         return ParamAccess(self.parameter, of_gradient=True)
 
     def whole(self) -> Tensor:
-        """Return the full gradient (ND), all-gathered, in the parameter's dtype. Changes of it are taken over."""
+        """Return the full gradient (ND) of all ranks, in the parameter's dtype. Changes of it are taken over."""
         self.check_there()
         self.write_back()
         if self.gathered is None:

@@ -96,7 +96,7 @@ class StoredShard:
         token = f"GATHER {self._name}"
         if self._row.all_gather_codec is not None and codec is None:
             token += " exactly"  # the byte count differs from that of quantised values
-            second = None  # the secondary shard is quantised, and the caller wants exact values
+            second = None  # the secondary shard holds values that a codec rounded, and the caller wants exact ones
         if second is not None and second.is_there:
             flat.allocate()
             return second.gather(flat.tensor)

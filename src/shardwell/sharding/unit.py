@@ -83,7 +83,7 @@ class Unit:
         self.is_retained = False  # code outside its module may still use it
         self._was_lent = False  # retained since its all-gather
         self._gathered_at = 0  # `num_updates` at the all-gather
-        self._num_close_looks = 0  # reshards that compared values
+        self._num_close_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
         self.fetch: Callable[[Unit], bool] | None = None  # retains the unit; false if that is not allowed now
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
         # takes over gradients that the user has set or deleted
