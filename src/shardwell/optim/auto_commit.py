@@ -1,10 +1,11 @@
-"""Whether updates may go at once where `commit` is "auto": where nobody between a backward and its step could tell.
+"""The "auto" commit policy: updates are immediate where the training loop cannot notice the difference.
 
-An update at once changes parameters while backward still runs. Who then looks at them before the step, gives the
-gradients up, adds to them or changes the step, would get other numbers than from a step after the norm. So updates wait
-for the norm at first, and units whose gradients of a boundary are complete are watched until the step. If nobody met
-them for some steps, on any rank, updates go at once. Whoever meets a unit from then on gets an error, because what was
-before is gone; a backward that begins in another way than those that were seen waits for the norm, for good.
+An immediate update changes parameters while backward still runs. A training loop that reads them before the step,
+drops, adds to or changes the gradients, or changes the step would get other results than with a step after the norm. So
+updates wait for the norm at first, and units whose gradients of a boundary are complete are watched until the step. If
+nothing used them before the step for some steps, on any rank, updates become immediate. From then on such a use raises
+an error, because the old values are gone. A backward that begins in another way than those of the first steps makes
+updates wait for the norm for good.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _KEY = '"shardwell": {"commit": "after_norm"}'
 
 
 class CommitPhase(enum.Enum):
+    """The phases of the "auto" commit policy."""
+
     LEARNING = "updates wait for the norm, and steps are watched"
     AT_ONCE = "updates go at once, and whoever could tell gets an error"
     AFTER_NORM = "updates wait for the norm, for good"
@@ -35,38 +38,40 @@ class CommitPhase(enum.Enum):
 
 @dataclass(frozen=True)
 class StepBeginning:
-    """How a backward begins: what is known of its graph before anything is updated."""
+    """What is known of the graph of a backward before anything is updated."""
 
-    num_forwards: int  # of the engine with gradients, since the backward before
-    is_chained: bool  # an input of theirs has a graph of its own: another model's, say
+    num_forwards: int  # forwards of the engine with gradients since the last backward
+    is_chained: bool  # an input has a graph of its own, for example another model's
     is_partial: bool  # parts of the model were called outside of the engine's forward
     keeps_graph: bool  # another backward may follow
 
 
 @dataclass(frozen=True)
 class WatchedUpdate:
-    """What a unit awaits from the end of its backward to the step: nobody. Who comes all the same has to say so."""
+    """A pending update of a watched unit: any use of the unit before the step is recorded, or is an error."""
 
     unit: Unit
     habit: AutoCommit
-    arrival: HostPending | None  # of an update that was begun
-    is_ahead: bool  # one was begun, on some ranks at least
+    arrival: HostPending | None  # of an update that was started
+    is_ahead: bool  # an update was started on some ranks at least
 
-    is_done = False  # nobody fetches it ahead
+    is_done = False  # a prefetch never waits for it
 
     def _meet(self) -> None:
         try:
             self.habit.meet(f"unit '{self.unit.name or '(root)'}' was used or looked at")
         except ShardwellError:
-            self.unit.await_update(self, hides=True)  # whoever comes next hears the same
+            self.unit.await_update(self, hides=True)  # the next use raises the same error
             raise
 
     def wait_local(self) -> None:
+        """Record the use, and wait for this rank's part of the update."""
         self._meet()
         if self.arrival is not None:
             self.arrival.wait_local()
 
     def wait(self) -> None:
+        """Record the use, wait for the update and publish it."""
         self._meet()
         if self.arrival is not None:
             self.arrival.wait_local()
@@ -75,40 +80,45 @@ class WatchedUpdate:
 
 
 class AutoCommit:
-    """What a training loop does between a backward and its step. All ranks come to the same result."""
+    """The decision of the "auto" commit policy, the same on all ranks.
+
+    It depends on what a training loop does between a backward and its step.
+    """
 
     def __init__(self, inner: Optimizer, context: EngineContext, units: list[Unit]) -> None:
         self._inner, self._context = inner, context
         self.phase = CommitPhase.LEARNING
-        self._groups: dict[int, tuple[Unit, list[ShardedGroup]]] = {}  # by unit: whose updates go at once if they may
-        self._begun: dict[int, bool] = {}  # units of this boundary, and whether all gradients of them were there
-        self._watched: list[Unit] = []  # of those
-        self._options: list[Options] = []  # of the step, when the first of them began
+        # by unit: groups whose updates may become immediate
+        self._groups: dict[int, tuple[Unit, list[ShardedGroup]]] = {}
+        self._begun: dict[int, bool] = {}  # units of this boundary, and whether all their gradients were there
+        self._watched: list[Unit] = []  # the watched ones of these
+        self._options: list[Options] = []  # hyperparameters when the first of these began
         self._is_stepping = False
-        self._has_any = False  # gradients came at this boundary
-        self._odd = ""  # what nobody may do while updates go at once; the others hear of it with the next norm
-        self._told: Tensor | None = None  # how many ranks have something odd
+        self._has_any = False  # gradients arrived at this boundary
+        self._odd = ""  # what conflicts with immediate updates; other ranks learn of it with the next norm
+        self._told: Tensor | None = None  # how many ranks found a conflict
         self._later: AsyncScalar | None = None  # the same, of the last step
-        self._num_plain = 0  # steps, one after the other
-        self._beginnings: set[StepBeginning] = set()  # of backwards, that were seen
+        self._num_plain = 0  # consecutive steps without a conflict
+        self._beginnings: set[StepBeginning] = set()  # the beginnings of backwards in the learning phase
         for unit in units:
             self.take(unit)
 
     @property
     def is_on(self) -> bool:
-        """Some updates go at once if they may."""
+        """Whether any group has the "auto" commit policy."""
         return bool(self._groups)
 
     # ---------------------------------------------------------------------------------------------------- units
 
     def take(self, unit: Unit) -> None:
-        """Decide for a unit, as far as nobody has."""
+        """Apply the decision to the groups of a unit that have the "auto" commit policy."""
         groups = [group for group in unit.trainable if group.row.commit is CommitPolicy.AUTO]
         if groups:
             self._groups[unit.index] = unit, groups
             self._apply(unit, groups)
 
     def leave(self, unit: Unit) -> None:
+        """Stop watching a unit."""
         unit.is_watched = False
         self._groups.pop(unit.index, None)
         self._begun.pop(unit.index, None)
@@ -126,7 +136,7 @@ class AutoCommit:
     # ------------------------------------------------------------------------------------------------- backward
 
     def backward_begins(self, beginning: StepBeginning) -> None:
-        """Before anything of it is updated."""
+        """Check the beginning of a backward, before anything is updated."""
         if self.phase is CommitPhase.LEARNING:
             self._beginnings.add(beginning)
         elif self.phase is CommitPhase.AT_ONCE and beginning not in self._beginnings and not self._begun:
@@ -134,9 +144,9 @@ class AutoCommit:
             self._wait_for_good()
 
     def watch(self, unit: Unit, arrival: HostPending | None, *, is_complete: bool) -> bool:
-        """A unit's gradients of this boundary are reduced, and it was updated, or would have been; false if not here.
+        """Watch a unit from its reduce-scatter at this boundary to the step; false if it is not watched.
 
-        `is_complete`: this rank had all gradients of it.
+        `is_complete`: this rank has all its gradients. The unit was updated, or would have been.
         """
         if unit.index not in self._groups:
             return False
@@ -154,10 +164,11 @@ class AutoCommit:
         return True
 
     def has_begun(self, unit: Unit) -> bool:
+        """Whether the unit has had its update of this boundary, or would have had it."""
         return unit.index in self._begun
 
     def meet(self, what: str) -> None:
-        """Somebody does what would give other numbers, if units were updated at once in this boundary."""
+        """Record an action that would give other results if units were updated immediately at this boundary."""
         if self._begun and not self._is_stepping:
             self._note(what)
 
@@ -172,17 +183,17 @@ class AutoCommit:
         self._odd = self._odd or what
 
     def see_gradients(self, unit: Unit) -> None:
-        """Somebody looks at a unit's gradients, or changes them."""
+        """Record that a unit's gradients are read or changed."""
         if self.has_begun(unit):
             self.meet(f"gradients of unit '{unit.name or '(root)'}' were read or set")
 
     def excuse(self) -> None:
-        """Everything of this boundary will be given up or overwritten, so nothing can be told any more."""
+        """Stop watching: everything of this boundary will be dropped or overwritten."""
         self._release()
         self._begun.clear()
 
     def _release(self) -> None:
-        """Nobody need come by any more to be told. Updates that were begun are awaited as ever."""
+        """Stop watching units; updates that were started are still waited for."""
         watched, self._watched = self._watched, []
         for unit in watched if self.phase is not CommitPhase.AT_ONCE else ():
             unit.await_update(None)
@@ -190,12 +201,12 @@ class AutoCommit:
     # ----------------------------------------------------------------------------------------------------- step
 
     def begin_step(self) -> None:
-        """The step that everything waited for has come."""
+        """Begin the step: units are not watched any more."""
         self._release()
         self._is_stepping = True
 
     def check_options(self) -> None:
-        """The hyperparameters must be those that updates at once were done with."""
+        """Check that the hyperparameters are those that immediate updates used."""
         if (
             self._begun
             and self.phase is not CommitPhase.AFTER_NORM
@@ -205,15 +216,15 @@ class AutoCommit:
 
     @property
     def says(self) -> float | None:
-        """What is added up over the ranks with the norm; None: nothing."""
+        """Return the number that is summed over the ranks with the norm; None: nothing."""
         return float(bool(self._odd)) if self._groups else None
 
     def hear(self, told: Tensor | None) -> None:
-        """The sum of what all ranks say."""
+        """Take the sum of `says` over the ranks."""
         self._told = told
 
     def end_step(self) -> None:
-        """It was applied: what it has shown counts."""
+        """Count a step that was applied, and change the phase if that follows."""
         told, self._told = self._told, None
         later, self._later = self._later, None
         is_virtual = self._context.device.is_meta
@@ -234,7 +245,7 @@ class AutoCommit:
             self._say(logging.INFO, "updates go at once from now on, while backward runs: nothing came between")
 
     def forget(self) -> None:
-        """This boundary is over."""
+        """End this boundary."""
         self._release()
         self._begun.clear()
         self._is_stepping = False

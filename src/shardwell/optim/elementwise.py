@@ -1,8 +1,8 @@
-"""Is an optimizer elementwise? Only then do stretches of masters, cut anywhere, step as whole parameters would.
+"""The check whether an optimizer is elementwise: only then may slices of parameters be stepped alone.
 
-Of torch's own and shardwell's that is known. Any other one is tried: it takes steps over small tensors, whole, and over
-the same numbers as two ranks would hold them. A rule that looks at shapes, at norms, or from one parameter to another
-gives other numbers then, and is refused. So is what cannot be tried, unless the optimizer, or its class, says
+That is known of torch's and shardwell's optimizers. Any other optimizer is tried: it steps small full tensors, and the
+same values as two ranks would hold them. A rule that depends on shapes, on norms, or on other parameters gives
+different results, and is refused. An optimizer that cannot be tried is refused, too, unless it or its class has
 `elementwise = True`.
 """
 
@@ -43,15 +43,15 @@ _KNOWN_ELSEWHERE = {  # some of them run on GPUs only, or need a process group
 }
 _REFUSED = {"LBFGS", "Adafactor", "SparseAdam"}
 _SHAPES = {0: (), 1: (13,), 2: (6, 5), 3: (3, 4, 5), 4: (4, 3, 3, 2)}
-_NUM_STEPS = 12  # rules may begin to differ after a few
-_SCALES = (1.0, 1e-3, 30.0)  # of gradients: rules may clip
+_NUM_STEPS = 12  # rules may begin to differ after a few steps
+_SCALES = (1.0, 1e-3, 30.0)  # of gradients: rules may clip them
 _WAY_OUT = (
     "Use an elementwise optimizer (Adam, AdamW, Lion, SGD, Adagrad, RMSprop, ...), or Lamb or Muon, which know shards."
 )
 
 
 def check_kind(kind: Any) -> None:
-    """Refuse what is known not to be elementwise."""
+    """Refuse a class that is known not to be elementwise."""
     names = {base.__name__ for base in getattr(kind, "__mro__", ())}
     if bad := sorted(names & _REFUSED):
         raise ShardwellError(
@@ -60,7 +60,7 @@ def check_kind(kind: Any) -> None:
 
 
 def check_object(optimizer: Optimizer, device: Device) -> None:
-    """Refuse the user's optimizer if it is not elementwise. It is not changed."""
+    """Refuse the user's optimizer if it is not elementwise, without changing it."""
     check_kind(type(optimizer))
     if not _is_known(optimizer):
         dims = [sorted({parameter.ndim for parameter in group["params"]}) for group in optimizer.param_groups]
@@ -68,7 +68,7 @@ def check_object(optimizer: Optimizer, device: Device) -> None:
 
 
 def check_factory(make: Make, groups: Sequence[dict[str, Any]], device: Device) -> None:
-    """Refuse what a factory makes if it is not elementwise."""
+    """Refuse a factory whose optimizer is not elementwise."""
     dims = [sorted({parameter.ndim for parameter in group["params"]}) for group in groups]
     made = make([[nn.Parameter(torch.zeros(4, device=device.torch_device))] for _ in groups])
     check_kind(type(made))
@@ -87,7 +87,7 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def _twin(optimizer: Optimizer, tensors: list[list[Tensor]]) -> Optimizer:
-    """An optimizer with the same settings over other tensors. What it calls when it is stepped is left out."""
+    """Return an optimizer with the same settings over other tensors, without its hooks."""
     memo: dict[int, Any] = {}
     for group, others in zip(optimizer.param_groups, tensors, strict=True):
         memo.update({id(parameter): others[0] for parameter in group["params"]})
@@ -132,7 +132,7 @@ def _try(make: Make, name: str, dims: list[list[int]], device: Device) -> None:
 
 
 def _gives_the_same(make: Make, dims: list[list[int]], device: Device) -> bool:
-    """Whether steps over whole tensors and over what two ranks would hold of them come to the same."""
+    """Whether steps over full tensors and over the slices of two ranks give the same values."""
     generator = torch.Generator().manual_seed(0)
     shapes = [[_SHAPES[min(dim, 4)] for dim in (own or [1]) for _ in range(2)] for own in dims]
     whole = [[torch.randn(shape, generator=generator) for shape in own] for own in shapes]
@@ -171,5 +171,5 @@ class _Run:
         self._optimizer.step()
 
     def values(self) -> list[Tensor]:
-        """1D, of each parameter group."""
+        """Return the values of each parameter group (1D)."""
         return [torch.cat([parameter.detach().reshape(-1) for parameter in own]) for own in self._parameters]

@@ -1,7 +1,7 @@
-"""From what the user hands over (an object, a class, a factory, a config block) to an optimizer over shards.
+"""Building an optimizer over shards from an optimizer object, a class, a factory or a block of the configuration.
 
-An `OptimizerFactory` is what all of these have in common: which parameter belongs to which parameter group, and how to
-make the optimizer once the shards exist.
+An `OptimizerFactory` is the common form of all of these: it knows which parameter belongs to which parameter group, and
+how to make the optimizer once the shards exist.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon, muon_groups
 
-NO_LABEL = -1  # trainable, but in no parameter group: reduced and never stepped
-_OWN: dict[str, type[Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}  # win over torch's of the same name
+NO_LABEL = -1  # trainable, but in no parameter group: reduce-scattered and never stepped
+# take precedence over torch's of the same name
+_OWN: dict[str, type[Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}
 _WITH_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 Factory = Callable[..., Optimizer]
@@ -33,19 +34,20 @@ Factory = Callable[..., Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerFactory:
-    """Labels for parameters, and an optimizer for the shards of each label."""
+    """Labels for parameters, and a function that makes the optimizer for the shards of each label."""
 
     labels: dict[int, int]  # id(parameter) -> index of its parameter group
     make: Callable[[list[list[Tensor]]], Optimizer]  # from the shards of each parameter group
-    num_states: int = 2  # tensors of a shard's size that it keeps for each; Adam's, where that is not known
-    is_collective: Callable[[], bool] = lambda: False  # ranks meet in its steps
-    given: Optimizer | None = None  # the user's own, which schedulers may have a hold of
+    num_states: int = 2  # state tensors of a shard's size; as many as Adam's where that is not known
+    is_collective: Callable[[], bool] = lambda: False  # its steps need collectives
+    given: Optimizer | None = None  # the user's own, which schedulers may refer to
 
     def label(self, parameter: nn.Parameter) -> int:
+        """Return the parameter group of a parameter, or `NO_LABEL`."""
         return self.labels.get(id(parameter), NO_LABEL)
 
     def note_step(self, *made: Optimizer) -> None:
-        """Tell schedulers that it was stepped, whoever does the work: torch warns of those that come before that."""
+        """Mark the optimizers as stepped: torch warns of schedulers that are stepped before their optimizer."""
         for optimizer in (*made, self.given):
             if optimizer is not None:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -58,7 +60,7 @@ def factory_for(
     block: OptimizerConfig | None,
     device: Device,
 ) -> OptimizerFactory | None:
-    """How to make the optimizer, or None for a model that is only evaluated."""
+    """Return how to make the optimizer, or None for a model that is only evaluated."""
     if isinstance(optimizer, torch.optim.Muon):
         return _from_torch_muon(optimizer)
     if isinstance(optimizer, Optimizer):
@@ -86,7 +88,7 @@ def factory_for(
 
 
 def _groups_for_muon(model: nn.Module, groups: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Matrices inside the model for Muon, the rest for its AdamW; groups that say `use_muon` stay as they are."""
+    """Split groups into matrices inside the model for Muon and the rest for AdamW, unless they set `use_muon`."""
     rates = {key: options.pop(key) for key in ("muon_lr", "adam_lr") if key in options}
     if any("use_muon" in group for group in groups):
         return groups
@@ -100,10 +102,10 @@ def _groups_for_muon(model: nn.Module, groups: list[dict[str, Any]], options: di
 
 
 def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
-    """The optimizer that a config block means, with its fused kernel where there is one.
+    """Return the optimizer that a configuration block names and its options, with a fused kernel where there is one.
 
-    As in the files that people bring, "Adam" means decoupled weight decay unless `adam_w_mode` is false,
-    and no weight decay is no weight decay (torch's own AdamW defaults to 0.01).
+    As in DeepSpeed's configuration files, "Adam" means decoupled weight decay unless `adam_w_mode` is false, and a
+    missing weight decay is 0 (torch's own AdamW defaults to 0.01).
     """
     options = _in_torchs_words(block)
     name = _spelled(block.type)
@@ -127,9 +129,9 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
 
 
 def _in_torchs_words(block: OptimizerConfig) -> dict[str, Any]:
-    """The arguments without those of DeepSpeed's own kernels that ask for what there is anyway."""
+    """Return the options without those of DeepSpeed's kernels that ask for what is the case here anyway."""
     options = dict(block.params)
-    for name in ("torch_adam", "set_grad_none", "ns_method"):  # which kernel, when to free, how to orthogonalise
+    for name in ("torch_adam", "set_grad_none", "ns_method"):  # the kernel, when to free, the orthogonalisation
         options.pop(name, None)
     if "adamw_mode" in options:
         options.setdefault("adam_w_mode", options.pop("adamw_mode"))
@@ -149,7 +151,7 @@ def _in_torchs_words(block: OptimizerConfig) -> dict[str, Any]:
 
 
 def _made(factory: Factory, options: dict[str, Any], kind: str) -> Factory:
-    """With these arguments; what the optimizer does not like about them is an error of the configuration."""
+    """Return a factory with these options; an error of the optimizer about them is one of the configuration."""
 
     def make(params: Any) -> Optimizer:
         try:
@@ -161,7 +163,7 @@ def _made(factory: Factory, options: dict[str, Any], kind: str) -> Factory:
 
 
 def _spelled(name: str) -> str:
-    """The optimizer that `name` means, whatever its case."""
+    """Return the optimizer that `name` means, in any case of letters."""
     kinds = {
         key.lower(): key
         for key, kind in {**vars(torch.optim), **_OWN}.items()
@@ -184,7 +186,7 @@ def _from_object(optimizer: Optimizer) -> OptimizerFactory:
         shards = shards + [[]] * (len(optimizer.param_groups) - len(shards))  # the last ones may be empty
         for group, tensors in zip(optimizer.param_groups, shards, strict=True):
             group["params"] = tensors
-        if optimizer.state:  # made at birth (Adagrad does): make it again, for the shards
+        if optimizer.state:  # allocated by the constructor (as Adagrad's is): make it again, for the shards
             optimizer.state = type(optimizer)(
                 [dict(group) for group in optimizer.param_groups], **optimizer.defaults
             ).state
@@ -195,7 +197,10 @@ def _from_object(optimizer: Optimizer) -> OptimizerFactory:
 
 
 def _from_torch_muon(given: torch.optim.Muon) -> OptimizerFactory:
-    """Torch's own takes whole matrices only: ours steps its parameter groups, which schedulers may have a hold of."""
+    """Return a factory of `shardwell.optim.muon.Muon` with the parameter groups of torch's Muon.
+
+    Torch's Muon accepts full matrices only. Schedulers may refer to its parameter groups, so these are kept.
+    """
     recipe = _from_object(given)
 
     def make(shards: list[list[Tensor]]) -> Optimizer:
@@ -227,7 +232,7 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device
 
 
 def _parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> list[dict[str, Any]]:
-    """`model_parameters` as torch takes it: parameters, (name, parameter) pairs, or group dictionaries."""
+    """Return `model_parameters` as groups; as in torch it has parameters, (name, parameter) pairs or groups."""
     items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if items and isinstance(items[0], dict):
         return [{**group, "params": _unnamed(group["params"])} for group in items]
@@ -245,7 +250,7 @@ def _steps_taken(state: dict[str, Any]) -> bool:
 
 
 def _num_states(kind: Any, groups: Iterable[dict[str, Any]]) -> int:
-    """Tensors that an optimizer keeps for each parameter; as many as Adam where that is not known."""
+    """Return the state tensors that an optimizer keeps for each parameter; as many as Adam's if not known."""
     if kind is torch.optim.SGD:
         return int(any(group.get("momentum") for group in groups))
     if kind in (torch.optim.Adagrad, Lion):

@@ -1,8 +1,9 @@
-"""What optimizers that are not elementwise ask for: sums over a whole parameter, and whole matrices.
+"""Full tensors for optimizers that are not elementwise: sums over full parameters, and full matrices.
 
-Such an optimizer (`Lamb`, `Muon`) has an attribute `whole`. By default it is `Alone`: the tensors it steps are the
-parameters. Over shards it is replaced by one that knows which ranks hold the other parts. Both methods are collective
-there: a step calls each method that it needs exactly once, also when this rank holds no part of anything.
+Such an optimizer (`Lamb`, `Muon`) has an attribute `whole`. By default it is `LocalFullTensors`: the tensors that the
+optimizer steps are the parameters. Over shards it is `ShardedFullTensors`, which knows the ranks that hold the other
+parts. Both methods, `sums` and `through`, are collective there: a step calls each method that it needs exactly once,
+also if this rank holds no part of anything.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ from shardwell.sharding.layout import Slot, SlotPiece
 
 
 def needs_full_tensors(optimizer: Optimizer) -> bool:
-    """Whether it is not elementwise: over shards, ranks meet in its steps."""
+    """Whether the optimizer is not elementwise, so that its steps over shards need collectives."""
     return hasattr(optimizer, "whole")
 
 
 @dataclass(frozen=True)
 class SlicePosition:
-    """Which part of which parameter an optimizer's tensor is."""
+    """The parameter that a tensor of the optimizer is a part of."""
 
     index: int  # the parameter's number, the same on every rank
-    shape: tuple[int, ...]  # ND, of the whole parameter
+    shape: tuple[int, ...]  # ND, of the full parameter
 
 
 class FullTensors(Protocol):
-    """Whole parameters, for an optimizer that steps parts of them."""
+    """Access to full parameters, for an optimizer that steps parts of them."""
 
     def place(self, tensor: Tensor) -> SlicePosition:
-        """Where a tensor of the optimizer belongs."""
+        """Return the parameter that a tensor of the optimizer belongs to."""
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """For each (tensor of the optimizer, 1D partial sums): the sums over all parts of the same parameter.
+        """Return, for each (tensor of the optimizer, 1D partial sums), the sums over all parts of its parameter.
 
         Every entry has the same number of sums.
         """
 
     def through(self, parts: list[tuple[Tensor, Tensor]], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """For each (tensor of the optimizer, values of the same numel): its part of `function(whole values)`.
+        """Return, for each (tensor of the optimizer, values of the same numel), its part of `function(full values)`.
 
-        `function` takes a parameter in its true shape in bf16 (values are rounded on the way, as torch rounds), leaves
-        it alone and returns another; the work is spread over the ranks, and each parameter is computed once.
+        `function` takes a parameter in its full shape in bf16 (values are rounded before they are sent, as torch
+        rounds), does not change it and returns another tensor. The work is spread over the ranks, and each parameter is
+        computed once.
         """
 
 
 class LocalFullTensors:
-    """Nothing is sharded: every tensor is a whole parameter."""
+    """Full tensors without sharding: every tensor is a full parameter."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -72,7 +74,7 @@ class LocalFullTensors:
 
 
 class ShardedFullTensors:
-    """The parameters are split over the ranks; their parts are summed, or sent to one rank each and back."""
+    """Full tensors of sharded parameters: their parts are summed, or sent to one rank each and back."""
 
     def __init__(self, shards: ParamSlices, inner: Optimizer, comm: Collectives) -> None:
         self._shards, self._inner, self._comm = shards, inner, comm
@@ -80,7 +82,7 @@ class ShardedFullTensors:
         self._unseen: set[str] = set()
 
     def begin(self, groups: list[ShardedGroup], unseen: set[str]) -> None:
-        """The next step is over these groups, except for these parameters; the same on every rank."""
+        """Set the groups of the next step, and the parameters that it leaves out; the same on every rank."""
         self._groups, self._unseen = groups, unseen
         self._by_tensor = {id(shard.tensor): shard for shard in self._shards}
 
@@ -113,7 +115,7 @@ class ShardedFullTensors:
         swap = _Swap(self._comm, split, balance([_cost(matrix.slot) for matrix in split], self._comm.mesh.size))
         wholes = swap.collect(mine, self._where)
         for matrix in matrices:
-            if not matrix.is_split:  # every rank has it, and computes it for itself
+            if not matrix.is_split:  # every rank has it, and computes it redundantly
                 wholes[matrix.slot.name] = mine[matrix.slot.name].bfloat16()
             if matrix.slot.name in wholes:
                 view = wholes[matrix.slot.name].as_strided(matrix.slot.shape, matrix.slot.stride)
@@ -125,7 +127,7 @@ class ShardedFullTensors:
         return self._shard(tensor).pieces[0].slot.name
 
     def _matrices(self) -> Iterator[_Matrix]:
-        """The parameters of this step that are wanted whole, and who holds which part of them."""
+        """Yield the parameters of this step that are needed in full, each with the rank of every part."""
         wants_whole: Callable[[dict[str, object]], bool] = self._inner.wants_whole  # type: ignore[attr-defined]
         for group in self._groups:
             is_split = group.row.optimizer.axis is not None
@@ -139,7 +141,7 @@ class ShardedFullTensors:
                     yield _Matrix(slot, is_split, [found[0] if found else None for found in parts])
 
 
-_NUM_SUMS = 4  # the most sums that an optimizer asks for at once
+_NUM_SUMS = 4  # the most sums that an optimizer asks for in one call
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,14 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Swap:
-    """Parts of matrices to their owners, and back."""
+    """The exchange of parts of matrices with the ranks that compute them."""
 
     comm: Collectives
     matrices: list[_Matrix]
     owners: list[int]
 
     def _crossing(self, holder: int, owner: int) -> list[tuple[_Matrix, SlotPiece]]:
-        """What `holder` has of the matrices of `owner`, in order."""
+        """Return the parts that rank `holder` has of the matrices of rank `owner`, in order."""
         return [
             (matrix, piece)
             for matrix, its_owner in zip(self.matrices, self.owners, strict=True)
@@ -166,7 +168,7 @@ class _Swap:
         ]
 
     def collect(self, mine: dict[str, Tensor], where: torch.device) -> dict[str, Tensor]:
-        """Send this rank's parts away; returns the matrices that this rank owns, flat."""
+        """Send this rank's parts to their owners, and return the matrices (flat) that this rank owns."""
         rank, ranks = self.comm.mesh.rank, range(self.comm.mesh.size)
         outgoing = [
             _joined([mine[matrix.slot.name] for matrix, _ in self._crossing(rank, owner)], where) for owner in ranks
@@ -185,7 +187,7 @@ class _Swap:
         return wholes
 
     def give_back(self, wholes: dict[str, Tensor], where: torch.device) -> dict[str, Tensor]:
-        """Send each holder its part of what was computed; returns this rank's parts."""
+        """Send each rank its part of the results, and return this rank's parts."""
         rank, ranks = self.comm.mesh.rank, range(self.comm.mesh.size)
         outgoing = [
             _joined(
@@ -208,7 +210,7 @@ class _Swap:
 
 
 def balance(costs: list[float], num_ranks: int) -> list[int]:
-    """Which rank does which piece of work: the most expensive first, always to whoever has least."""
+    """Assign work to ranks: the most expensive first, each to the rank with the least load."""
     load = [0.0] * num_ranks
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -223,7 +225,7 @@ def _check_matrix(slot: Slot) -> None:
 
 
 def _cost(slot: Slot) -> float:
-    """Of orthogonalising, up to a factor."""
+    """Return the cost of the orthogonalisation, up to a factor."""
     return float(slot.numel * min(slot.shape[-2:]))
 
 

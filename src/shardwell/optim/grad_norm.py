@@ -1,4 +1,4 @@
-"""Norms of gradients, on this rank and over all; and what is left of a step whose norm is not finite."""
+"""Norms of gradients, on this rank and over all ranks, and the report on a step whose norm is not finite."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardwell.optim.param_slices import ParamSlice, ParamSlices
 from shardwell.sharding import EngineContext, Unit
 from shardwell.sharding.spec import CommitPolicy
 
-Norm = Tensor | Callable[[], float]  # or what waits for it
+Norm = Tensor | Callable[[], float]  # or a function that waits for it
 
-_MOST_NAMES = 8  # of units, in a message
+_MOST_NAMES = 8  # unit names in a message
 
 
 def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
-    """Of a shard's gradient; and whether every rank has the same."""
+    """Return the norm of a slice's gradient, and whether every rank has the same gradient."""
     gradient = shard.gradient
     assert gradient is not None
     wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -29,13 +29,14 @@ def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
 
 
 def sum_of_squares(norms: list[Tensor], device: Device) -> Tensor:
+    """Return the sum of the squares of these norms, in fp64 on the device."""
     if not norms:
         return device.scalar(0.0, torch.float64)
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
 def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
-    """What to multiply gradients by; None if nothing has to be clipped and the host can know that for free."""
+    """Return the factor for the gradients; None if the host knows without waiting that nothing is clipped."""
     if clip <= 0:
         return None
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
@@ -43,17 +44,18 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
 
 
 class GradNorm:
-    """The norm over all ranks. The same sum tells which parameters got a gradient on no rank.
+    """The norm of the gradients over all ranks.
 
-    It also tells whether all ranks step with the same hyperparameters.
+    The same all-reduce finds the parameters that got a gradient on no rank, and checks that all ranks step with the
+    same hyperparameters.
     """
 
     def __init__(self, context: EngineContext, shards: ParamSlices, optimizer: Optimizer) -> None:
         self._context, self._shards = context, shards
         self._rates = LearningRateCheck(context, optimizer)
-        self.unseen: set[str] = set()  # those, by name, at the last call
+        self.unseen: set[str] = set()  # names of parameters without a gradient on any rank, at the last call
         self._all_seen: Tensor | None = None
-        self.told: Tensor | None = None  # the sum of what ranks say beside it
+        self.told: Tensor | None = None  # the sum of the ranks' `says`
 
     def __call__(
         self,
@@ -61,7 +63,11 @@ class GradNorm:
         norms_of: Callable[[Unit], Iterator[tuple[Tensor, bool]]],
         says: float | None = None,
     ) -> Tensor:
-        """`norms_of` gives the norms of a unit's gradients on this rank, see `norm_of`; `says`: a number to add up."""
+        """Return the global norm; all ranks must call it.
+
+        `norms_of` yields the norms of a unit's gradients on this rank, see `norm_of`. `says` is a number that is summed
+        over the ranks in the same all-reduce.
+        """
         split: list[Tensor] = []
         whole: list[Tensor] = []
         for unit in units:
@@ -83,7 +89,7 @@ class GradNorm:
         return (total[0] + sum_of_squares(whole, self._context.device)).sqrt()
 
     def _flags(self, seen: list[bool]) -> Tensor:
-        """1D, a number for each parameter: did it get a gradient here?"""
+        """Return a number for each parameter (1D): whether it got a gradient on this rank."""
         device = self._context.device.torch_device
         if not all(seen):
             return torch.tensor(seen, dtype=torch.float64, device=device)
@@ -93,17 +99,17 @@ class GradNorm:
 
 
 class PartialUpdateReport:
-    """What a step leaves if its norm is not finite: units that were updated at once, in whole or in part.
+    """A report on a step whose norm is not finite: which units were updated immediately, fully or in part.
 
-    A rank updates its part of a unit if its own part of the gradients is finite. Others may have parts that are not.
+    A rank updates its part of a unit if its own part of the gradients is finite. The parts of other ranks may not be.
     """
 
     def __init__(self, context: EngineContext, shards: ParamSlices) -> None:
         self._context, self._shards = context, shards
-        self._noted: list[tuple[str, list[list[Norm] | None]]] = []  # by unit: see `note`, for each shard
+        self._noted: list[tuple[str, list[list[Norm] | None]]] = []  # by unit: see `note`, for each slice
 
     def note(self, units: Sequence[Unit], norms_at_once: Callable[[Unit, ParamSlice], list[Norm] | None]) -> None:
-        """A step begins. A shard was updated at once if its norms are finite; those of one that waits are None."""
+        """Record the start of a step: a slice was updated immediately if its norms are finite; None: it waits."""
         commits = {group.row.commit for unit in units for group in unit.trainable}
         self._noted = [
             (unit.name or "(root)", [norms_at_once(unit, s) for s in self._shards.of(unit) if s.label >= 0])
@@ -111,9 +117,10 @@ class PartialUpdateReport:
         ]
 
     def __call__(self, *, is_late: bool) -> tuple[bool, str]:
-        """Whether all is as before, and how things are in words. If something may have been updated, all ranks ask.
+        """Return whether all values are as before the step, and a sentence that says so.
 
-        `is_late`: a backward may have updated more since then.
+        If anything may have been updated, all ranks must call it. `is_late`: a backward may have updated more since
+        then.
         """
         names: dict[tuple[bool, bool], list[str]] = {}
         for (name, _), left, updated in zip(self._noted, *self._counts(), strict=True):
@@ -126,7 +133,7 @@ class PartialUpdateReport:
         return False, f"updates at once are not taken back ({said}){more}"
 
     def _counts(self) -> tuple[list[float], list[float]]:
-        """For each unit: shards that are as before, and shards that were updated, over all ranks."""
+        """Return for each unit the slices that are as before, and those that were updated, over all ranks."""
         counts = torch.zeros(2, len(self._noted), dtype=torch.float64, device="cpu")
         for number, (_, shards) in enumerate(self._noted):
             for norms in shards:

@@ -1,8 +1,8 @@
-"""When `p.grad` stands for a gradient that the engine holds, and what users did to it meanwhile.
+"""The `p.grad` tensors that stand for gradients in the engine, and the user's changes of them.
 
-Autograd leaves a gradient in `p.grad`, the engine moves it into a flat buffer, and a `ShardedGradient` takes its place.
-It hangs there until the step, or until somebody takes it away: `p.grad = None` drops the gradient, another tensor
-replaces it. Nothing tells of either, so they are looked for where the engine is entered next.
+Autograd leaves a gradient in `p.grad`, the engine moves it into a flat buffer, and a `ShardedGradient` replaces it. It
+stays there until the step, or until the user removes it: `p.grad = None` drops the gradient, another tensor replaces
+it. Neither is reported by torch, so the engine checks for both when it is called next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEPT = (
 
 @dataclass(eq=False)
 class GradientView:
-    """What stands for the gradient of one parameter."""
+    """The tensor that stands for the gradient of one parameter, and its state."""
 
     unit: Unit
     group: ShardedGroup
@@ -38,38 +38,39 @@ class GradientView:
     parameter: nn.Parameter
     held: HeldGradient
     gradient: ShardedGradient
-    hangs: bool = False  # since the last backward; the user may have taken it away
+    hangs: bool = False  # since the last backward; the user may have removed it
     leftover: Tensor | None = None  # a gradient from before the engine
 
 
 class GradientHolder(Protocol):
-    """Who holds the gradients."""
+    """The object that holds the gradients."""
 
     def sums_may_wait(self) -> bool:
         """Whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
-        """Take in a gradient of this rank that the user set."""
+        """Take over a gradient of this rank that the user set."""
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, as `zero_grad` does."""
+        """Drop all gradients, as `zero_grad` does."""
 
 
 class GradientViews:
-    """`p.grad` of all parameters that one engine trains."""
+    """The `p.grad` tensors of all parameters that one engine trains."""
 
     def __init__(self, context: EngineContext, holder: GradientHolder) -> None:
         self._context, self._holder = context, holder
         self._views: dict[ShardedGroup, list[GradientView]] = {}
         self._all: list[GradientView] = []
-        self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are asked before every forward
-        self._norms: dict[float, dict[HeldGradient, Tensor]] = {}  # by order
-        self._hangs = False  # one of them, at least
+        self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are read before every forward
+        self._norms: dict[float, dict[HeldGradient, Tensor]] = {}  # by order of the norm
+        self._hangs = False  # at least one view is in its `p.grad`
         self._has_leftovers = False
         self._said: set[str] = set()
-        self._has_told = False  # of parameters without gradients
+        self._has_told = False  # about parameters without gradients
 
     def say_once(self, words: str) -> None:
+        """Warn with this text if it was not given yet."""
         if words not in self._said:
             self._said.add(words)
             warnings.warn(words, stacklevel=2)
@@ -94,10 +95,10 @@ class GradientViews:
             gradient = ShardedGradient(held, parameter)
             return GradientView(unit, group, index, parameter, held, gradient, leftover=parameter.grad)
 
-    # ---------------------------------------------------------------------------------------- coming and going
+    # --------------------------------------------------------------------------------- attaching and detaching
 
     def take_incoming(self, group: ShardedGroup, index: int, grad: Tensor) -> Tensor | None:
-        """What autograd has just added to `p.grad`, of what is there now."""
+        """Return what autograd has just added to `p.grad`, given its present value."""
         view = self._views[group][index]
         held = view.held
         incoming, held.incoming = held.incoming, None
@@ -106,17 +107,17 @@ class GradientViews:
             self._end(view, grad is view.gradient)
         if type(grad) is ShardedGradient:
             return incoming
-        if incoming is not None:  # autograd made another tensor of both
+        if incoming is not None:  # autograd made a new tensor of both
             return incoming
-        if view.hangs:  # the user took the gradient away, and autograd began a new one
+        if view.hangs:  # the user removed the gradient, and autograd began a new one
             self._forget(view)
         return grad
 
     def hang_one(self, group: ShardedGroup, index: int) -> None:
-        """The engine has taken a gradient in."""
+        """Set `p.grad` after the engine has taken a gradient over."""
         view = self._views[group][index]
         parameter = view.parameter
-        if type(parameter) is nn.Parameter:  # no need to go by the guard
+        if type(parameter) is nn.Parameter:  # no need to bypass `__torch_function__`
             parameter.grad = view.gradient
         else:
             with torch._C.DisableTorchFunctionSubclass():
@@ -124,12 +125,12 @@ class GradientViews:
         view.hangs = self._hangs = True
 
     def hang(self) -> None:
-        """A backward has ended: the gradients that the engine holds are those of the parameters."""
+        """Set `p.grad` of all parameters whose gradients the engine holds, at the end of a backward."""
         several = self._context.world.mesh.size > 1
         with torch._C.DisableTorchFunctionSubclass():
             for group, views in self._views.items():
                 gradients = group.gradients
-                # Which parameters of a unit got a gradient on other ranks is not known yet.
+                # It is not known yet which parameters of a unit got a gradient on other ranks.
                 all_hang = several and gradients.state in (GradState.REDUCING, GradState.REDUCED)
                 if all_hang and not self._has_told and not all(gradients.seen):
                     self._tell_of_unseen(views, gradients.seen)
@@ -144,7 +145,7 @@ class GradientViews:
 
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
         if views[0].unit.is_named:
-            return  # the user knows
+            return  # the user expects it
         self._has_told = True
         names = [view.group.layout.slots[view.index].name for view, was in zip(views, seen, strict=True) if not was]
         some = ", ".join(f"'{name}'" for name in names[:3]) + (" and others" if len(names) > 3 else "")
@@ -156,10 +157,10 @@ class GradientViews:
         )
 
     def unhang(self, *, has_begun: bool) -> None:
-        """A backward begins: autograd need not add to what stands for gradients, the engine will.
+        """Remove the views when a backward begins: the engine adds up gradients, and autograd need not.
 
-        If it has begun already, a tensor in the place of what hung there says nothing yet: it is looked at when
-        autograd has added to it.
+        If the backward has already begun, a tensor in place of a view means nothing yet: it is checked after autograd
+        has added to it.
         """
         if not has_begun:
             self.take_edits()
@@ -180,22 +181,22 @@ class GradientViews:
         self._hangs = any(view.hangs for view in self._all)
 
     def clear(self) -> None:
-        """The engine holds no gradients any more."""
+        """Remove all views, because the engine holds no gradients any more."""
         self._remove(self._all)
         self._hangs = self._has_leftovers = False
         self.note_change()
 
     def zero(self) -> None:
-        """Set the gradients to zero: a step then steps zeros, as torch's optimizers do."""
+        """Set the gradients to zero: a step then uses zeros, as torch's optimizers do."""
         self.take_edits()
         for view in self._all:
             if view.hangs:
                 view.gradient.zero_()
 
     def spend(self) -> None:
-        """A step of the user's own optimizer has used the gradients up. They hang there until somebody drops them.
+        """Mark the gradients as used by a step of the user's own optimizer; they stay until they are dropped.
 
-        Who does not, adds to them in plain PyTorch, and is told.
+        In plain PyTorch, the next backward would add to gradients that are not dropped. The user gets a warning then.
         """
         for view in self._all:
             view.held.forget_whole()
@@ -204,7 +205,7 @@ class GradientViews:
         self.note_change()
 
     def _end(self, view: GradientView, is_kept: bool) -> None:
-        """A new pass has come to a gradient that was used up; `is_kept`: and nobody has dropped it before."""
+        """End a gradient that a step has used, when a new pass reaches it; `is_kept`: it was not dropped before."""
         view.held.is_spent = view.hangs = False
         if is_kept:
             with torch._C.DisableTorchFunctionSubclass():
@@ -222,16 +223,17 @@ class GradientViews:
     # ------------------------------------------------------------------------------------------------- changes
 
     def sums_may_wait(self) -> bool:
+        """Whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
         return self._holder.sums_may_wait()
 
     def note_change(self) -> None:
-        """Norms are others now."""
+        """Drop the cached norms after a change of gradients."""
         self._norms.clear()
 
     def take_edits(self, *, at_step: bool = False) -> None:
-        """Do what the user did to `p.grad`: what was taken away is dropped, what was set counts.
+        """Take over the user's changes of `p.grad`: removed gradients are dropped, and new ones are used.
 
-        `at_step`: no backward will come and add to gradients from before the engine, so they count as they are.
+        `at_step`: no backward will add to gradients from before the engine, so they are used as they are.
         """
         with torch._C.DisableTorchFunctionSubclass():
             grads = [parameter.grad for parameter in self._parameters]
@@ -258,7 +260,7 @@ class GradientViews:
                 self._replace(view, grad)
 
     def _end_spent(self, grads: list[Tensor | None], *, at_step: bool) -> None:
-        """Gradients that a step has used up are gone where somebody dropped or replaced them, and at another step."""
+        """End used gradients that were dropped or replaced, and all of them at another step."""
         is_kept = [view.held.is_spent and grad is view.gradient for view, grad in zip(self._all, grads, strict=True)]
         has_new = any(grad is not None and not kept for kept, grad in zip(is_kept, grads, strict=True))
         if at_step and any(is_kept) and not has_new:
@@ -283,7 +285,7 @@ class GradientViews:
     def _replace(self, view: GradientView, grad: Tensor) -> None:
         if view.hangs:
             self._forget(view)
-        if isinstance(grad, ShardedGradient):  # of another parameter, or of this one in another guise
+        if isinstance(grad, ShardedGradient):  # of another parameter, or an alias of this one
             grad = grad.held.whole()
         self._holder.set_gradient(view.unit, view.group, view.index, grad.detach())
         view.leftover = None
@@ -295,7 +297,7 @@ class GradientViews:
     # --------------------------------------------------------------------------------------------------- norms
 
     def norm(self, held: HeldGradient, order: float, dtype: torch.dtype | None) -> Tensor:
-        """The norm of one gradient. Norms of all are taken at once, because who asks for one asks for the next."""
+        """Return the norm of one gradient; the norms of all are computed together, as callers ask for all of them."""
         held.check_there()
         if order not in self._norms:
             for view in self._all:
@@ -329,7 +331,7 @@ class GradientViews:
         return dict(zip((view.held for view in views), torch.where(whole, mine, total).unbind(), strict=True))
 
     def _over_ranks(self, mine: Tensor, order: float) -> Tensor:
-        """Norms of whole gradients from the norms of the ranks' parts."""
+        """Return the norms of full gradients from the norms of the parts of all ranks."""
         world = self._context.world
         if world.mesh.size == 1:
             return mine

@@ -1,6 +1,6 @@
 """LAMB: Adam's update, scaled for each parameter by the ratio of the parameter's norm to the update's norm.
 
-The norms are those of whole parameters. So a step has two halves, with one exchange of sums between them.
+The norms are those of full parameters. A step therefore has two parts, with one all-reduce of sums between them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from shardwell.optim.lion import check_options, evaluate, with_gradients
 
 
 class Lamb(Optimizer):
-    """Steps each parameter by `lr * ratio * update`. All its tensors are on one device, and the host never waits.
+    """An optimizer that steps each parameter by `lr * ratio * update`.
 
-    `ratio` is clamped to [`min_coeff`, `max_coeff`]. It is 1 for a parameter that is zero, or whose update is zero.
+    All its tensors are on one device, and the host never waits. `ratio` is clamped to [`min_coeff`, `max_coeff`]. It is
+    1 for a parameter that is zero, or whose update is zero.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Lamb(Optimizer):
         return loss
 
     def _updates(self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """m / (sqrt(v) + eps) + weight_decay * p, after this step's gradients entered the moments."""
+        """Add the gradients to the moments, and return m / (sqrt(v) + eps) + weight_decay * p."""
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         steps, means, squares = adam_state(self, tensors)
         torch._foreach_add_(steps, 1)
@@ -84,7 +85,7 @@ class Lamb(Optimizer):
 
 
 def adam_state(optimizer: Optimizer, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """`step` (on the CPU: the host reads it without waiting), `exp_avg` and `exp_avg_sq` of each tensor."""
+    """Return `step`, `exp_avg` and `exp_avg_sq` of each tensor; `step` is on the CPU, so reading it never waits."""
     states = [optimizer.state[tensor] for tensor in tensors]
     for state, tensor in zip(states, tensors, strict=True):
         if not state:
@@ -94,14 +95,14 @@ def adam_state(optimizer: Optimizer, tensors: list[Tensor]) -> tuple[list[Tensor
 
 
 def _squared_norms(tensors: list[Tensor], updates: list[Tensor]) -> tuple[Tensor, ...]:
-    """For each tensor, fp64[2]: the sums of its own squares and of its update's, taken in fp32 at least."""
+    """Return for each tensor fp64[2]: the sums of its own squares and of its update's, computed at least in fp32."""
     wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     norms = torch.stack(torch._foreach_norm([*tensors, *updates], 2, dtype=wide))
     return norms.double().square().view(2, -1).t().contiguous().unbind()
 
 
 def _trust_ratios(sums: Tensor, low: float, high: float) -> Tensor:
-    """1D: for each row of `sums`, the norm of the parameter over the norm of its update."""
+    """Return for each row of `sums` the norm of the parameter over the norm of its update (1D)."""
     norms = sums.sqrt()
     ratios = (norms[:, 0] / norms[:, 1]).clamp(low, high)
     return torch.where((norms > 0).all(dim=1), ratios, 1.0)

@@ -1,7 +1,8 @@
-"""Whether all ranks step with the same learning rates: a number that travels with the norm, and no message of its own.
+"""The check whether all ranks step with the same learning rates: one number in the all-reduce of the norm.
 
-Each rank adds a checksum of its rates to the sum over the ranks. If all have the same one, the sum is that times their
-number; if not, every rank finds that it is not. A GPU's sum is read at the next step, so that nobody waits for it.
+Each rank adds a checksum of its rates to the sum over the ranks. If all checksums are equal, the sum is the checksum
+times the number of ranks; if not, every rank finds a difference. The sum on a GPU is read at the next step, so that no
+rank waits for it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from shardwell.memory.device import AsyncScalar
 from shardwell.parallel.consistency import check_alike
 from shardwell.sharding import EngineContext
 
-_NAMES = ("lr", "weight_decay", "momentum", "betas")  # what schedules and users change between steps
+# the hyperparameters that schedulers and users change between steps
+_NAMES = ("lr", "weight_decay", "momentum", "betas")
 
 
 class LearningRateCheck:
-    """Of the parameter groups of one optimizer."""
+    """The check of the hyperparameters in the parameter groups of one optimizer."""
 
     def __init__(self, context: EngineContext, optimizer: Optimizer) -> None:
         self._context, self._optimizer = context, optimizer
         agreement = context.world.agreement
-        self._is_on = agreement is not None and agreement.store is not None  # there are others, and they are real
+        self._is_on = agreement is not None and agreement.store is not None  # there are other ranks, and they are real
         self._number = -1.0
-        self._told: Tensor | None = None  # the number, on the device
+        self._told: Tensor | None = None  # the checksum, on the device
         self._later: tuple[AsyncScalar, float] | None = None
 
     def says(self) -> list[Tensor]:
-        """1D: what is to be added up over the ranks, if there are several."""
+        """Return the checksum (1D) to be summed over the ranks, if there are several."""
         if not self._is_on:
             return []
         number = float(zlib.crc32(self._packed()))
@@ -44,7 +46,7 @@ class LearningRateCheck:
         return [self._told]
 
     def ask(self, total: Tensor, place: int) -> None:
-        """The sum has come; where the host need not wait for it, it is compared now."""
+        """Take the sum over the ranks; where the host need not wait for it, it is compared now."""
         if not self._is_on:
             return
         if self._context.device.is_cuda:
@@ -53,7 +55,7 @@ class LearningRateCheck:
             self._compare(total[place].item(), self._number)
 
     def hear(self) -> None:
-        """Raise, on all ranks, if they did not have the same at the last step."""
+        """Raise an error, on all ranks, if the rates differed at the last step."""
         if self._later is not None:
             (later, number), self._later = self._later, None
             self._compare(float(later.get()), number)
@@ -87,7 +89,7 @@ class LearningRateCheck:
 
 
 def _numbers(value: Any) -> list[float]:
-    """What can be known without waiting for a GPU."""
+    """Return the numbers that are known without waiting for a GPU."""
     if type(value) is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is float:
         return [*value]
     if isinstance(value, list | tuple):

@@ -15,7 +15,7 @@ _NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "eps", "adam_eps")
 
 
 class Lion(Optimizer):
-    """Every element moves by `lr`, in the direction of `sign(lerp(momentum, gradient, 1 - beta1))`."""
+    """An optimizer that moves every element by `lr` along `sign(lerp(momentum, gradient, 1 - beta1))`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Lion(Optimizer):
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """The loss of a closure that `step` was given, with gradients enabled."""
+    """Return the loss of a closure that was passed to `step`, computed with gradients enabled."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -62,13 +62,13 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 def with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of a parameter group that have a gradient, and their gradients."""
+    """Return the tensors of a parameter group that have a gradient, and their gradients."""
     tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
     return tensors, [tensor.grad for tensor in tensors]
 
 
 def check_options(optimizer: Optimizer) -> None:
-    """Refuse numbers with which no step makes sense."""
+    """Refuse hyperparameters outside their range."""
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         for key in _NOT_NEGATIVE:

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: small gradients are lifted into its range, and a scale that is too large is found out."""
+"""Loss scaling for fp16: it moves small gradients into the range of fp16, and finds a scale that is too large."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Any
 
 
 class LossScale:
-    """What losses are multiplied by. This one never changes; 1 is no scaling."""
+    """The factor of the loss. This class never changes it; 1 means no scaling."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.value = value
 
     @property
     def is_on(self) -> bool:
+        """Whether losses are scaled, so that overflows are expected."""
         return True
 
     def update(self, overflow: bool) -> None:
-        """A boundary has passed, and its gradients were finite or not."""
+        """Adapt the scale after a boundary whose gradients were finite or not."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
         self.value = float(state["value"])
 
 
 class NoScale(LossScale):
-    """Losses stay as they are."""
+    """No loss scale."""
 
     @property
     def is_on(self) -> bool:
@@ -37,16 +40,16 @@ class NoScale(LossScale):
 
 @dataclass(frozen=True)
 class ScaleRules:
-    """How a dynamic scale moves."""
+    """How a dynamic loss scale changes."""
 
     window: int = 1000  # boundaries without overflow before it doubles
-    hysteresis: int = 2  # overflows that are forgiven, this one included, before it halves
-    consecutive: bool = False  # any finite boundary forgives everything
+    hysteresis: int = 2  # overflows, the last one included, before it halves
+    consecutive: bool = False  # any finite boundary resets the count of overflows
     smallest: float = 1.0
 
 
 class DynamicScale(LossScale):
-    """Halves when gradients overflow, doubles after a while without."""
+    """A loss scale that halves when gradients overflow, and doubles after a window without overflow."""
 
     def __init__(self, value: float, rules: ScaleRules) -> None:
         super().__init__(value)

@@ -1,7 +1,7 @@
 """Learning-rate schedules by name, for a configuration that names one.
 
-Each is a formula of one number, the optimizer steps taken so far. Construction puts the rate of step 0 in force, and
-each `step` that of the next one. That number is the whole state: after a resume the arguments of the new run hold.
+Each is a formula of one number, the optimizer steps taken so far. The constructor sets the rate of step 0, and each
+`step` sets that of the next one. That number is the complete state: after a resume the arguments of the new run apply.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shardwell.errors import ConfigError, ShardwellError
 
 Rate = float | Sequence[float]  # one for all parameter groups, or one for each
 
-_MOST_MOMENTUM = 0.999  # where momentum that grows after the cycle stops: at 1 nothing is forgotten
+_MOST_MOMENTUM = 0.999  # the limit of momentum that grows after the cycle: at 1 nothing is forgotten
 
 
 def by_name(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    """The schedule that a config block means, attached to the optimizer."""
+    """Return the schedule that a configuration block names, attached to the optimizer."""
     params, problems = checked(block.type, block.params)
     if problems:
         raise ConfigError("\n".join(f"{key}: {sentence}" for key, sentence in problems))
@@ -35,27 +35,27 @@ def by_name(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
 
 
 class Schedule(LRScheduler):
-    """What the schedules share: a torch scheduler whose rates depend on nothing but the step."""
+    """The base class: a torch scheduler whose rates depend only on the step."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))  # torch wants it there when it does not start at 0
+            group.setdefault("initial_lr", float(group["lr"]))  # torch requires it if the schedule does not start at 0
         super().__init__(optimizer, last_batch_iteration)
 
     @abstractmethod
     def rates(self, step: int) -> list[float]:
-        """The learning rate of each parameter group after `step` optimizer steps."""
+        """Return the learning rate of each parameter group after `step` optimizer steps."""
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rates that are in force."""
+        """Return the current learning rates."""
         return list(self.rates(self.last_epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the schedule is."""
+        """Return the position of the schedule."""
         return {"last_batch_iteration": self.last_epoch - 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there: its rates are in force at once."""
+        """Continue from a saved position; its rates are set immediately."""
         if "last_batch_iteration" not in state_dict:
             raise ShardwellError(f"this is no state of {type(self).__name__}: it has no last_batch_iteration")
         self.last_epoch = int(state_dict["last_batch_iteration"])
@@ -64,7 +64,7 @@ class Schedule(LRScheduler):
 
 @dataclass(frozen=True)
 class _Warmup:
-    """A rise from 0 at step 0 to 1 at `steps`; the logarithm is there one step earlier."""
+    """A rise from 0 at step 0 to 1 at `steps`; the logarithmic one reaches 1 one step earlier."""
 
     steps: int
     kind: str
@@ -76,7 +76,7 @@ class _Warmup:
 
 
 class WarmupLR(Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, then constant.
+    """A warm-up from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, then a constant rate.
 
     `warmup_max_lr` None is each group's own rate. No warm-up is 0 steps; 1 counts as 2, as for DeepSpeed.
     """
@@ -102,12 +102,12 @@ class WarmupLR(Schedule):
         return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
 
     def height(self, step: int) -> float:
-        """0 is the lowest rate, 1 the highest."""
+        """Return the position between the lowest rate (0) and the highest (1)."""
         return self._warmup.at(step)
 
 
 class WarmupDecayLR(WarmupLR):
-    """The same warm-up, then linearly back to `warmup_min_lr`, which is reached after `total_num_steps` steps."""
+    """The warm-up of `WarmupLR`, then a linear decay to `warmup_min_lr`, reached after `total_num_steps` steps."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Shares of each group's own rate: a warm-up to all of it, then half a cosine down to `cos_min_ratio`."""
+    """A warm-up to each group's own rate, then half a cosine down to the share `cos_min_ratio` of it."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class WarmupCosineLR(Schedule):
         return [rate * ratio for rate in self._initial]
 
     def ratio(self, step: int) -> float:
-        """The share of each group's own rate."""
+        """Return the share of each group's own rate."""
         if step < self._warmup.steps:
             return self._first + (1.0 - self._first) * self._warmup.at(step)
         progress = min(1.0, (step - self._warmup.steps) / max(1, self._total - self._warmup.steps))
@@ -161,12 +161,12 @@ class WarmupCosineLR(Schedule):
 
 
 class OneCycle(Schedule):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and back, once; then it decays.
+    """One cycle from `cycle_min_lr` up to `cycle_max_lr` and back, then a decay.
 
-    Momentum (`betas[0]`, or `momentum` where it is not 0) goes the other way: it is lowest where the rate is highest.
-    With a stair count, a half of the cycle has so many equal stairs instead of a slope. After the cycle, each
-    `decay_step_size` steps add `decay_lr_rate` to the divisor of the rate, and `decay_mom_rate` to the factor of the
-    momentum, which stops short of 1.
+    Momentum (`betas[0]`, or `momentum` where it is not 0) moves in the opposite direction: it is lowest where the rate
+    is highest. With a stair count, a half of the cycle has that many equal stairs instead of a slope. After the cycle,
+    each `decay_step_size` steps add `decay_lr_rate` to the divisor of the rate, and `decay_mom_rate` to the factor of
+    the momentum, which stays below 1.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def step(self, epoch: int | None = None) -> None:
-        """The next rates, and the next momentum."""
+        """Set the next rates and the next momentum."""
         super().step(epoch)
         momenta = self.momenta(self.last_epoch)
         for group, key, momentum in zip(self.optimizer.param_groups, self._momentum_keys, momenta, strict=True):
@@ -220,7 +220,7 @@ class OneCycle(Schedule):
         return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
 
     def momenta(self, step: int) -> list[float]:
-        """The momentum of each parameter group that has one, after `step` optimizer steps."""
+        """Return the momentum of each parameter group that has one, after `step` optimizer steps."""
         if step > self._first + self._second:
             factor = 1.0 + self._momentum_decay * self._intervals(step)
             return [min(most * factor, max(most, _MOST_MOMENTUM)) for most in self._most_momentum]
@@ -229,7 +229,7 @@ class OneCycle(Schedule):
         return [most - (most - least) * height for least, most in ends]
 
     def height(self, step: int) -> float:
-        """Where in the cycle: 0 at its ends, 1 in the middle."""
+        """Return the position in the cycle: 0 at its ends, 1 in the middle."""
         if step <= self._first:
             done, size, stairs = step, self._first, self._first_stairs
         else:
@@ -237,12 +237,15 @@ class OneCycle(Schedule):
         return done * stairs // size / stairs if stairs else done / size
 
     def _intervals(self, step: int) -> float:
-        """Decay intervals since the end of the cycle."""
+        """Return the number of decay intervals since the end of the cycle."""
         return (step - self._first - self._second) / self._decay_size if self._decay_size else 0.0
 
 
 class LRRangeTest(Schedule):
-    """Ever higher rates, to see which are too high: `lr_range_test_step_rate` times the first one more per interval."""
+    """A test with increasing rates, to find which are too high.
+
+    Each interval adds `lr_range_test_step_rate` times the first rate.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Muon: matrices move along their orthogonalised momentum, everything else is stepped by AdamW.
+"""Muon: matrices move along their orthogonalised momentum, all other parameters are stepped by AdamW.
 
-The momentum is elementwise and stays with the shards. Only its orthogonalisation needs whole matrices.
+The momentum is elementwise and stays sharded. Only its orthogonalisation needs full matrices.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardwell.optim.full_tensors import FullTensors, LocalFullTensors
 from shardwell.optim.lamb import adam_state
 from shardwell.optim.lion import check_options, evaluate, with_gradients
 
-_SHARED = ("ns_coefficients", "ns_steps", "eps")  # by all groups with use_muon: one function for all matrices
+_SHARED = ("ns_coefficients", "ns_steps", "eps")  # equal in all groups with use_muon: one function for all matrices
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MAX_STEPS = 100
 
 
 class Muon(Optimizer):
-    """As `torch.optim.Muon`, bit for bit; groups with `use_muon` false are stepped by AdamW.
+    """An optimizer equal to `torch.optim.Muon`, bit for bit; groups with `use_muon` false are stepped by AdamW.
 
-    Parameters with more than two dimensions are matrices stacked along the leading ones.
-    `betas` and `adam_eps` are AdamW's. Both kinds of groups read `lr` and `weight_decay`.
+    Parameters with more than two dimensions are matrices stacked along the leading ones. `betas` and `adam_eps` are
+    AdamW's. Both kinds of groups read `lr` and `weight_decay`.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Muon(Optimizer):
 
     @staticmethod
     def wants_whole(group: dict[str, Any]) -> bool:
-        """Whether the parameters of a group go through `whole`."""
+        """Whether the parameters of a group go through `whole.through`."""
         return bool(group["use_muon"])
 
     def _muon_groups(self) -> Iterator[dict[str, Any]]:
         return (group for group in self.param_groups if group["use_muon"])
 
     def _orthogonalise(self) -> Callable[[Tensor], Tensor]:
-        """The function that all matrices go through."""
+        """Return the function that orthogonalises all matrices."""
         first = next(self._muon_groups(), self.defaults)
         for key in _SHARED:
             for group in self._muon_groups():
@@ -102,7 +102,7 @@ class Muon(Optimizer):
         return partial(newton_schulz, **{key: first[key] for key in _SHARED})
 
     def _directions(self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """What is to be orthogonalised, after this step's gradients entered the momentum."""
+        """Add the gradients to the momentum, and return the matrices to be orthogonalised."""
         momenta: list[Tensor] = []
         for tensor in tensors:
             state = self.state[tensor]
@@ -115,7 +115,7 @@ class Muon(Optimizer):
     def _step_adamw(self, group: dict[str, Any], tensors: list[Tensor], gradients: list[Tensor]) -> None:
         steps, means, squares = adam_state(self, tensors)
         beta1, beta2 = group["betas"]
-        # the fused kernel reads memory in order, and wants `step` where the tensors are
+        # the fused kernel reads memory in order, and needs `step` on the device of the tensors
         can_fuse = all(t.device.type == "cpu" and t.is_contiguous() for t in (*tensors, *gradients))
         adamw(
             tensors,
@@ -136,10 +136,10 @@ class Muon(Optimizer):
 
 
 def newton_schulz(matrices: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
-    """Push the singular values of bf16[..., m, n] towards 1, each matrix for itself. The input is not changed."""
+    """Push the singular values of each matrix of bf16[..., m, n] towards 1. The input is not changed."""
     first, second, third = ns_coefficients
     stacked = matrices.ndim > 2
-    # one matrix has calls of its own, and they must be torch.optim.Muon's: others round differently
+    # a single matrix needs the same calls as in torch.optim.Muon: others round differently
     multiply_add: Callable[..., Tensor] = torch.baddbmm if stacked else torch.addmm
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.flatten(0, -3) if stacked else matrices
@@ -159,11 +159,11 @@ def muon_groups(
     muon_lr: float | None = None,
     adam_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Two parameter groups for `Muon`: matrices inside the model, and everything else that is trainable (AdamW).
+    """Return two parameter groups for `Muon`: matrices inside the model, and all other trainable ones (AdamW).
 
     Embeddings, convolutions and the output layer are not "inside". A parameter's own attribute `use_muon`, if it has
-    one, decides. The output layer is what `model.get_output_embeddings()` gives, or the last Linear right below the
-    root.
+    one, decides. The output layer is the result of `model.get_output_embeddings()`, or the last Linear directly below
+    the root.
     """
     outside = {id(parameter) for layer in _outer_layers(model) for parameter in layer.parameters()}
     chosen: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -194,7 +194,7 @@ def _outer_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _adjusted(lr: float, how: str | None, shape: tuple[int, ...]) -> float:
-    """The rate for the orthogonalised update of m x n matrices."""
+    """Return the learning rate for the orthogonalised update of m x n matrices."""
     rows, columns = shape[-2:]
     if how == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
@@ -202,6 +202,7 @@ def _adjusted(lr: float, how: str | None, shape: tuple[int, ...]) -> float:
 
 
 def check_matrix(shape: tuple[int, ...], name: str = "a parameter") -> None:
+    """Refuse a parameter with fewer than two dimensions."""
     if len(shape) < 2:
         raise ShardwellError(
             f"Muon orthogonalises matrices, and {name} has shape {list(shape)}. "

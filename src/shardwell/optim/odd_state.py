@@ -1,8 +1,8 @@
-"""Entries of an optimizer's state that are not of the parameter's shape, as JSON that says what they are.
+"""Optimizer state entries that do not have the parameter's shape, as JSON with their types.
 
-A number is what torch's optimizers keep: a tensor without dimensions, such as their step counts. Everything else
-(whole numbers, flags, texts, None, tensors of other shapes and dtypes, containers of them) is an object
-{"kept": ...}, from which it comes back in its type. All of it is small, and lies in the manifest of a checkpoint.
+A number is what torch's optimizers keep: a tensor without dimensions, such as their step counts. Every other entry
+(integers, flags, texts, None, tensors of other shapes and dtypes, containers of them) is an object {"kept": ...}, from
+which it is restored in its type. All of it is small, and is stored in the manifest of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _MOST_BYTES = 2**16
 
 @dataclass(frozen=True)
 class KeptEntries:
-    """An entry that is to be kept as it is."""
+    """A state entry that is kept as it is."""
 
     value: Any
 
 
 def is_usual(value: Any, usual: Tensor) -> bool:
-    """Whether an entry is a number as this optimizer keeps it, of which `usual` is one."""
+    """Whether an entry is a number as this optimizer keeps it, of which `usual` is an example."""
     return isinstance(value, Tensor) and (value.ndim, value.dtype, value.device) == (0, usual.dtype, usual.device)
 
 
 def state_to_json(value: Any, usual: Tensor | None, where: str) -> Any:
-    """`usual` is a number as this optimizer keeps it, if such become numbers."""
+    """Convert a state entry to JSON; one like `usual`, a number as this optimizer keeps it, becomes a number."""
     if usual is not None and is_usual(value, usual):
         return float(value)
     devices: list[torch.device] = []
@@ -54,7 +54,7 @@ def state_to_json(value: Any, usual: Tensor | None, where: str) -> Any:
 
 
 def state_from_json(saved: Any, device: torch.device, where: str) -> Any:
-    """The entry that `state_to_json` was given. `saved` is no number."""
+    """Return the entry that `state_to_json` was given. `saved` is no number."""
     if not isinstance(saved, dict) or _KEPT not in saved:
         raise CheckpointError(f"{where}: expected a number or an object with {_KEPT!r}, found {str(saved)[:80]!r}")
     place = device if saved.get(_BESIDE) else torch.device("cpu")

@@ -1,7 +1,7 @@
-"""The optimizer that the user holds: a torch optimizer over this rank's shards, with norm, clipping and a veto.
+"""The optimizer that the user holds: a torch optimizer over this rank's shards.
 
-It steps a few units at a time, so that the fp32 masters that exist only during a step stay small, and so that what
-was updated can be sent to the other ranks while the next units are stepped.
+It adds norm, clipping and overflow check. It steps a few units at a time, so that fp32 master weights that exist only
+during a step stay small, and so that updated units are all-gathered while the next ones are stepped.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from shardwell.sharding.spec import CommitPolicy
 
 @dataclass(frozen=True)
 class StepOptions:
-    """On what terms steps are taken."""
+    """The settings of all optimizer steps."""
 
     scale: LossScale
-    clip: float = 0.0  # the norm that gradients may have; 0: any
+    clip: float = 0.0  # the largest norm of the gradients; 0: no clipping
     nonfinite: NonfiniteNorm = NonfiniteNorm.AUTO
-    buffer_count: int = 4  # pinned slots for gradients on their way to the host; seats for state from disk
-    eight_bit_moments: bool = False  # Adam's, on the host
+    buffer_count: int = 4  # pinned staging buffers for gradients, and update buffers for state on disk
+    eight_bit_moments: bool = False  # Adam's moments on the host
 
 
 class ShardedOptimizer(Optimizer):
-    """Steps the shards that this rank owns. Its `param_groups` are those of the optimizer inside: schedulers attach."""
+    """An optimizer over this rank's shards; its `param_groups` are those of the inner one, so schedulers attach."""
 
     inner: Optimizer
 
@@ -71,16 +71,16 @@ class ShardedOptimizer(Optimizer):
         self._before_step, self._look_again, self._after_update = before_step, look_again, after_update
         self.trainer: Callable[[], OwningOptimizer | None] = lambda: (
             None
-        )  # the engine that `step` and `zero_grad` are for
+        )  # the engine whose `step` and `zero_grad` are called
         self.shards = ParamSlices(self._units, one_per_parameter=False)
         self.inner = self._make()
-        if needs_full_tensors(self.inner):  # a tensor must not reach over several parameters
+        if needs_full_tensors(self.inner):  # a tensor must not span several parameters
             self.shards = ParamSlices(self._units, one_per_parameter=True)
             self.inner = self._make()
             self.inner.whole = ShardedFullTensors(self.shards, self.inner, context.world)  # type: ignore[attr-defined]
         self.inner.state = SliceStates(dict, self.inner.state)
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
-        self._has_state_at_birth = bool(self.state)  # Adagrad's, for one
+        self._has_state_at_birth = bool(self.state)  # as Adagrad has
         self._hooks = StepHooks(self, recipe.given)
         self.habit = AutoCommit(self.inner, context, self._units)
         self._norm: Tensor | None = None
@@ -108,7 +108,7 @@ class ShardedOptimizer(Optimizer):
         return None if host is None else HostExecutor(host, self.inner, self.shards, context, self.scale, self._clip)
 
     def _is_stepped_here(self, group: ShardedGroup) -> bool:
-        """By the torch optimizer inside, in line."""
+        """Whether the inner torch optimizer steps the group, on the current stream."""
         return self._offloaded is None or not group.is_stepped_on_host
 
     def _stepped_here(self, unit: Unit) -> list[ParamSlice]:
@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The torch optimizer inside."""
+        """Return the inner torch optimizer."""
         return self.inner
 
     @property
@@ -125,7 +125,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """The gradients of the last step, as far as the host has heard, were not finite."""
+        """Whether the gradients of the last step that the host knows of were not finite."""
         return self._verdict.overflow
 
     @property
@@ -133,12 +133,12 @@ class ShardedOptimizer(Optimizer):
         return self._verdict.num_skipped
 
     def resume_at(self, steps: int, skipped: int) -> None:
-        """Steps that the run took before this process; it has shown then that it can step."""
+        """Set the counts of steps before this process: a resumed run has shown that it can step."""
         self._verdict.num_heard, self._verdict.num_skipped = steps, skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give parameters of the model that no group has yet a group of their own."""
-        if "inner" not in self.__dict__:  # torch's own constructor, before there is anything
+        """Add a group of parameters of the model that belong to no parameter group yet."""
+        if "inner" not in self.__dict__:  # called by torch's own constructor, before any attribute exists
             super().add_param_group(param_group)
             return
         params = param_group["params"]
@@ -147,7 +147,7 @@ class ShardedOptimizer(Optimizer):
         tensors = []
         for parameter in params:
             if not released.is_owned(parameter):
-                self._look_again()  # at the model: it may have come after the last forward
+                self._look_again()  # at the model: the parameter may have been added after the last forward
             keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
             if not isinstance(keeper, Unit):
                 raise ShardwellError("add_param_group takes parameters of the model that was given to initialize")
@@ -164,11 +164,11 @@ class ShardedOptimizer(Optimizer):
         """Apply the gradients, as `Engine.step` does at a boundary."""
         return step_with(self.trainer(), closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # or torch would run hooks here, and not in the engine's steps
+    step.hooked = True  # type: ignore[attr-defined]  # else torch would run hooks here, and not in the engine's steps
 
     @torch.no_grad()
     def apply_gradients(self) -> None:
-        """Apply the gradients of this boundary, and start sending what changed to the other ranks."""
+        """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
         look_before_step(self._units)
         self._recipe.note_step(self, self.inner)
         self.habit.begin_step()
@@ -176,13 +176,13 @@ class ShardedOptimizer(Optimizer):
         for unit in self._units:
             for group in unit.trainable:
                 group.gradients.wait()
-                group.invalidate_secondary()  # of all: what was updated ahead of a step that fails may differ by rank
+                group.invalidate_secondary()  # all: updates before a failed step may differ by rank
         was_used: bool | Tensor = False
         together = False
         try:
             for unit in self._units:
                 if all(group.gradients.result is None for group in unit.trainable):
-                    unit.wait()  # it was not used: nobody has heard yet what became of its last update
+                    unit.wait()  # it was not used: nothing has waited for its last update yet
             self._verdict.hear()
             norm = self._global_norm(self._units, self._norms_of, self.habit.says)
             self.habit.hear(self._global_norm.told)
@@ -196,7 +196,7 @@ class ShardedOptimizer(Optimizer):
                 if may_step:
                     self._apply(norm, clip, done)
             self.habit.end_step()
-            # Where the kernels were told on the device, so are others.
+            # Where the kernels read the overflow flag on the device, the error feedback does so, too.
             was_used = torch.isfinite(norm) if self._verdict.is_open else may_step
             together = True
         except NonFiniteError:
@@ -209,7 +209,7 @@ class ShardedOptimizer(Optimizer):
         self.count_states()
 
     def _apply(self, norm: Tensor, clip: Tensor | None, done: set[int]) -> None:
-        """Update all units but those that are `done`, and start sending them."""
+        """Update all units except those in `done`, and start to all-gather them."""
         to_step = partial(self._to_step, unseen=self._global_norm.unseen)
         for unit in () if self._offloaded is None else self._offloaded.step(self._units, norm, to_step):
             self._unpublished.add(unit, self._arrival(unit))
@@ -220,30 +220,28 @@ class ShardedOptimizer(Optimizer):
                 self._after_update(unit, self._arrival(unit))
 
     def settle(self, *, but_begun: bool = False) -> None:
-        """Hear what became of the last step; raises if it was not finite, or if an update failed.
-
-        `but_begun`: what was begun for the next one by "auto" is given up soon."""
+        """Wait for the last step and raise its errors; `but_begun`: skip early "auto" updates, discarded soon."""
         for unit in (unit for unit in self._units if not (but_begun and self.habit.has_begun(unit))):
             unit.wait()
         self._verdict.hear()
 
     def states_of(self, unit: Unit, *, changes: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Have a unit's state in memory, wherever it rests; what changes there counts. May be nested."""
+        """Have a unit's optimizer state swapped in; changes made inside are kept. The context may be nested."""
         return contextlib.nullcontext() if self._store is None else self._store.opened(unit, changes=changes)
 
     def part(self, unit: Unit, shard: ParamSlice) -> list[ParamSlice]:
-        """Cut a shard into its parameters, and its state with it."""
+        """Split a slice into its parameters, together with its state."""
         if len(shard.pieces) == 1:
             return [shard]
         with self.states_of(unit, changes=True):
             return self.shards.part(unit, shard, self.inner)
 
     def alone(self, unit: Unit, shard: ParamSlice, name: str) -> ParamSlice:
-        """The shard of one parameter; a longer one is cut."""
+        """Return the slice of one parameter; a slice of several is split."""
         return next(part for part in self.part(unit, shard) if part.pieces[0].slot.name == name)
 
     def scalar(self, tensor: Tensor, before: Any, value: float) -> Any:
-        """A number of a state as torch's optimizers keep it: a tensor, beside the parameter for their fused kernels."""
+        """Return a scalar of a state as torch's optimizers keep it: a tensor, on the device for their fused kernels."""
         if before is not None and not isinstance(before, Tensor):
             return type(before)(value) if isinstance(before, int) else value
         on_device = self.inner.defaults.get("fused") or self.inner.defaults.get("capturable")
@@ -251,13 +249,13 @@ class ShardedOptimizer(Optimizer):
         return torch.tensor(value, dtype=dtype, device=tensor.device if on_device else "cpu")
 
     def packed(self, shard: ParamSlice, state: dict[str, Any]) -> dict[str, Any]:
-        """A shard's state as it is kept, from state as torch keeps it."""
+        """Convert the state of a slice from torch's format to the stored format."""
         if self._offloaded is None or not shard.group.is_stepped_on_host:
             return state
         return self._offloaded.host.kernel.packed(state)
 
     def forget_state(self, shard: ParamSlice) -> None:
-        """As if it had never been stepped."""
+        """Reset the state of a slice to that before the first step."""
         self.state.pop(shard.tensor, None)
         if self._has_state_at_birth and shard.label >= 0:
             self._give_birth_state(shard)
@@ -267,7 +265,7 @@ class ShardedOptimizer(Optimizer):
         self.state[shard.tensor] = type(self.inner)([options], **self.inner.defaults).state[shard.tensor]
 
     def enter(self, unit: Unit) -> None:
-        """Step a unit that was built anew."""
+        """Add a unit that was rebuilt."""
         if not unit.trainable:
             return
         self._units = sorted([*self._units, unit], key=lambda other: other.index)
@@ -283,7 +281,7 @@ class ShardedOptimizer(Optimizer):
             self._store.take_in(unit)
 
     def leave(self, unit: Unit) -> None:
-        """Forget a unit and its state."""
+        """Remove a unit and its state."""
         self.habit.leave(unit)
         if self._offloaded is not None:
             self._offloaded.leave(unit)
@@ -301,14 +299,14 @@ class ShardedOptimizer(Optimizer):
         self._num_states = -1
 
     def gradients_reduced(self, unit: Unit, at_boundary: bool) -> None:
-        """A unit's gradients of a micro-step are averaged; at a boundary, rows that need no norm are updated now."""
+        """Handle averaged gradients of a unit; at a boundary, update units whose commit policy needs no norm."""
         if self._offloaded is not None:
             self._offloaded.host.descent.add_up(unit)
         if not at_boundary:
             return
         goes_ahead = commit_of(unit) is not CommitPolicy.AFTER_NORM
         for group in unit.trainable if goes_ahead or self._offloaded is not None else ():
-            group.gradients.wait()  # where gradients are whole their second half is still on its way
+            group.gradients.wait()  # full gradients may still be in their all-gather
         is_complete = not unit.in_backward and all(group.gradients.is_complete for group in unit.trainable)
         if self._offloaded is not None:
             self._offloaded.take(unit, is_complete=is_complete)
@@ -317,7 +315,7 @@ class ShardedOptimizer(Optimizer):
         self._unpublished.begin(unit, self._arrival(unit), is_complete=is_complete)
 
     def gradients_change(self, unit: Unit) -> None:
-        """Somebody changes a unit's gradients before the step."""
+        """Prepare for a change of a unit's gradients by the user before the step."""
         self.habit.see_gradients(unit)
         self._unpublished.take_back(unit)
         if self._offloaded is not None:
@@ -327,7 +325,7 @@ class ShardedOptimizer(Optimizer):
         return None if self._offloaded is None else self._offloaded.host.arrival(unit)
 
     def move_up(self, free: float) -> list[str]:
-        """Let the state of the first units rest on the device, as many as `free` bytes hold; returns their names.
+        """Move the state of the first units to the device, as much as fits into `free` bytes; return their names.
 
         Their updates would be the last on the host, and the next forward needs them first.
         """
@@ -347,17 +345,17 @@ class ShardedOptimizer(Optimizer):
         return moved
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as `Engine.zero_grad` does."""
+        """Drop the gradients, as `Engine.zero_grad` does."""
         if (trainer := self.trainer()) is not None:
             trainer.zero_grad(set_to_none)
 
     def forget_gradients(self) -> None:
-        """Forget the gradients of this boundary. An update at once is not taken back, and by "auto" an error."""
+        """Drop the gradients of this boundary; an immediate update is not undone; with "auto" it is an error."""
         self.habit.meet("gradients were dropped")
         self._forget_gradients(False, together=True)
 
     def _forget_gradients(self, was_used: bool | Tensor, *, together: bool) -> None:
-        """`together`: all ranks do so, and go on."""
+        """Drop the gradients; with `together`, all ranks do so, and continue."""
         self._ahead.forget_gradients()
         self._unpublished.give_up(self._offloaded.give_up if self._offloaded else self._arrival, together=together)
         if self._offloaded is not None:
@@ -369,13 +367,13 @@ class ShardedOptimizer(Optimizer):
         self.habit.forget()
 
     def global_norm(self) -> Tensor | None:
-        """The norm of the whole averaged gradient at the last step, before clipping."""
+        """Return the norm of the full averaged gradient at the last step, before clipping."""
         return self._norm
 
-    # -------------------------------------------------------------------------------------------- norm and veto
+    # ---------------------------------------------------------------------------------------- norm and overflow
 
     def _norms_of(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
-        """The norms of a unit's gradients on this rank, and whether every rank has the same."""
+        """Yield the norms of a unit's gradients on this rank, each with whether every rank has the same."""
         gone = self._offloaded is not None and self._offloaded.has_norms(unit)
         if self._offloaded is not None:
             yield from self._offloaded.norms(unit)
@@ -384,12 +382,12 @@ class ShardedOptimizer(Optimizer):
         for shard in self.shards.of(unit):
             was_counted = gone if shard.group.is_stepped_on_host and self._offloaded is not None else ahead is not None
             if shard.gradient is not None and not was_counted:
-                shard.group.gradients.ensure_readable()  # it may be a sum on the host that is still being made
+                shard.group.gradients.ensure_readable()  # it may be a sum that the host is still computing
                 norm, is_whole = norm_of(shard)
                 yield norm.to(self._context.device.torch_device), is_whole
 
     def _may_step(self, norm: Tensor) -> bool:
-        """Whether to update at all. Where the kernels can be told on the device, the host does not wait to know."""
+        """Whether to update at all; where the kernels read the overflow flag on the device, the host does not wait."""
         device = self._context.device
         if device.is_meta:
             return True
@@ -400,7 +398,7 @@ class ShardedOptimizer(Optimizer):
         return self._verdict.hear(is_late=False)
 
     def _norms_at_once(self, unit: Unit, shard: ParamSlice) -> list[Norm] | None:
-        """Of the gradients that a shard was updated with at once, if they are finite; None if it waits."""
+        """Return the norms that allow an immediate update of a slice if they are finite; None if it waits."""
         if self._offloaded is not None and shard.group.is_stepped_on_host:
             return self._offloaded.norms_at_once(unit)
         norms = self._ahead.norms.get(unit.index)
@@ -409,7 +407,7 @@ class ShardedOptimizer(Optimizer):
     # ------------------------------------------------------------------------------------------------ the update
 
     def _update_ahead(self, unit: Unit) -> None:
-        """An update at once is only done if the unit's own gradients are finite."""
+        """Update a unit before the norm is known, unless its own gradients are not finite."""
         norms = self._ahead.norms.get(unit.index)
         if norms is not None and not self._context.device.is_meta:
             is_finite = torch.isfinite(sum_of_squares([norm for norm, _ in norms], self._context.device))
@@ -421,11 +419,11 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def _can_veto(self) -> bool:
-        """The kernels can be told on the device to do nothing."""
+        """Whether the kernels can skip an update by a flag on the device."""
         return self._context.device.is_cuda and bool(self.inner.defaults.get("fused"))
 
     def _update(self, units: list[Unit], clip: Tensor | None, *, ahead: bool = False) -> None:
-        """`ahead`: all parameters got a gradient on this rank, and others are not known yet."""
+        """Update units; `ahead`: all have gradients on this rank, and those of other ranks are not known yet."""
         unseen = set() if ahead else self._global_norm.unseen
         groups = [
             group
@@ -445,7 +443,7 @@ class ShardedOptimizer(Optimizer):
             self._step_inside(shards, clip, again=ahead)
 
     def _step_inside(self, shards: list[ParamSlice], clip: Tensor | None, *, again: bool) -> None:
-        """Have the torch optimizer step these shards, and nothing else."""
+        """Step these slices, and nothing else, with the inner torch optimizer."""
         every = [group["params"] for group in self.param_groups]
         factor = clip if self.scale.value == 1.0 else (1.0 if clip is None else clip) / self.scale.value
         try:
@@ -460,7 +458,7 @@ class ShardedOptimizer(Optimizer):
                 shard.tensor.grad = None
 
     def _to_step(self, unit: Unit, unseen: set[str]) -> Iterator[ParamSlice]:
-        """The shards whose parameters got a gradient somewhere; one that only partly did is cut for good."""
+        """Yield the slices whose parameters have a gradient on any rank; one that has so in part is split for good."""
         for shard in list(self.shards.of(unit)):
             are_unseen = [piece.slot.name in unseen for piece in shard.pieces]
             if not any(are_unseen):
@@ -471,7 +469,7 @@ class ShardedOptimizer(Optimizer):
                         yield part
 
     def count_states(self) -> None:
-        """Measure the optimizer's state when it has grown (torch makes it at the first step)."""
+        """Update the memory statistics when the optimizer state has grown (torch allocates it at the first step)."""
         if len(self.state) == self._num_states:
             return
         self._num_states = len(self.state)
@@ -480,7 +478,7 @@ class ShardedOptimizer(Optimizer):
                 self._context.account.set(StateKind.OPTIMIZER, unit.name, tier, size)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, as the torch optimizer inside gives it."""
+        """Return this rank's part of the state, in the format of the inner torch optimizer."""
         for unit in self._units:
             unit.wait_local_update()
         found = type(self.inner).state_dict(self.inner)
@@ -490,7 +488,7 @@ class ShardedOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of the same rank, world and stage gave. All ranks must call it."""
+        """Load the result of `state_dict` of the same rank, world size and stage. All ranks must call it."""
         for unit in self._units:
             unit.wait()
         check_cut(self.inner, state_dict, self._context.world)

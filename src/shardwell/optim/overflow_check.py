@@ -1,4 +1,4 @@
-"""Whether a step counts: its norm is finite. Where kernels can be told on the device, the host hears of it later."""
+"""The check whether the norm of a step is finite; where kernels read it on the device, the host reads it later."""
 
 from __future__ import annotations
 
@@ -17,49 +17,52 @@ from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices
 from shardwell.sharding import EngineContext, Unit
 
-FIRST_STEPS = 10  # in which gradients that are not finite mean that something is broken from the start
-MOST_IN_A_ROW = 50  # steps left out one after another before a run is taken for broken
+FIRST_STEPS = 10  # steps in which gradients that are not finite mean that the run is broken from the start
+MOST_IN_A_ROW = 50  # consecutive skipped steps before a run is taken for broken
 
 
 class NonfiniteNorm(Enum):
-    """What becomes of a step whose gradients are not finite, where losses are not scaled."""
+    """The treatment of a step whose gradients are not finite, without a loss scale."""
 
-    AUTO = "auto"  # an error in the first steps and after many in a row; left out otherwise
+    AUTO = "auto"  # an error in the first steps and after many in a row, else skipped
     ERROR = "error"
     SKIP = "skip"
 
 
 class OverflowCheck:
-    """Asked for at each step, and heard there or at the next one: fixed places, so that all ranks act on it alike."""
+    """The check of each step, whose result is read in that step or in the next one.
+
+    These are fixed places in the program, so that all ranks act on the result alike.
+    """
 
     def __init__(self, context: EngineContext, shards: ParamSlices, scale: LossScale, *, policy: NonfiniteNorm) -> None:
-        """`policy`: what becomes of a step that does not count. Where losses are scaled it is left out."""
+        """Set up the check; `policy` applies to steps that are not finite, which a loss scale always skips."""
         self._device, self._is_first_rank = context.device, context.world.mesh.rank == 0
         self._shards, self._scale, self._policy = shards, scale, policy
         self._aftermath = PartialUpdateReport(context, shards)
         self._units: Sequence[Unit] = ()
         self._norm: AsyncScalar | None = None
-        self._in_a_row = 0  # steps that did not count
-        self.overflow = False  # the last one did not count
-        self.num_heard = 0  # steps of the run, with those before it was resumed
+        self._in_a_row = 0  # steps that were not finite
+        self.overflow = False  # the last step was not finite
+        self.num_heard = 0  # steps of the run, including those before it was resumed
         self.num_skipped = 0
 
     @property
     def is_open(self) -> bool:
-        """It was asked for, and nobody has heard it yet."""
+        """Whether a result is in flight and has not been read yet."""
         return self._norm is not None
 
     def ask(
         self, units: Sequence[Unit], norm: Tensor, norms_at_once: Callable[[Unit, ParamSlice], list[Norm] | None]
     ) -> None:
-        """Begin to read the norm; see `PartialUpdateReport.note` for what was updated at once."""
+        """Start to read the norm; see `PartialUpdateReport.note` for immediate updates."""
         self._units = units
         self._aftermath.note(units, norms_at_once)
         if not self._device.is_meta:
             self._norm = self._device.read_async(norm)
 
     def hear(self, *, is_late: bool = True) -> bool:
-        """Learn whether the norm that was last asked about is finite; raises or counts a skipped step if not."""
+        """Wait for the norm of the last `ask`; if it is not finite, raise an error or count a skipped step."""
         if self._norm is None:
             return True
         norm, self._norm = float(self._norm.get()), None
@@ -76,7 +79,10 @@ class OverflowCheck:
         return False
 
     def _raise_unless_skipped(self, norm: float, *, is_late: bool) -> None:
-        """What is decided here is alike on all ranks: the norm, the counts, and the aftermath are."""
+        """Raise an error unless the step is skipped.
+
+        The decision is the same on all ranks, because the norm, the counts and the report on partial updates are.
+        """
         is_as_before, state = self._aftermath(is_late=is_late)
         reason = self._reason(is_as_before)
         if reason is not None:
@@ -87,7 +93,7 @@ class OverflowCheck:
             )
 
     def _reason(self, is_as_before: bool) -> str | None:
-        """Why it is an error; None if the step is left out."""
+        """Return why the step is an error; None if it is skipped."""
         if self._policy is NonfiniteNorm.ERROR:
             return ""
         if self.num_heard <= FIRST_STEPS:
@@ -99,7 +105,7 @@ class OverflowCheck:
         return None
 
     def _tell(self, norm: float, *, is_late: bool) -> None:
-        """Say that a step was left out, the more seldom the more there were. Overflows of a loss scale are its own."""
+        """Warn that a step was skipped, less often the more there are; overflows of a loss scale are expected."""
         count = self._in_a_row if self._scale.is_on else self.num_skipped
         every = MOST_IN_A_ROW if self._scale.is_on else 10 ** max(0, len(str(count)) - 2)
         if self._is_first_rank and count % every == 0:

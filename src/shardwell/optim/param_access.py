@@ -1,6 +1,6 @@
-"""One parameter's sharded state: master, gradient and optimizer state, whole or as this rank's part.
+"""Access to one parameter's master weights, gradient and optimizer state, in full or this rank's part.
 
-Reading something whole is collective: all ranks must ask for the same things in the same order.
+Reading something in full is collective: all ranks must ask for the same things in the same order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwell.sharding import Residency, ShardedGroup, Unit, released
 from shardwell.sharding.gradients import gone
 from shardwell.sharding.layout import Slot, SlotPiece
 
-_NOTHING, _NUMBER, _PART, _ODD = 0.0, 1.0, 2.0, 3.0  # what a rank has of an entry of the state
+_NOTHING, _NUMBER, _PART, _ODD = 0.0, 1.0, 2.0, 3.0  # what a rank has of a state entry
 
 
 class ParamAccess:
-    """A parameter of an engine's model, seen through its shards."""
+    """A parameter of an engine's model, read and written through its shards."""
 
     def __init__(self, parameter: nn.Parameter, *, of_gradient: bool = False) -> None:
-        """`of_gradient`: that is all the caller is after, so values that were changed by hand may wait."""
+        """Locate the parameter; with `of_gradient`, values that were changed by hand are not taken over."""
         keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
         if not isinstance(keeper, Unit):
             raise ShardwellError("this parameter does not belong to a model that was given to initialize")
@@ -43,35 +43,35 @@ class ParamAccess:
         self._piece = self._own_piece()
 
     def take_over_gradients(self) -> None:
-        """Do what the user did to `p.grad`, unless a backward runs."""
+        """Take over the user's changes of `p.grad`, unless a backward runs."""
         if self._unit.take_over_gradients is not None and torch._C._current_graph_task_id() == -1:
             self._unit.take_over_gradients()
 
     def _own_piece(self) -> SlotPiece | None:
-        """This rank's part of the parameter; `in_shard` counts from the start of this rank's masters."""
+        """Return this rank's part; `in_shard` counts from the start of this rank's master weights."""
         return next((p for run, _ in self._group.spans for p in run.pieces if p.slot.name == self._slot.name), None)
 
-    # --------------------------------------------------------------------------------------------------- masters
+    # -------------------------------------------------------------------------------------------- master weights
 
     def master(self) -> Tensor:
-        """ND, what the optimizer steps (or would step)."""
+        """Return the full master weights (ND), or the values that an optimizer would step."""
         self._unit.wait()
         with self._group.open_master():
             return self._assemble(self._group.precision.master, self._part(self._group.master))
 
     def assembled(self, mine: Tensor) -> Tensor:
-        """ND, from what all ranks have like their masters, `mine` of it on this one."""
+        """Return a full tensor (ND) from data with the layout of master weights, `mine` on this rank."""
         return self._assemble(mine.dtype, self._part(mine))
 
     def local_master(self) -> Tensor | None:
-        """1D, this rank's part; None if it holds none."""
+        """Return this rank's part of the master weights (1D); None if it has none."""
         self._unit.wait_local_update()
         with self._group.open_master():
             part = self._part(self._group.master)
             return None if part is None else part.clone()
 
     def set_master(self, value: Tensor) -> None:
-        """Change the truth, and the whole parameter where it is whole. Every rank passes the same values."""
+        """Set the master weights, and the parameter if it is unsharded. Every rank passes the same values."""
         self._unit.wait()
         wide = self._flat_of(value, self._group.precision.master)
         with self._group.open_master(changes=True):
@@ -85,7 +85,7 @@ class ParamAccess:
         self._group.regather_quantized()
 
     def set_local_master(self, value: Tensor) -> None:
-        """Change this rank's part of the truth; only where nobody else has a copy of it."""
+        """Set this rank's part of the master weights; only where no other rank has a copy of it."""
         if not self._group.row.reshards or self._group.stays_whole:
             raise ShardwellError(
                 f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
@@ -93,7 +93,7 @@ class ParamAccess:
             )
         self._unit.wait_local_update()
         if self._unit.residency is Residency.UNSHARDING:
-            self._unit.wait()  # or it would bring what was before
+            self._unit.wait()  # else the all-gather would bring the old values
         if self._group.has_secondary:
             raise ShardwellError(
                 f"of '{self._slot.name}' there is a second copy in each node (zero_hpz_partition_size), and the others "
@@ -108,10 +108,10 @@ class ParamAccess:
     # ------------------------------------------------------------------------------------------------- gradients
 
     def gradient(self, *, asks: bool = True) -> Tensor | None:
-        """ND, averaged over ranks and micro-steps, without the loss scale; None between a step and a backward.
+        """Return the full gradient (ND) without the loss scale; None between a step and a backward.
 
-        A copy: what waits to be averaged still does, and no update begins. `asks`: ranks may differ in what they have,
-        so they ask each other.
+        It is averaged over ranks and micro-steps, in a copy: sums that are not averaged yet stay so, and no update
+        starts. `asks`: ranks may differ in what they have, so they exchange that first.
         """
         if not self._is_trained:
             return None
@@ -125,7 +125,7 @@ class ParamAccess:
         return self._assemble(gradients.wide, None if part is None else part / self.loss_scale)
 
     def gradient_part(self, *, asks: bool) -> Tensor | None:
-        """1D, this rank's part of the averaged gradient, to read, with the loss scale; None if it holds none.
+        """Return this rank's part of the averaged gradient (1D), to read, with the loss scale; None if it has none.
 
         `asks` as for `gradient`. All ranks must call it.
         """
@@ -137,7 +137,7 @@ class ParamAccess:
 
     @contextlib.contextmanager
     def opened_gradient(self, *, asks: bool) -> Iterator[Tensor | None]:
-        """1D, this rank's part of the averaged gradient without the loss scale, to be changed; None if it holds none.
+        """Yield this rank's part of the averaged gradient (1D) without the loss scale, to be changed, or None.
 
         `asks` as for `gradient`. All ranks must call it.
         """
@@ -158,12 +158,12 @@ class ParamAccess:
             part.copy_(wide * scale)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """1D, this rank's part of a tensor that broadcasts to the parameter's shape; empty if it holds none."""
+        """Return this rank's part (1D) of a tensor that broadcasts to the parameter's shape; it may be empty."""
         flat = self._flat_of(value.expand(self._slot.shape), value.dtype)
         return flat[:0] if self._piece is None else self._slice(flat)
 
     def argument(self, value: Any) -> Any:
-        """What stands beside this rank's part of a gradient in an operation, of what stands beside the whole."""
+        """Convert an operand of an operation on the full gradient to one for this rank's part."""
         is_one = not isinstance(value, Tensor) or value.ndim == 0
         return value if is_one else self.part_of(value)
 
@@ -172,7 +172,7 @@ class ParamAccess:
         return flat[self._piece.in_parameter : self._piece.in_parameter + self._piece.numel]
 
     def local_gradient(self) -> Tensor | None:
-        """1D, this rank's part of the same, as far as this rank can know it alone."""
+        """Return this rank's part of the gradient (1D), as far as this rank can know it without a collective."""
         self._check_alone()
         if not self._is_trained or not self._group.gradients.has_any:
             return None
@@ -181,6 +181,7 @@ class ParamAccess:
         return None if part is None else part / self.loss_scale
 
     def set_gradient(self, value: Tensor) -> None:
+        """Set the full gradient. Every rank passes the same values."""
         with self.opened_gradient(asks=self._is_trained) as part:
             if not self._is_trained or self._group.gradients.result is None:
                 raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
@@ -190,6 +191,7 @@ class ParamAccess:
                 part.copy_(mine)
 
     def set_local_gradient(self, value: Tensor) -> None:
+        """Set this rank's part of the averaged gradient, without a collective."""
         self._check_alone()
         result = self._averaged()
         part = None if result is None else self._part(result)
@@ -203,17 +205,17 @@ class ParamAccess:
         return self._group.trainable
 
     def _tell(self) -> None:
-        """Somebody looks at the unit's gradients, or changes them."""
+        """Record that the unit's gradients are read or changed."""
         if self._unit.optimizer is not None:
             self._unit.optimizer.habit.see_gradients(self._unit)
 
     @property
     def _waits(self) -> bool:
-        """Some wait to be averaged: of other groups of the unit, too, if this rank has none of this one."""
+        """Whether gradients wait to be averaged, also those of other groups if this rank has none of this one."""
         return any(group.gradients.is_partial for group in self._unit.trainable)
 
     def _anywhere(self) -> tuple[bool, bool]:
-        """Whether any rank has some, and whether some wait to be averaged. All ranks ask."""
+        """Return whether any rank has gradients, and whether some wait to be averaged. All ranks must call it."""
         self._tell()
         gradients, device = self._group.gradients, self._group.context.device
         gradients.wait()
@@ -227,7 +229,7 @@ class ParamAccess:
         return flags[0], flags[1]
 
     def _averaged(self) -> Tensor | None:
-        """1D, where this rank's part of what was averaged lies."""
+        """Return this rank's part of the averaged gradients of the group (1D), not a copy."""
         if not self._is_trained:
             return None
         self._tell()
@@ -239,7 +241,7 @@ class ParamAccess:
         return gradients.result
 
     def _check_alone(self) -> None:
-        """Averaging is for all ranks."""
+        """Raise an error if the gradient is not averaged yet, because averaging needs all ranks."""
         if self._is_trained and (self._waits or self._group.gradients.needs_collective):
             when = " (that is done at the boundary)" if self._waits else ""
             raise ShardwellError(
@@ -249,14 +251,14 @@ class ParamAccess:
 
     @property
     def loss_scale(self) -> float:
-        """That the gradient carries."""
+        """Return the loss scale of the gradient."""
         optimizer = self._unit.optimizer
         return float(optimizer.scale.value if optimizer is not None else self._group.gradients.loss_scale)
 
     # ----------------------------------------------------------------------------------------------------- state
 
     def local_state(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state by name: 1D, to read, and scalars as they are."""
+        """Return this rank's part of the optimizer state by name: tensors (1D), to read, and scalars."""
         self._unit.wait_local_update()
         shard = self._shard()
         if shard is None or self._piece is None:
@@ -269,12 +271,12 @@ class ParamAccess:
             }
 
     def state(self, key: str) -> Any:
-        """ND, a number, or what else the optimizer keeps under this name; None if no rank has it."""
+        """Return one state entry: a full tensor (ND), a number or another value; None if no rank has it."""
         found = self._state(key)
         return found.value if isinstance(found, KeptEntries) else found
 
     def _state(self, key: str) -> Any:
-        """The same; what is neither of the parameter's shape nor a number is `KeptEntries`."""
+        """Return one state entry; a value that is neither a full tensor nor a number is in `KeptEntries`."""
         local = self.local_state()
         world = self._group.context.world
         where = self._group.context.device.torch_device
@@ -284,7 +286,7 @@ class ParamAccess:
         if not bool(has.any()):
             return None
         value: Any = local.get(key)
-        if bool((has == _ODD).any()):  # before parts: one of a single element cannot tell
+        if bool((has == _ODD).any()):  # before parts: a part of one element cannot be told from a scalar
             text = json.dumps(state_to_json(value, None, f"{self._slot.name}: {key}")) if kind == _ODD else ""
             told = self._share_text(text, int((has == _ODD).int().argmax()), key)
             return KeptEntries(state_from_json(json.loads(told), where, f"{self._slot.name}: {key}"))
@@ -307,7 +309,7 @@ class ParamAccess:
         return _NUMBER if is_usual(local[key], optimizer.scalar(shard.tensor, None, 0.0)) else _ODD
 
     def _share_text(self, text: str, source: int, what: str) -> str:
-        """One rank's text, on all of them."""
+        """Broadcast a text of one rank."""
         world = self._group.context.world
         where = self._group.context.device.torch_device
         mine = text.encode()
@@ -320,7 +322,7 @@ class ParamAccess:
         return bytes(letters.tolist()).decode()
 
     def states(self) -> dict[str, Any]:
-        """The whole state, to be given back by `set_state`. Its names must be the same on all ranks with a part."""
+        """Return the full state, for `set_state`. Its names must be the same on all ranks that have a part."""
         world = self._group.context.world
         where = self._group.context.device.torch_device
         names = "\n".join(sorted(self.local_state()))
@@ -334,7 +336,7 @@ class ParamAccess:
             return {key: self._state(key) for key in told.split("\n")}
 
     def set_state(self, key: str, value: Any) -> None:
-        """Change one entry of the state; a tensor is the whole parameter's. Every rank passes the same values."""
+        """Set one state entry; a tensor has the full shape. Every rank passes the same values."""
         shard = self._shard()
         if shard is None or self._piece is None:
             return
@@ -346,6 +348,7 @@ class ParamAccess:
         self.set_local_state(key, value)
 
     def set_local_state(self, key: str, value: Any) -> None:
+        """Set this rank's part of one state entry."""
         shard = self._shard()
         if shard is None or self._piece is None:
             return
@@ -369,14 +372,14 @@ class ParamAccess:
         shards: list[ParamSlice] = self._unit.optimizer.shards.of(self._unit)
         return next((s for s in shards if any(p.slot.name == self._slot.name for p in s.pieces)), None)
 
-    # --------------------------------------------------------------------------------------------------- details
+    # --------------------------------------------------------------------------------------------------- helpers
 
     def _part(self, mine: Tensor) -> Tensor | None:
-        """1D, the parameter's part of something that lies like this rank's masters."""
+        """Return the parameter's part (1D) of data with the layout of this rank's master weights."""
         return None if self._piece is None else mine[self._piece.in_shard : self._piece.in_shard + self._piece.numel]
 
     def _assemble(self, dtype: torch.dtype, part: Tensor | None) -> Tensor:
-        """ND, from the parts of all ranks."""
+        """Return the full tensor (ND) from the parts of all ranks."""
         group, slot, world = self._group, self._slot, self._group.context.world
         flat = group.context.device.empty(slot.numel, dtype)
         if group.row.optimizer.axis is None:
@@ -401,7 +404,7 @@ class ParamAccess:
         return value
 
     def _flat_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """1D in the parameter's own memory order."""
+        """Return a tensor flattened (1D) in the parameter's own memory order."""
         self._checked(value)
         flat = torch.empty(self._slot.numel, dtype=dtype, device=self._group.context.device.torch_device)
         flat.as_strided(self._slot.shape, self._slot.stride).copy_(value)
@@ -417,7 +420,7 @@ def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[ShardedGroup, Slot]:
 
 
 def reading(ask: Callable[[ParamAccess], Any], parameter: nn.Parameter) -> Any:
-    """Ask something about a parameter, without recording a graph."""
+    """Call `ask` with the access to a parameter, without recording a graph."""
     with torch.no_grad():
         access = ParamAccess(parameter)
         access.take_over_gradients()

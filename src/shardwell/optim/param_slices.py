@@ -1,8 +1,8 @@
-"""The tensors that the inner optimizer steps: stretches of this rank's masters.
+"""The tensors that the inner optimizer steps: slices of this rank's master weights.
 
-A stretch covers as many parameters as possible, because a step over few long tensors is fast. It is cut into its
-parameters when their lives part: when one of them gets no gradient on any rank (plain PyTorch then leaves it and its
-state alone), or joins another parameter group.
+A slice covers as many parameters as possible, because a step over few long tensors is fast. It is split into its
+parameters when they need different treatment: when one of them gets no gradient on any rank (plain PyTorch then leaves
+it and its state unchanged), or is moved to another parameter group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwell.parallel import Collectives
 from shardwell.sharding import ShardedGroup, Unit, released
 from shardwell.sharding.layout import SlotPiece
 
-_CHUNK = 1 << 22  # elements stepped in one call, at least, if there are so many
+_CHUNK = 1 << 22  # the least number of elements stepped in one call, if there are so many
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,25 +32,26 @@ class ParamSlice:
     """One tensor that the inner optimizer steps."""
 
     group: ShardedGroup
-    label: int  # its parameter group
-    start: int  # counted from the start of this rank's masters
-    tensor: Tensor  # 1D, a view of the group's masters
-    pieces: tuple[SlotPiece, ...]  # the parameters in it; `in_shard` counts from the start of this rank's masters
+    label: int  # index of its parameter group
+    start: int  # counted from the start of this rank's master weights
+    tensor: Tensor  # 1D, a view of the group's master weights
+    pieces: tuple[SlotPiece, ...]  # its parameters; `in_shard` counts from the start of this rank's master weights
 
     @property
     def gradient(self) -> Tensor | None:
-        """1D, a view of the group's averaged gradients; None if nothing arrived."""
+        """Return a view (1D) of the group's averaged gradients; None if there are none."""
         result = self.group.gradients.result
         return None if result is None else result[self.start : self.start + self.tensor.numel()]
 
     @cached_property
     def no_gradient(self) -> NoGradientLeft:
+        """Return the tensor that stands for the gradient and refuses every use."""
         return NoGradientLeft(self.tensor)
 
     def hang_gradient(self, factor: Tensor | float | None, *, again: bool) -> bool:
-        """Make the gradient that of the tensor, in its dtype, times a factor; false if there is none.
+        """Set the tensor's `grad` to the gradient in its dtype, times a factor; false if there is none.
 
-        `again`: it may be wanted once more, as it is.
+        `again`: the gradient may be needed once more, so it is not scaled in place.
         """
         gradient = self.gradient
         if gradient is None:
@@ -63,7 +64,7 @@ class ParamSlice:
         return True
 
     def cut(self) -> list[ParamSlice]:
-        """One shard for each parameter."""
+        """Return one slice for each parameter."""
         return [
             replace(self, start=p.in_shard, tensor=self.group.slice_master(p.in_shard, p.numel), pieces=(p,))
             for p in self.pieces
@@ -71,13 +72,14 @@ class ParamSlice:
 
 
 class SliceStates(defaultdict[Tensor, Any]):
-    """An optimizer's state by shard. Who asks for that of a parameter is told where it is."""
+    """The optimizer state by slice; a lookup by parameter raises an error that names the function to use."""
 
     def __missing__(self, key: Tensor) -> Any:
         _refuse_parameters(key)
         return super().__missing__(key)
 
     def get(self, key: Tensor, default: Any = None) -> Any:
+        """Return the state of a slice, or `default`; a parameter as key raises an error."""
         _refuse_parameters(key)
         return super().get(key, default)
 
@@ -91,7 +93,7 @@ def _refuse_parameters(key: Tensor) -> None:
 
 
 class ParamSlices:
-    """All shards of an engine on this rank."""
+    """All slices of an engine on this rank."""
 
     def __init__(self, units: Sequence[Unit], *, one_per_parameter: bool) -> None:
         self._by_unit: dict[int, list[ParamSlice]] = {}
@@ -103,7 +105,7 @@ class ParamSlices:
             self.enter(unit)
 
     def enter(self, unit: Unit) -> list[ParamSlice]:
-        """Take in the masters of a unit."""
+        """Add the master weights of a unit."""
         found = [
             ParamSlice(group, run.label, run.start, tensor, run.pieces)
             for group in unit.trainable
@@ -118,7 +120,7 @@ class ParamSlices:
         return found
 
     def leave(self, unit: Unit) -> list[ParamSlice]:
-        """Forget the masters of a unit."""
+        """Remove the master weights of a unit."""
         self._groups = [group for group in self._groups if group not in unit.trainable]
         self._number()
         return self._by_unit.pop(unit.index, [])
@@ -132,19 +134,20 @@ class ParamSlices:
             yield from shards
 
     def of(self, unit: Unit) -> list[ParamSlice]:
+        """Return the slices of a unit."""
         return self._by_unit[unit.index]
 
     def hang_no_gradients(self, there_are_some: bool) -> None:
-        """Whoever looks for gradients at these tensors is told where they are, while there are some."""
+        """Let a read of `grad` of these tensors raise an error while the engine holds gradients."""
         for shard in self:
             shard.tensor.grad = shard.no_gradient if there_are_some else None
 
     def seen(self) -> list[bool]:
-        """For each parameter, by number: whether this rank has a gradient of it."""
+        """Return for each parameter, by number, whether this rank has a gradient of it."""
         return [seen for group in self._groups for seen in group.gradients.seen]
 
     def part(self, unit: Unit, shard: ParamSlice, inner: Optimizer) -> list[ParamSlice]:
-        """Cut a shard into its parameters, and its optimizer state with it."""
+        """Split a slice into its parameters, together with its optimizer state."""
         if len(shard.pieces) == 1:
             return [shard]
         parts = shard.cut()
@@ -165,7 +168,7 @@ class ParamSlices:
         return parts
 
     def relabel(self, unit: Unit, parameter: nn.Parameter, label: int, inner: Optimizer) -> list[ParamSlice]:
-        """Move a parameter's shards on this rank into another parameter group; returns them."""
+        """Move this rank's slices of a parameter into another parameter group, and return them."""
         names = {
             slot.name
             for group in unit.groups
@@ -185,18 +188,18 @@ class ParamSlices:
 
 
 def is_elementwise(value: Any, shard: ParamSlice) -> bool:
-    """Whether an entry of a shard's state has a number for each element."""
+    """Whether an entry of a slice's state has a value for each element."""
     return isinstance(value, Tensor | Moment8bit) and value.shape == shard.tensor.shape
 
 
 def odd_keys(shards: Iterable[ParamSlice], state: Mapping[Any, dict[str, Any]]) -> set[str]:
-    """The entries of states that are not elementwise, by shards of several elements: those of one cannot tell."""
+    """Return the state entries that are not elementwise; slices of one element are ignored, as they cannot tell."""
     several = ((shard, state.get(shard.tensor, {})) for shard in shards if shard.tensor.numel() > 1)
     return {key for shard, mine in several for key, value in mine.items() if not is_elementwise(value, shard)}
 
 
 def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
-    """A part's share of one entry of a shard's state."""
+    """Return the part of one state entry that belongs to a part of a slice."""
     if isinstance(value, Moment8bit):
         return value.cut(first, numel)
     if not isinstance(value, Tensor):
@@ -205,7 +208,7 @@ def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
 
 
 def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Units to step together; the same on every rank."""
+    """Yield the units to step together; the same on every rank."""
     chunk: list[Unit] = []
     size = 0
     for unit in units:
@@ -219,10 +222,10 @@ def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 
 def check_cut(optimizer: Optimizer, given: Mapping[str, Any], world: Collectives) -> None:
-    """Refuse a state that is of other tensors than the optimizer's, on all ranks if one has such a one.
+    """Refuse a state of other tensors than the optimizer's, on all ranks if one rank has such a state.
 
-    It may be of plain PyTorch's whole parameters. Or it was taken when shards were cut otherwise: they are cut in the
-    course of training, where only some of a shard's parameters get gradients.
+    It may belong to the full parameters of plain PyTorch. Or it was saved when slices were split differently: they are
+    split in the course of training, where only some of a slice's parameters get gradients.
     """
     groups = optimizer.param_groups
     now, then = ([len(group["params"]) for group in some] for some in (groups, given["param_groups"]))
@@ -241,7 +244,7 @@ def check_cut(optimizer: Optimizer, given: Mapping[str, Any], world: Collectives
 
 
 def _is_of_another(optimizer: Optimizer, tensor: Tensor, given: Mapping[str, Any]) -> bool:
-    """Whether a state has other shapes than the optimizer's own, or, if it has none yet, nothing of its tensor's."""
+    """Whether a state has other shapes than the optimizer's, or, without own state, none of its tensor's shape."""
     own = optimizer.state.get(tensor, {})
     shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor) and value.numel() > 1}
     if own:
@@ -250,12 +253,12 @@ def _is_of_another(optimizer: Optimizer, tensor: Tensor, given: Mapping[str, Any
 
 
 def bytes_of_state(unit: Unit, shards: ParamSlices, state: Mapping[Tensor, dict[str, Any]]) -> Counter[Tier]:
-    """Of a unit's masters and optimizer state on this rank, by tier: all tiers."""
+    """Return the bytes of a unit's master weights and optimizer state on this rank, for every tier."""
     sizes: Counter[Tier] = Counter(dict.fromkeys(Tier, 0))
     for group in unit.groups:
         sizes.update(group.master_bytes())
     for shard in shards.of(unit):
-        for value in list(state.get(shard.tensor, {}).values()):  # a worker may be changing it
+        for value in list(state.get(shard.tensor, {}).values()):  # a worker thread may be changing it
             if isinstance(value, Tensor | Moment8bit):
                 sizes[shard.group.row.optimizer.tier] += value.nbytes
     return sizes

@@ -1,9 +1,9 @@
-"""`p.grad` of a parameter whose gradient the engine holds: a tensor of the parameter's shape that stands for it.
+"""The `p.grad` of a parameter whose gradient the engine holds: a tensor that stands for the full gradient.
 
 Between a backward and its step each rank holds its part of the averaged gradient, in a flat buffer, on some tier.
-`ShardedGradient` stands for the whole of it. In-place operations that treat each element alone change this rank's part;
-norms are summed over the ranks; anything else has the whole gradient gathered. All ranks must do the same, as with any
-collective. It must not know when gradients come and go: `optim/gradient_views.py` does.
+`ShardedGradient` stands for the full gradient. Elementwise in-place operations change this rank's part, norms are
+summed over the ranks, and any other operation collects the full gradient from all ranks. All ranks must do the same, as
+with any collective. This module does not know when gradients come and go: `optim/gradient_views.py` does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NEED_MEMORY = {  # methods that torch does not dispatch
 }
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
-_KNOWN = {  # functions that see no values, or norms only
+_KNOWN = {  # functions that read no values, or only norms
     *(
         "untyped_storage",
         "data_ptr",
@@ -84,13 +84,14 @@ class HeldGradient:
     def __init__(self, views: GradientViews, parameter: nn.Parameter) -> None:
         # Weak, because `p.grad` lives in C++, where the garbage collector cannot follow a cycle.
         self._views, self._parameter = weakref.ref(views), weakref.ref(parameter)
-        self.gathered: Tensor | None = None  # ND, for readers, who may have views of it and change them
+        self.gathered: Tensor | None = None  # ND, the full gradient; the user may have views of it and change them
         self._seen_version = 0
-        self.incoming: Tensor | None = None  # ND, what autograd adds now
-        self.is_spent = False  # a step has used it up
+        self.incoming: Tensor | None = None  # ND, the gradient that autograd adds now
+        self.is_spent = False  # a step has used it
 
     @property
     def views(self) -> GradientViews:
+        """Return the views of the engine; an error if the engine is gone."""
         views = self._views()
         if views is None:
             raise ShardwellError("the engine that held this gradient is gone")
@@ -98,6 +99,7 @@ class HeldGradient:
 
     @property
     def parameter(self) -> nn.Parameter:
+        """Return the parameter; an error if it is gone."""
         parameter = self._parameter()
         if parameter is None:
             raise ShardwellError("the parameter of this gradient is gone")
@@ -105,10 +107,11 @@ class HeldGradient:
 
     @property
     def access(self) -> ParamAccess:
+        """Return the access to the parameter's shards."""
         return ParamAccess(self.parameter, of_gradient=True)
 
     def whole(self) -> Tensor:
-        """ND, the gradient gathered from all ranks, in the parameter's dtype. Changes of it count."""
+        """Return the full gradient (ND) of all ranks, in the parameter's dtype. Changes of it are taken over."""
         self.check_there()
         self.write_back()
         if self.gathered is None:
@@ -122,11 +125,12 @@ class HeldGradient:
         return self.gathered
 
     def check_there(self) -> None:
-        """Raise if nobody may read or change it now."""
+        """Raise an error if the gradient may not be read or changed now."""
         _refuse_inside_backward()
         self.check_not_used_up()
 
     def check_not_used_up(self) -> None:
+        """Raise an error if a step has used the gradient."""
         if self.is_spent:
             raise ShardwellError(
                 "the optimizer's step has used this gradient up: the engine holds it no more. Read or change `p.grad` "
@@ -135,13 +139,13 @@ class HeldGradient:
 
     @property
     def has_edits(self) -> bool:
-        """Somebody changed what was gathered, and the parts do not know yet."""
+        """Whether the full gradient was changed since it was last written back."""
         return self.gathered is not None and self.gathered._version != self._seen_version
 
     def write_back(self, *, is_changed: bool = False) -> None:
-        """This rank's part becomes what the gathered gradient says now; elements that did not change stay exact.
+        """Write changes of the full gradient to this rank's part; unchanged elements stay exact.
 
-        `is_changed`: below autograd, where changes are not counted.
+        `is_changed`: the change happened below autograd, where changes are not counted.
         """
         if self.gathered is None or not (is_changed or self.has_edits):
             return
@@ -154,16 +158,16 @@ class HeldGradient:
         self.views.note_change()
 
     def forget_whole(self) -> None:
-        """The gradient is another one now."""
+        """Drop the full gradient, because the gradient has changed."""
         self.gathered = None
 
     def change(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have an in-place operation that treats each element alone change the gradient."""
+        """Apply an elementwise in-place operation to the gradient."""
         if func is aten.zero_.default and self.is_spent:
-            return  # as the loops do that set gradients to zero after each step
+            return  # as training loops do that set gradients to zero after each step
         self.check_there()
         self.write_back()
-        if self.gathered is not None:  # readers see it too
+        if self.gathered is not None:  # other readers must see the change, too
             func(self.gathered, *_plain(args), **_plain(kwargs))
             self.write_back(is_changed=True)
             return
@@ -179,7 +183,7 @@ class HeldGradient:
 
 
 class ShardedGradient(Tensor):
-    """Stands for the gradient of a parameter that is split over the ranks."""
+    """A tensor that stands for the gradient of a sharded parameter."""
 
     held: HeldGradient
 
@@ -210,7 +214,7 @@ class ShardedGradient(Tensor):
         if _is_for_parts(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        # Here, above autograd, views of the whole gradient share its count of changes.
+        # Above autograd, as here, views of the full gradient share its version counter.
         return _on_whole(func, args, kwargs or {}, is_changed=False)
 
     @classmethod
@@ -247,7 +251,7 @@ _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _is_for_parts(func: Any) -> bool:
-    """Whether a function needs no values, changes them in place or takes norms: `__torch_dispatch__` knows more."""
+    """Whether a function reads no values, changes them in place or takes norms: `__torch_dispatch__` handles it."""
     if func in METADATA:
         return True
     name = getattr(func, "__name__", "")
@@ -266,7 +270,7 @@ def _refuse_inside_backward() -> None:
 
 
 def _accumulate(func: Any, args: tuple[Any, ...]) -> Any:
-    """Autograd adds to `p.grad`: what it adds is taken from there by the hook behind it."""
+    """Take the gradient that autograd adds to `p.grad`; the hook that runs next fetches it."""
     if func is aten.add_.Tensor and isinstance(args[0], ShardedGradient):
         args[0].held.incoming = args[1]
         return args[0]
@@ -280,7 +284,7 @@ def _accumulate(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operations over lists of tensors are done one by one where each element is treated alone."""
+    """Apply an operation on lists of tensors one by one where it is elementwise."""
     one_by_one = _FOREACH.get(func._schema.name)
     simple = (
         len(args) < 3 and not kwargs and not any(isinstance(leaf, ShardedGradient) for leaf in tree_leaves(args[1:]))
@@ -294,7 +298,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_changed: bool) -> Any:
-    """Have an operation see whole gradients; what it changes there counts. `is_changed` as for `write_back`."""
+    """Apply an operation to full gradients, and write changes back. `is_changed` as for `write_back`."""
     mine = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGradient)]
     result = func(*_plain(args), **_plain(kwargs))
     for gradient in mine:
@@ -319,7 +323,7 @@ def _norm_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[floa
 
 
 def check_not_used_up(parameter: nn.Parameter) -> None:
-    """Raise if `parameter.grad` hangs there still and a step of the user's own optimizer has used it up."""
+    """Raise an error if `parameter.grad` is still set and a step of the user's own optimizer has used it."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = parameter.grad
     if isinstance(grad, ShardedGradient):

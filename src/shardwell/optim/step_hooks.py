@@ -1,4 +1,4 @@
-"""Hooks on the steps of the optimizer that the user gave: once for each step, whoever does its work."""
+"""The step hooks of the user's optimizer: they run once for each step, whatever does the work."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from shardwell.errors import ShardwellError
 
 
 class StepHooks:
-    """A torch optimizer runs its hooks in each call of `step`. Here a step is several calls, or none."""
+    """The hooks of an optimizer whose step is several calls of the inner `step`, or none.
+
+    A torch optimizer would run its hooks in each of these calls.
+    """
 
     def __init__(self, sharded: Any, given: Optimizer | None) -> None:
-        """`sharded`: the one that the engine has, around the one that steps shards. `given`: the user's, if any."""
+        """Collect the optimizers: `sharded` is the engine's, `given` is the user's, if there is one."""
         self._inner: Optimizer = sharded.inner
-        self._own = vars(self._inner).get("step")  # somebody replaced it, before calls of it mean the engine's step
+        self._own = vars(self._inner).get("step")  # a replacement of `step`, read before the engine redirects it
         self._given = [] if given is None or given is self._inner else [given]
         self._sharded = weakref.ref(sharded)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """A step, under the name that torch's profiler has for it. Hooks for all optimizers are told of the inner."""
+        """Run the hooks around a step, under the name that torch's profiler has for it.
+
+        Hooks that are registered for all optimizers get the inner one.
+        """
         sharded = self._sharded()
         hooked = [*self._given, self._inner, *([] if sharded is None else [sharded])]
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(hooked[0]).__name__}.step"):
@@ -44,7 +50,7 @@ class StepHooks:
 
     @staticmethod
     def _check(result: Any) -> None:
-        """A hook may hand on arguments; `step` has none but a closure."""
+        """Refuse arguments from a hook: `step` has only a closure."""
         if result is None:
             return
         if not isinstance(result, tuple) or len(result) != 2:
@@ -57,7 +63,7 @@ class StepHooks:
             )
 
     def step(self) -> None:
-        """Let the torch optimizer do a part of a step, without its hooks."""
+        """Run the inner optimizer's step, which is a part of a step, without its hooks."""
         if self._own is not None and not hasattr(self._own, "_wrapped_by_lr_sched"):
             self._own()
             return

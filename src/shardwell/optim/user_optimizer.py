@@ -1,8 +1,8 @@
-"""The user's own optimizer object: what its `step` and `zero_grad` do once an engine has taken it over.
+"""The user's own optimizer object: its `step` and `zero_grad` after an engine has taken it over.
 
-An engine steps shards with it. A user who calls `optimizer.step()`, as a plain loop does, means the engine's step. An
-optimizer that nobody gave to the engine, but that was made over parameters of its model, is taken over at its first
-step if the engine has none, and refused if it has one.
+An engine steps shards with it. A call of `optimizer.step()`, as in a plain training loop, is the engine's step. An
+optimizer over parameters of an engine's model that was not passed to the engine is taken over at its first step if the
+engine has none, and refused if it has one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from shardwell.sharding import Unit, released
 
 
 class OwningOptimizer(Protocol):
-    """Who steps the shards of an optimizer."""
+    """The engine that steps the shards of an optimizer."""
 
     optimizer: Any  # the one that knows when state is up to date
 
     def step_now(self) -> None:
-        """Apply the gradients, whatever the count of micro-steps says."""
+        """Apply the gradients, at any count of micro-steps."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
 
 
 def redirect(optimizer: Optimizer, trainer: OwningOptimizer) -> None:
-    """Let `step`, `zero_grad` and states of the user's optimizer be the engine's."""
+    """Redirect `step`, `zero_grad` and the state dicts of the user's optimizer to the engine."""
     engine = weakref.ref(trainer)
 
     def living() -> OwningOptimizer:
@@ -59,9 +59,9 @@ def redirect(optimizer: Optimizer, trainer: OwningOptimizer) -> None:
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         living().optimizer.load_state_dict(state_dict)
 
-    # Schedulers look for this, to know that steps are counted. The engine counts them.
+    # Schedulers read this to know that steps are counted. The engine counts them.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # Methods, because schedulers wrap `optimizer.step.__func__`.
+    # These are methods, because schedulers wrap `optimizer.step.__func__`.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
     optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def redirect(optimizer: Optimizer, trainer: OwningOptimizer) -> None:
 
 
 def step_with(trainer: OwningOptimizer | None, closure: Callable[[], Any] | None) -> Any:
-    """A step as torch's optimizers take it: the closure is called once, and what it returns is returned."""
+    """Take a step as torch's optimizers do: call the closure once, and return its result."""
     if trainer is None:
         raise ShardwellError("the engine of this optimizer is gone")
     loss = None
@@ -80,13 +80,13 @@ def step_with(trainer: OwningOptimizer | None, closure: Callable[[], Any] | None
     return loss
 
 
-# ------------------------------------------------------------------------------------------------ of nobody's
+# -------------------------------------------------------------- optimizers that were not passed to initialize
 
 _watching: RemovableHandle | None = None
 
 
 def watch_optimizers() -> None:
-    """From now on, an optimizer that steps parameters of an engine's model is noticed."""
+    """Detect from now on an optimizer that steps parameters of an engine's model."""
     global _watching
     if _watching is None:
         _watching = register_optimizer_step_pre_hook(_before_any_step)
@@ -118,14 +118,14 @@ def _meet(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
             f"a step with a closure must not be the first one of this {name}: give the optimizer to "
             "shardwell.initialize(optimizer=...)"
         )
-    keeper.adopt(optimizer)  # from here on its parameters are shards without gradients: the step goes on with nothing
+    keeper.adopt(optimizer)  # its parameters are shards without gradients now: the rest of this step does nothing
 
 
 # --------------------------------------------------------------------------------------------- gradients of shards
 
 
 class NoGradientLeft(Tensor):
-    """Hangs at an optimizer's shards while there are gradients, and tells whoever looks for them where they are."""
+    """The `grad` of an optimizer's shards while there are gradients: every use raises an error that names `p.grad`."""
 
     @staticmethod
     def __new__(cls, shard: Tensor) -> NoGradientLeft:

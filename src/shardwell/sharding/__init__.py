@@ -1,4 +1,4 @@
-"""Units: a module with the parameters it owns, and the moves between the states of its buffers."""
+"""Units of a model: sharding specs, layouts, buffers and the residency of their parameters."""
 
 from shardwell.sharding.context import EngineContext
 from shardwell.sharding.group import ShardedGroup

@@ -1,4 +1,4 @@
-"""What the groups of one engine share: the device, the books, the ranks, the drives."""
+"""The objects that all groups of one engine share."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from shardwell.parallel import Axis, Collectives
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What the groups of one engine share."""
+    """The device, memory statistics, process groups and NVMe tier that all groups of one engine share."""
 
     device: Device
     account: MemoryStats
     scratch: TemporaryBuffers
     comm: dict[Axis, Collectives]
     disk: DiskTier | None = None
-    pages: ReadBuffers | None = None  # for parameters on disk
+    pages: ReadBuffers | None = None  # read buffers for parameters on disk
 
     @property
     def world(self) -> Collectives:
+        """Return the collectives over all ranks."""
         return self.comm[Axis.WORLD]
 
     @contextlib.contextmanager
     def failing_together(self, where: str, *, common: tuple[type[ShardwellError], ...] = ()) -> Iterator[None]:
-        """An error on this rank would leave the others waiting: tell them before it goes up.
+        """Report an error of this rank to the other ranks before it is raised, so that they do not wait.
 
-        Of `common` errors they know: all ranks raise those. The signal by which torch ends a recomputation is none.
+        All ranks raise the `common` errors themselves. The signal by which torch ends a recomputation is no error.
         """
         try:
             yield
@@ -47,7 +48,7 @@ class EngineContext:
             raise
 
     def close(self) -> None:
-        """Give drives and connections back."""
+        """Close the files on disk and the connections."""
         if self.disk is not None:
             self.disk.close()
         for comm in self.comm.values():

@@ -1,11 +1,12 @@
-"""Values that were changed by hand: `p.data = x`, `p.data.copy_(x)`, `p.clamp_()`, `load_state_dict` of the module.
+"""Values that were changed by hand: `p.data = x`, `p.data.copy_(x)`, `p.clamp_()`, `module.load_state_dict`.
 
-Parameters that rest whole are views of their group's flat buffer. One that was given other memory is looked for before
-every forward, by its address, and before every step, by all that a view is: its values are taken over, and it is a
-view again. What was changed in place is in the flat buffer already. Where the masters are a part of that, or its lower
-halves, there is nothing to do. Where they rest apart they are compared with it when somebody opens them (`adopt`): an
-element that is not its master's rounding was changed, and becomes the master. Masters on the host of parameters on a
-GPU are compared when a sum of mixed bits (`digest`) says that something changed.
+Parameters that stay unsharded are views of their group's flat buffer. A parameter that was given other memory is
+detected before every forward, by its address, and before every step, by all properties of the view: its values are
+copied back, and it is a view again. A change in place is in the flat buffer already. Where the master weights are a
+slice of the flat buffer, or a remainder to it, nothing has to be done. Separate master weights are compared with it
+when they are opened (`adopt`): an element that is not the rounding of its master weight was changed, and becomes the
+master weight. Master weights on the host of parameters on a GPU are compared only when a hash of all bits (`digest`)
+says that something changed.
 
 As in DDP, every rank is expected to change the same values in the same way.
 """
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
     from shardwell.sharding.group import ShardedGroup
     from shardwell.sharding.unit import Unit
 
-_SPAN = 1 << 17  # elements that are compared at once: they stay in a cache
+_SPAN = 1 << 17  # elements per comparison: they stay in a cache
 
 
 @dataclass(frozen=True)
 class ReplacedValues:
-    """A parameter that is no view of its place any more."""
+    """A parameter that is no longer a view of its slot."""
 
     unit: Unit
     group: ShardedGroup
@@ -45,15 +46,17 @@ class ReplacedValues:
 
     @property
     def slot(self) -> Slot:
+        """Return the slot of the parameter."""
         return self.group.layout.slots[self.index]
 
     @property
     def parameter(self) -> nn.Parameter:
+        """Return the parameter."""
         return self.group.parameters[self.index]
 
     @property
     def stretch(self) -> tuple[int, int, int]:
-        """Which bytes of which storage it is: the storage, the first byte and the one behind the last."""
+        """Return the storage of the parameter, its first byte in it, and the byte behind its last."""
         data = self.parameter.data
         first = int(data.storage_offset()) * data.itemsize
         reach = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True)) + 1
@@ -61,8 +64,8 @@ class ReplacedValues:
 
 
 def look(units: Sequence[Unit]) -> None:
-    """Before a forward: 0.1 µs for each parameter."""
-    with torch._C.DisableTorchFunctionSubclass():  # parameters that are away answer through a slow path
+    """Take over replaced values before a forward; the check costs 0.1 µs per parameter."""
+    with torch._C.DisableTorchFunctionSubclass():  # released parameters answer through a slow path
         are_there = all(group.places.begin_there() for unit in units for group in unit.groups)
     if not are_there:
         look_closely(units)
@@ -70,11 +73,11 @@ def look(units: Sequence[Unit]) -> None:
 
 @torch.no_grad()
 def look_closely(units: Sequence[Unit]) -> None:
-    """Take over what was put in the place of parameters. Units with a parameter of another shape are misfits then."""
+    """Take over values of parameters that are no longer views; a unit with another shape becomes a misfit."""
     found = [
         ReplacedValues(unit, group, index)
         for unit in units
-        if unit.look is not None  # else it is being taken apart
+        if unit.look is not None  # else the unit is being taken apart
         for group in unit.groups
         for index in group.places.left()
     ]
@@ -83,13 +86,13 @@ def look_closely(units: Sequence[Unit]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         fitting = [one for one in found if _fits(one)]
         _check_apart(fitting, units)
-        values = [one.parameter.data.clone() for one in fitting]  # of each other's places, perhaps
+        values = [one.parameter.data.clone() for one in fitting]  # they may be views of each other's slots
         for one, value in zip(fitting, values, strict=True):
             one.group.take_in(one.index, value)
 
 
 def look_before_step(units: Sequence[Unit]) -> None:
-    """Take over what was put in the place of parameters since their gradients were made."""
+    """Take over values that replaced parameters since their gradients were computed."""
     look_closely(units)
     for unit in units:
         unit.check_retention()
@@ -101,7 +104,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
 
 
 def _fits(one: ReplacedValues) -> bool:
-    """Whether its values can be taken over; with another shape, its unit has to be built anew."""
+    """Whether the values can be taken over; with another shape, the unit has to be rebuilt."""
     slot, data, place = one.slot, one.parameter.data, one.group.places.views[one.index]
     if one.group.context.device.is_meta:
         return False
@@ -129,7 +132,7 @@ def _fits(one: ReplacedValues) -> bool:
 
 
 def _check_apart(found: list[ReplacedValues], units: Sequence[Unit]) -> None:
-    """Memory that two parameters share would be updated by both in plain PyTorch, and by none here."""
+    """Refuse parameters that share memory: plain PyTorch would update it through both, and a shard through neither."""
     replaced = {id(one.parameter) for one in found}
     storages = {group.flat.tensor.untyped_storage()._cdata: group for unit in units for group in unit.groups}
     taken = [(one.stretch, one.slot.name) for one in found if one.slot.numel]
@@ -149,9 +152,9 @@ def _check_apart(found: list[ReplacedValues], units: Sequence[Unit]) -> None:
 
 
 def bring_home(group: ShardedGroup, source: int | None) -> bool:
-    """At the end of a context that had a group whole: take in what was replaced; false if one has another shape.
+    """Copy back replaced parameters when a context of unsharded parameters ends; false if a shape changed.
 
-    Those of another shape do not fit into the group any more; they are `source`'s for everyone.
+    Parameters of another shape do not fit into the group any more; the values of rank `source` are broadcast.
     """
     fits = True
     for index in group.places.left():
@@ -166,11 +169,11 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
     return fits
 
 
-# ------------------------------------------------------------------------------------- masters that rest apart
+# ------------------------------------------------------------------------------------- separate master weights
 
 
 def adopt(masters: Tensor, values: Tensor) -> None:
-    """Masters (1D) become the values (1D, in the compute dtype, on the same device) that are not their roundings."""
+    """Set master weights (1D) to the values (1D, compute dtype, same device) that are not their roundings."""
     if masters.is_meta:
         return
     if masters.is_cuda:
@@ -186,34 +189,34 @@ def adopt(masters: Tensor, values: Tensor) -> None:
 
 
 def take_over_in_place(group: ShardedGroup, values: Tensor | None = None) -> None:
-    """What was changed by hand becomes the truth; `values` are the parameters, if they were brought already."""
+    """Write values that were changed by hand to the master weights; `values` are the parameters, if copied already."""
     if group.may_be_edited_apart:
         adopt(group.master, (group.at_rest if values is None else values).to(group.master.device))
 
 
 def brought_down(group: ShardedGroup, after: Event) -> Tensor:
-    """1D, on the host, the parameters as they rest once the device has got as far as `after`; waits for that."""
+    """Return the stored parameters (1D, on the host) after the event `after`; waits for the copy."""
     with group.context.device.upload_stream.after(after):
         return group.at_rest.cpu()
 
 
 def note_digest(group: ShardedGroup) -> None:
-    """What rests on the device now is the rounding of masters below it, on the caller's lane."""
+    """Record on the current stream that the parameters on the device are the rounding of master weights on the host."""
     if group.may_be_edited_apart and group.at_rest.is_cuda and not group.master.is_cuda:
         group.digest = digest(group.at_rest)
 
 
 def digest(values: Tensor) -> Tensor:
-    """A number that changes with any bit of `values` (1D, on a GPU), and with their order."""
+    """Return a number that changes with any bit of `values` (1D, on a GPU), and with their order."""
     from shardwell.kernels.rounding_triton import digest as kernel
 
     return kernel(values)
 
 
 def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callable[[], bool]]]:
-    """Groups whose masters rest apart, and for who asks later whether their parameters may have been changed.
+    """Return groups with separate master weights, each with a later test whether its parameters may have changed.
 
-    On the host they are compared in any case: both are in its memory.
+    On the host they are always compared, because both are in host memory.
     """
     found: list[tuple[ShardedGroup, Callable[[], bool]]] = []
     for group in groups:
@@ -229,11 +232,11 @@ def _is_set(read: AsyncScalar) -> bool:
     return bool(read.get())
 
 
-# ------------------------------------------------------------------------------- changes of what will be released
+# ------------------------------------------------------------------- changes of parameters that will be resharded
 
 
 def versions(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """How often each was changed in place; what the engine does to their memory does not count."""
+    """Return how often each parameter was changed in place; the engine's own writes do not count."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_version, parameters))
 
@@ -242,7 +245,10 @@ _version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr
 
 
 def is_unlike_its_shard(group: ShardedGroup) -> bool:
-    """Whether whole parameters are not what rests, where that is cheap to know. They were gathered as they rest."""
+    """Whether unsharded parameters differ from the stored ones, where that is cheap to know.
+
+    The parameters must have been all-gathered unquantised.
+    """
     shard = group.shard
     if shard is None or group.is_quantized or not group.is_exact or shard.page is not None or shard.tensor.is_meta:
         return False
@@ -255,6 +261,7 @@ def is_unlike_its_shard(group: ShardedGroup) -> bool:
 
 
 def warn_of_lost(unit: str, names: list[str]) -> None:
+    """Warn that a change in place of parameters of this unit is lost."""
     logging.getLogger("shardwell").warning(
         "%s of unit '%s' changed in place while whole for a moment, and the change is lost: each rank holds only its "
         "shard. Change parameters inside `with shardwell.zero.GatheredParameters(parameters, modifier_rank=0):`, or "

@@ -1,4 +1,4 @@
-"""`GatheredParameters`: whole parameters for reading or changing, outside the modules that own them."""
+"""`GatheredParameters`: unsharded parameters for reading or changing, outside the modules that own them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwell.sharding.init_parameters import InitParameter
 
 
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
-    """Make parameters whole on every rank inside the context. All ranks must enter it.
+    """A context that makes parameters unsharded on every rank. All ranks must enter it.
 
-    With `modifier_rank`, that rank's changes are everyone's afterwards. Without it the context is for reading: where
-    the unit is released a change is lost, with a warning, and where it is not it counts if all ranks make it. Frozen
-    parameters that rest in codes are seen decoded, and what is changed of them is encoded again. Views of the
-    parameters must not be used after the context: their memory is gone.
+    With `modifier_rank`, the changes of that rank are broadcast to all ranks at the end. Without it the context is for
+    reading: where the unit is resharded a change is lost, with a warning, and where it is not a change counts if all
+    ranks make it. Frozen parameters that are stored quantised are shown dequantised, and changes of them are quantised
+    again. Views of the parameters must not be used after the context: their memory is freed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         first: BaseException | None = None
-        for keeper in self._keepers:  # all of them, also if one fails
+        for keeper in self._keepers:  # close all of them, also if one fails
             try:
                 keeper.close(self._modifier_rank)
             except BaseException as problem:

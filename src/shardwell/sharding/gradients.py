@@ -1,12 +1,13 @@
-"""A group's gradients: filled by backward, averaged over the ranks, added up over micro-steps.
+"""The gradients of a group: filled by backward, averaged over the ranks, accumulated over micro-steps.
 
-Autograd hands over one parameter's gradient at a time. It is copied into the group's flat buffer at once, so that
-nothing but the flat buffer outlives the hook; a later gradient of the same parameter is added. Reducing empties the
-flat buffer into `result`, which holds what the optimizer will read. Reduces are additive: a gradient that arrives
-after its group's reduce began opens a new flat buffer and is reduced again. It waits for nothing: gradients arrive in
-an order that may differ between ranks, and whatever ends a reduce may begin another collective.
+Autograd produces the gradient of one parameter at a time. The hook copies it into the group's flat buffer immediately,
+so that only the flat buffer outlives the hook; a later gradient of the same parameter is added. A reduce-scatter
+empties the flat buffer into `result`, which holds what the optimizer will read. Reduce-scatters are additive: a
+gradient that arrives after the reduce-scatter of its group has started opens a new flat buffer and is reduce-scattered
+again. Nothing waits here: gradients arrive in an order that may differ between ranks, and the end of one reduce-scatter
+may start another collective.
 
-Looking changes nothing: what is not reduced yet is averaged as a copy.
+Reading gradients changes nothing: sums that are not averaged yet are averaged in a copy.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
 
 
 class GradState(enum.Enum):
+    """The state of a group's gradients between two boundaries."""
+
     NONE = "none"
-    PARTIAL = "partial"  # this rank's own sum, in the flat buffer; an earlier one may be on its way
+    PARTIAL = "partial"  # this rank's own sum, in the flat buffer; an earlier reduce-scatter may be in flight
     REDUCING = "reducing"
     REDUCED = "reduced"  # averaged, in `result`
 
@@ -47,7 +50,7 @@ _ALLOWED = {
 class Gradients:
     """The gradient buffers of one group."""
 
-    result: Tensor | None  # 1D: this rank's shard, or all of it on rows that keep gradients whole
+    result: Tensor | None  # 1D: this rank's shard, or all of it with specs that keep full gradients
 
     def __init__(
         self,
@@ -64,42 +67,45 @@ class Gradients:
         self._comm, self._scratch = comm, scratch
         self.state = GradState.NONE
         self.result = None
-        self.commit = row.commit  # when what is made of them becomes the truth
-        self._lodging: Callable[[], None] | None = None  # waits for a result that lives in memory of somebody else
-        self.hands_over = False  # somebody else adds up the gradients of several micro-steps
-        self._handed: tuple[Tensor, float] | None = None  # what is to be added, and what it is multiplied by first
+        self.commit = row.commit  # when an update made from them is committed
+        self._lodging: Callable[[], None] | None = None  # waits for a result that is in another owner's memory
+        self.hands_over = False  # another owner accumulates the micro-steps
+        self._handed: tuple[Tensor, float] | None = None  # a micro-step to be accumulated, and its factor
         self._flat: Tensor | None = None  # 1D, padded
-        self._filled = [False] * len(layout.slots)  # in the flat buffer
-        self.seen = [False] * len(layout.slots)  # since the last `clear`
-        self._came_last = [False] * len(layout.slots)  # of those: at the boundary
+        self._filled = [False] * len(layout.slots)  # slots with a gradient in the flat buffer
+        self.seen = [False] * len(layout.slots)  # slots with a gradient since the last `clear`
+        self._came_last = [False] * len(layout.slots)  # slots with a gradient at the boundary
         self._scaled_late = False
-        self._expected = 1.0  # what gradients in the flat buffer that are scaled late will be scaled by
-        self._scale = 1.0  # what the reduce has to multiply by
-        self._pending: Work | None = None  # a reduce
-        self._publishing: Work | None = None  # its second half, on rows that keep gradients whole
-        self._lost: QuantizationResidual | None = None  # in codes, and not said yet
-        self.loss_scale = 1.0  # that the gradients of this step carry
+        self._expected = 1.0  # the factor that late-scaled gradients in the flat buffer still need
+        self._scale = 1.0  # the factor that the reduce-scatter applies
+        self._pending: Work | None = None  # a reduce-scatter
+        self._publishing: Work | None = None  # its all-gather, with specs that keep full gradients
+        self._lost: QuantizationResidual | None = None  # the quantisation error that is not sent yet
+        self.loss_scale = 1.0  # the loss scale of this step's gradients
 
     def move(self, state: GradState) -> None:
+        """Change the state; the transition must be allowed."""
         assert state in _ALLOWED[self.state], f"gradients of {self._name} cannot go from {self.state} to {state}"
         self.state = state
 
     @property
     def is_partial(self) -> bool:
+        """Whether the flat buffer holds gradients that are not averaged yet."""
         return self.state is GradState.PARTIAL
 
     @property
     def is_complete(self) -> bool:
-        """Every parameter got a gradient at the boundary; what came in earlier micro-steps does not say so."""
+        """Whether every parameter got a gradient at the boundary; gradients of earlier micro-steps do not count."""
         return all(self._came_last)
 
     def accumulate(self, index: int, grad: Tensor, scale: float, *, stays: bool, is_last: bool) -> None:
-        """Add one parameter's gradient. `stays`: it will wait for later micro-steps, so it is kept in full precision.
+        """Add the gradient of one parameter to the flat buffer.
 
-        `is_last`: it comes at the boundary.
+        `stays`: it will wait for later micro-steps, so it is kept in full precision. `is_last`: it arrives at the
+        boundary.
 
-        Wide gradients are scaled here, for the price of the copy; 16-bit ones where they are summed in fp32, except for
-        what is divided off before they travel.
+        Wide gradients are scaled here, at no cost beyond the copy. 16-bit gradients are scaled where they are summed in
+        fp32, except for the division that precedes the reduce-scatter.
         """
         self.seen[index] = True
         self._came_last[index] = self._came_last[index] or is_last
@@ -123,12 +129,12 @@ class Gradients:
         self._filled[index] = True
 
     def _open(self, grad: Tensor | None, scale: float, stays: bool) -> bool:
-        """Start a flat buffer and decide where it is scaled; false if `grad` itself became the buffer."""
+        """Allocate a flat buffer and decide where it is scaled; false if `grad` itself became the buffer."""
         wire = self._precision.wire
         dtype = self._precision.accumulate if stays else wire.dtype or self._precision.compute
         slots = self._layout.slots
         self.move(GradState.PARTIAL)
-        # A group of one parameter without padding: autograd's gradient serves as it is, without a copy.
+        # In a group of one parameter without padding, autograd's gradient is the flat buffer, without a copy.
         alone = len(slots) == 1 and slots[0].numel == self._layout.padded and not stays
         adopt = (
             grad is not None
@@ -138,7 +144,7 @@ class Gradients:
             and grad.dtype == dtype
             and grad.stride() == slots[0].stride
         )
-        # All ranks must decide alike where to scale, also one that has no gradient.
+        # All ranks must make the same choice of where to scale, also a rank without a gradient.
         self._scaled_late = alone or dtype.itemsize <= 2
         self._expected = scale
         self._scale = scale * wire.predivide if self._scaled_late else 1.0
@@ -151,7 +157,7 @@ class Gradients:
         return not adopt
 
     def reduce_scatter(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
-        """Start averaging what is in the flat buffer (nothing counts as zeros) into `result`."""
+        """Start to reduce-scatter the flat buffer into `result`; missing gradients count as zeros."""
         self.loss_scale = loss_scale
         self.wait()
         if self.state is not GradState.PARTIAL:
@@ -162,7 +168,7 @@ class Gradients:
             if not filled:
                 self._flat[slot.offset : slot.end].zero_()
         if self._row.reduce_codecs is not None:
-            self._flat[self._layout.numel :].zero_()  # it shares a block with numbers
+            self._flat[self._layout.numel :].zero_()  # padding shares a quantisation block with values
         if self._scaled_late and scale != self._expected:  # other ranks may have begun with another micro-step
             self._flat.mul_(self._expected / scale)
             self._scale = scale * self._precision.wire.predivide
@@ -173,7 +179,7 @@ class Gradients:
         )
 
     def _for_the_wire(self, flat: Tensor, scale: float) -> Tensor:
-        """The flat buffer in the dtype that was asked for; what was scaled already is scaled back as far as needed."""
+        """Convert the flat buffer to the communication dtype; factors applied too early are divided out again."""
         wire = self._precision.wire
         if wire.dtype is None or flat.dtype == wire.dtype:
             return flat
@@ -212,7 +218,7 @@ class Gradients:
         return self._reduced(flat, fresh, False).then(finish)
 
     def _hand(self, fresh: Tensor, factor: float) -> None:
-        """This is to be added up elsewhere, with what nobody has fetched yet."""
+        """Hand over a micro-step to be accumulated elsewhere, added to one that was not fetched yet."""
         if self._handed is not None:
             before, its_factor = self._handed
             both = self._take_result(fresh.numel(), self._precision.accumulate)
@@ -232,18 +238,18 @@ class Gradients:
         return self._comm.reduce_scatter(flat, into, self._scale, accumulate, token, codecs, lost=lost)
 
     def free(self) -> None:
-        """Forget everything, also what codes did not say."""
+        """Drop everything, the quantisation error included."""
         self.clear()
         if self._lost is not None:
             self._lost.free()
             self._lost = None
 
     def _result_dtype(self, flat: Tensor) -> torch.dtype:
-        """As wide as the gradients are and as they travelled."""
+        """Return a dtype as wide as that of the gradients and that of the reduce-scatter."""
         return torch.promote_types(self._precision.compute, flat.dtype)
 
     def _average_whole(self, flat: Tensor) -> Work:
-        """Reduce into this rank's own slice, then send the slice to everyone."""
+        """Reduce-scatter into this rank's slice, then all-gather the slices."""
         start, end = self._layout.shard_range(self._comm.shard_index)
         reduced = self._comm.reduce_scatter(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
 
@@ -254,11 +260,14 @@ class Gradients:
         return reduced.then(publish)
 
     def start_next_hop(self) -> bool:
-        """Begin the second hop of a reduce, where the host has to; false if there is none that has not begun."""
+        """Start the second hop of a reduce-scatter where the host has to; false if no hop is left to start."""
         return self._pending is not None and self._pending.start_next_hop()
 
     def finish(self) -> None:
-        """Wait for the reduce. On rows that keep gradients whole this only starts the second half; `settle` ends it."""
+        """Wait for the reduce-scatter.
+
+        With specs that keep full gradients this only starts the all-gather; `wait` waits for it.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
@@ -266,30 +275,33 @@ class Gradients:
                 self.move(GradState.REDUCED)
 
     def move_result(self, memory: Tensor, arrive: Callable[[], None]) -> Tensor | None:
-        """`result` lives in `memory` (1D) from now on, and is there when `arrive` returns; returns where it lived."""
+        """Move `result` to `memory` (1D), where it may be read once `arrive` returns.
+
+        Return the memory that it had, or None if that belonged to another owner.
+        """
         before = self.result if self._lodging is None else None
         self.result, self._lodging = memory, arrive
         return before
 
     @property
     def is_moved(self) -> bool:
-        """Whether `result` lives in memory of somebody else."""
+        """Whether `result` is in another owner's memory."""
         return self._lodging is not None
 
     def discard_result(self) -> Tensor:
-        """Give up the result (1D) for good: whoever asks for it later gets an error. Returns its memory."""
+        """Discard the result (1D) for good and return its memory; later reads raise an error."""
         result = self.result
         assert result is not None
         self.move_result(result.new_empty(0), gone)
         return result
 
     def ensure_readable(self) -> None:
-        """Wait until the host may read a result that lives in memory of somebody else."""
+        """Wait until the host may read a result that is in another owner's memory."""
         if self._lodging is not None:
             self._lodging()
 
     def take_micro_step(self) -> tuple[Tensor, float] | None:
-        """What was reduced and is to be added up elsewhere (1D), and its factor; None if there is nothing new."""
+        """Return a micro-step (1D) to be accumulated elsewhere and its factor; None if there is nothing new."""
         handed, self._handed = self._handed, None
         return handed
 
@@ -300,35 +312,36 @@ class Gradients:
             publishing, self._publishing = self._publishing, None
             publishing.wait()
 
-    # ------------------------------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------------------------------- reading
 
     @property
     def wide(self) -> torch.dtype:
-        """What they are shown in."""
+        """Return the dtype in which gradients are shown to the user."""
         own = torch.promote_types(self._precision.compute, self._precision.accumulate)
         return torch.promote_types(own, torch.float32)
 
     @property
     def has_any(self) -> bool:
-        """This rank has some of this boundary, averaged or not."""
+        """Whether this rank has gradients of this boundary, averaged or not."""
         return self.state is not GradState.NONE
 
     @property
     def is_discarded(self) -> bool:
-        """They were given up for good."""
+        """Whether the gradients were discarded for good."""
         return self._lodging is gone
 
     @property
     def needs_collective(self) -> bool:
-        """Whether who waits for what is on its way begins something that all ranks begin together."""
+        """Whether waiting for work in flight starts a collective that all ranks must start together."""
         hops = self._comm.hops is not None and self._comm.host_drives_progress
         is_whole = self._row.gradients.axis is None and self._comm.mesh.size > 1
         return (self._pending is not None and (is_whole or hops)) or (self._publishing is not None and hops)
 
     def snapshot(self, *, has_sums: bool) -> Tensor:
-        """1D, a copy: what `result` would be if all were averaged now; absent ones count as zeros.
+        """Return a copy (1D) of what `result` would be if everything were averaged now.
 
-        `has_sums`: some rank has sums of its own, so that all ranks look together.
+        Missing gradients count as zeros. `has_sums`: some rank has sums that are not averaged yet, so all ranks must
+        call this together.
         """
         self.wait()
         self.ensure_readable()
@@ -343,7 +356,7 @@ class Gradients:
         return total
 
     def _add_sums(self, total: Tensor) -> None:
-        """Add the average of what is in the flat buffers of all ranks, which stay as they are."""
+        """Add the average of the flat buffers of all ranks, and leave these unchanged."""
         flat = self._scratch.allocate(self._layout.padded, self.wide, StateKind.STAGING, self._unit).zero_()
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if filled and self._flat is not None:
@@ -356,13 +369,13 @@ class Gradients:
         total.add_(flat[start:end])
         self._scratch.free(flat)
 
-    # ------------------------------------------------------------------------------------------------------- the end
+    # ------------------------------------------------------------------------------------------------------ clearing
 
     def forget(self, index: int) -> None:
-        """As if one parameter had got no gradient. All ranks must do so at the same place."""
+        """Drop the gradient of one parameter. All ranks must do so at the same place in the program."""
         self.wait()
         self.seen[index] = self._came_last[index] = False
-        self._filled[index] = False  # a reduce counts it as zeros
+        self._filled[index] = False  # the reduce-scatter counts it as zeros
         slot, first = self._layout.slots[index], 0
         if self._row.gradients.axis is not None:
             first = self._layout.shard_range(self._comm.shard_index)[0]
@@ -374,7 +387,7 @@ class Gradients:
             self._handed[0][low:high].zero_()
 
     def clear(self, was_used: bool | Tensor = False) -> None:
-        """Forget everything, also a reduce that nobody will read. `was_used`: they were applied."""
+        """Drop all gradients, also a reduce-scatter in flight. `was_used`: they were applied."""
         self.wait()
         if self._lost is not None:
             self._lost.end_step(was_used if self.commit is not CommitPolicy.IMMEDIATE else True)
@@ -396,7 +409,7 @@ class Gradients:
         self.result, self._lodging = None, None
 
     def _adopt(self, flat: Tensor) -> None:
-        """What was reduced in place is the result; with an earlier result, it is added to that."""
+        """Make a buffer that was averaged in place the result, or add it to an earlier result."""
         if self.result is None:
             self.result = flat
         else:
@@ -405,7 +418,7 @@ class Gradients:
             self._scratch.free(flat)
 
     def _widen(self) -> None:
-        """More is to be added: go on in full precision."""
+        """Convert the result to the accumulation dtype before more is added."""
         assert self.result is not None
         if self.result.dtype != self._precision.accumulate or self._lodging is not None:
             self.ensure_readable()
@@ -419,7 +432,7 @@ class Gradients:
 
 
 def gone() -> NoReturn:
-    """Gradients were given up for good."""
+    """Raise the error that gradients were discarded for good."""
     raise ShardwellError(
         "these gradients are gone: their unit was updated at once. To read or change gradients before a step, or to "
         'add to them after a backward, set "shardwell": {"commit": "after_norm"}.'

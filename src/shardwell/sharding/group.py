@@ -1,14 +1,14 @@
-"""A group: the parameters of one unit that share dtype, trainability and persistence, and their three buffers.
+"""A group: the parameters of one unit that share dtype, trainability and persistence, and their buffers.
 
-- flat: compute dtype, all parameters back to back; the parameters are views of it
-- shard: this rank's slice in storage of its own (rows that release their parameters), in numbers or in codes
-- remainder: the lower halves of this rank's fp32 masters (rows that keep bf16 parameters whole, or rest them below the
-  device together with their masters)
-- master: the truth, as the optimizer steps it: a copy apart (below the parameters, or for whole fp16 parameters, which
-  are no half of anything), the shard, a slice of `flat`, or for as long as somebody looks upper and lower halves
-  joined, or codes decoded
+- flat: all parameters back to back in the compute dtype; the parameters are views of it.
+- shard: this rank's slice in storage of its own, quantised or not (specs that reshard their parameters).
+- remainder: the lower halves of this rank's fp32 master weights (specs that keep bf16 parameters unsharded, or store
+  them below the device together with their master weights).
+- master: the master weights as the optimizer steps them. They are a separate copy (below the parameters, or for
+  unsharded fp16 parameters, which are not the upper half of an fp32 number), the shard, a slice of `flat`, or a staging
+  buffer that holds joined bf16 plus remainder, or dequantised values, only while it is open.
 
-What rests on disk is in chests: the shard in one of its own, that is a page; masters or remainder in another.
+State on disk is in swapped tensors: the shard in a `SwappedShard`, master weights or remainder in another set.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from shardwell.sharding.storage import StorageForm, form_of
 
 
 class ShardedGroup:
-    """The buffers of some parameters of one unit, placed as their row says."""
+    """The buffers of some parameters of one unit, placed as their spec says."""
 
     parameters: list[nn.Parameter]  # in slot order
-    places: ParameterViews  # in `flat`
+    places: ParameterViews  # views of `flat`
     gradients: Gradients
     spans: list[tuple[ParamGroupSpan, Tensor]]  # this rank's slices of the masters, 1D, one per parameter group
 
@@ -58,8 +58,8 @@ class ShardedGroup:
         self.row, self.context = row, context
         self.precision = replace(precision, master=torch.float32) if self.is_quantized else precision
         self.trainable = members[0].trainable
-        self.stays_whole = False  # whole for good, although its row would release it
-        self.is_exact = True  # whole as it rests, and not as a codec left it
+        self.stays_whole = False  # unsharded for good, although its spec reshards
+        self.is_exact = True  # unsharded with the stored values, not with those that a codec rounded
         world = context.world.mesh
         self.layout = make_layout([member.spec for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
@@ -69,13 +69,14 @@ class ShardedGroup:
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
         self.shard: StoredShard | None = None
         self.remainder: FlatBuffer | None = None
-        self._apart: FlatBuffer | None = None  # masters that rest apart from the parameters
-        self.chest: SwappedTensors | None = None  # that those, or the remainder, are in if they rest on disk
-        self._joined: FlatBuffer | None = None  # masters that are whole numbers only while somebody looks
-        self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # stretches of the masters, and where they start
-        self.digest: Tensor | None = None  # of what rests, where masters cannot be compared with it at every step
-        self._num_openings = 0  # of the masters
-        self._before: Tensor | None = None  # masters while the user may overwrite their upper halves
+        self._apart: FlatBuffer | None = None  # master weights in a buffer of their own
+        self.chest: SwappedTensors | None = None  # holds master weights or remainder on disk
+        self._joined: FlatBuffer | None = None  # master weights that are joined only while they are open
+        self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # slices of the master weights, and where they start
+        # hash of the stored parameters, where they cannot be compared with the master weights at every step
+        self.digest: Tensor | None = None
+        self._num_openings = 0  # nested `open_master` contexts
+        self._before: Tensor | None = None  # master weights while the user may overwrite their upper halves
         self._allocate_master()
         self._take_over(context)
         self._store(context)
@@ -102,7 +103,7 @@ class ShardedGroup:
         self.spans = [(run, self.slice_master(run.start, run.numel)) for run in self._make_spans()]
 
     def _take_over(self, context: EngineContext) -> None:
-        """Move the parameters' values into the buffers, rank 0's for everyone, and make the parameters views."""
+        """Move rank 0's values into the buffers of all ranks, and make the parameters views of the flat buffer."""
         whole = self.flat.tensor
         if self.precision.is_mixed:
             whole = context.device.empty(self.layout.padded, self.precision.master)
@@ -114,7 +115,7 @@ class ShardedGroup:
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
             self.places.hang(index)
-        self._num_views = self.flat.num_aliases  # the parameters, the buffer itself, and nobody else
+        self._num_views = self.flat.num_aliases  # the parameters and the buffer itself
         context.world.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
         edits.note_digest(self)
@@ -123,7 +124,7 @@ class ShardedGroup:
             released.release(self.parameters)
 
     def _store(self, context: EngineContext) -> None:
-        """What rests on disk goes there now."""
+        """Write the state that is stored on disk to disk."""
         if context.disk is None:
             return
         if self.shard is not None:
@@ -142,47 +143,48 @@ class ShardedGroup:
 
     @property
     def is_quantized(self) -> bool:
-        """It rests in codes."""
+        """Whether the parameters are stored quantised."""
         return self.row.storage_codec is not None
 
     @property
     def swapped_shard(self) -> SwappedShard | None:
-        """That the shard is in, if it rests on disk."""
+        """Return the swapped shard, if the shard is stored on disk."""
         return self.shard.page if self.shard is not None else None
 
     @property
     def secondary(self) -> SecondaryShard | None:
+        """Return the secondary shard (hpZ), if the spec has one."""
         return self.shard.second if self.shard is not None else None
 
     @property
     def swapped_tensors(self) -> list[SwappedTensors]:
-        """Of all that rests on disk."""
+        """Return everything of this group that is stored on disk."""
         return [
             *([self.swapped_shard.chest] if self.swapped_shard is not None else []),
             *([self.chest] if self.chest is not None else []),
         ]
 
     def take_in(self, index: int, values: Tensor) -> None:
-        """A parameter was given other memory: its values are those (of its shape), and it is a view again.
+        """Copy `values` into a parameter whose memory was replaced, and make it a view again.
 
-        Where a value did not change, a master keeps its lower half.
+        `values` have the parameter's shape. Where a value did not change, the master weight keeps its lower half.
         """
         slot, (start, end) = self.layout.slots[index], self.own
         before = self.flat.tensor[slot.offset : slot.end].clone()
         self.places.hang(index).copy_(values)
         first, last = max(slot.offset, start), min(slot.end, end)
-        if self.remainder is not None and not self.row.reshards and first < last:  # some of it is this rank's
+        if self.remainder is not None and not self.row.reshards and first < last:  # part of it is in this rank's shard
             changed = before[first - slot.offset : last - slot.offset] != self.flat.tensor[first:last]
             self.remainder.tensor[first - start : last - start].masked_fill_(changed, 0)
 
     def detach_leaked_views(self) -> None:
-        """If somebody still looks at the whole parameters, leave them that memory: freeing it would crash them."""
+        """Leave the memory to views that outlive the unsharded parameters: freeing it would crash their readers."""
         if self.flat.num_aliases > self._num_views:
             self.flat.abandon_storage()
             self.places.hang_all()
 
     def write(self, whole: Tensor) -> None:
-        """Make `whole` (1D, padded, in the master dtype) the truth. `flat` must be present, and is filled."""
+        """Write `whole` (1D, padded, master dtype) to the master weights; `flat` must be allocated, and is filled."""
         start, end = self.own
         if whole is not self.flat.tensor:
             narrow(whole, self.flat.tensor)
@@ -198,9 +200,10 @@ class ShardedGroup:
             self.shard.store((whole if as_it_is else self.flat.tensor)[first:last])
 
     def write_back(self, source: int) -> None:
-        """The parameters were changed on rank `source` while whole: make that the truth everywhere.
+        """Write parameters that rank `source` changed while unsharded to the master weights of all ranks.
 
-        Where a 16-bit value did not change, the master keeps its lower half. What rests in codes is encoded again.
+        Where a 16-bit value did not change, the master weight keeps its lower half. Stored quantised values are
+        quantised again.
         """
         flat, (start, end) = self.flat.tensor, self.own
         self.context.world.broadcast(flat, source, TrafficKind.GATHER, f"WRITE {self.name}")
@@ -222,7 +225,7 @@ class ShardedGroup:
         self.regather_quantized()
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
-        """Let `fill` write this rank's part of the truth. Where parameters are whole, all ranks are sent theirs."""
+        """Let `fill` write this rank's master weights, and all-gather them where parameters are unsharded."""
         with self.open_master(changes=True):
             fill(self.master)
         self.invalidate_secondary()
@@ -236,33 +239,34 @@ class ShardedGroup:
             self.context.world.all_gather(self.flat.tensor, f"WRITE {self.name}", TrafficKind.SETUP).wait()
 
     def regather_quantized(self) -> None:
-        """Whole parameters that rest in codes become what those say now. All ranks must call it."""
+        """All-gather unsharded parameters again after their quantised values changed. All ranks must call it."""
         if self.is_quantized and self.flat.present:
             self.all_gather().wait()
             if self._before is not None:
                 self.open_for_writing()
 
     def open_for_writing(self) -> None:
-        """Remember the masters, if the user may now overwrite their upper halves."""
+        """Save the master weights, because the user may now overwrite their upper halves."""
         if self.precision.is_mixed and self._apart is None:
             with self.open_master():
                 self._before = self.master.clone()
 
     def _rounded(self, masters: Tensor) -> Tensor:
-        """As a gather rounds them: codecs do so as torch does."""
+        """Round master weights as an all-gather does: codecs round as torch does."""
         compute = torch.empty_like(masters, dtype=self.precision.compute)
         return compute.copy_(masters) if self.is_quantized else narrow(masters, compute)
 
     def note_changed_master(self, start: int, values: Tensor) -> None:
-        """A stretch of the masters was changed for good while the user may overwrite their upper halves."""
+        """Record a permanent change of a slice of master weights whose upper halves the user may overwrite."""
         if self._before is not None:
             self._before[start : start + values.numel()] = values
 
     def close_for_writing(self) -> None:
+        """Drop the saved master weights."""
         self._before = None
 
     def free(self) -> None:
-        """Let go of everything; the parameters belong to somebody else."""
+        """Free all buffers; the parameters have another owner."""
         self.gradients.free()
         if self.shard is not None:
             self.shard.free()
@@ -275,36 +279,36 @@ class ShardedGroup:
     # ------------------------------------------------------------------------------------------------- residency
 
     def all_gather(self, *, exact: bool = False) -> Work:
-        """Start making a released group whole; `exact`: without a codec, because somebody may keep what he sees."""
+        """Start the all-gather of a resharded group; `exact` sends unquantised values, which the caller may keep."""
         assert self.shard is not None
         codec = None if exact else self.row.all_gather_codec
         self.is_exact = codec is None
         return self.shard.all_gather(self.flat, codec, keeps=not self.stays_whole)
 
     def prefetch_from_disk(self) -> bool:
-        """It will be gathered soon: begin to read what rests on disk."""
+        """Start to read a shard on disk, because its all-gather is near; false if there is nothing to read."""
         return self.shard is not None and self.shard.prefetch_from_disk()
 
     def prefetch_to_device(self) -> bool:
-        """It will be gathered next but one: begin to copy what rests below the device."""
+        """Start to copy a shard below the device to the device, for the all-gather after the next one."""
         return self.shard is not None and self.shard.prefetch_to_device()
 
     def cancel_prefetch(self) -> None:
-        """It will not be gathered soon after all, or what rests will change."""
+        """Drop prefetched copies: no all-gather is near after all, or the stored values will change."""
         if self.shard is not None:
             self.shard.cancel_prefetch()
 
     def reshard(self) -> None:
-        """Free the whole parameters, unless somebody looks at views of them; may be asked again."""
+        """Free the unsharded parameters unless views of them exist; a later call tries again."""
         self.flat.free_unseen(self._num_views)
 
     @property
     def is_seen(self) -> bool:
-        """It was released, and somebody still looks at it."""
+        """Whether the group was resharded while views of it still exist."""
         return self.flat.is_seen and self.flat.num_aliases > self._num_views
 
     def keep_unsharded(self) -> None:
-        """Never release again: nothing changes these parameters, and a shard of numbers is a slice of the whole."""
+        """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
         self.stays_whole = True
         self.invalidate_secondary()
         self.cancel_prefetch()
@@ -314,22 +318,22 @@ class ShardedGroup:
 
     @property
     def has_secondary(self) -> bool:
-        """The next gather will not leave the node. The same on all ranks."""
+        """Whether the next all-gather stays within the node. The answer is the same on all ranks."""
         return self.secondary is not None and self.secondary.is_there
 
     def invalidate_secondary(self) -> None:
-        """All ranks must do so at once: the next gather is over all of them."""
+        """Drop the secondary shard. All ranks must do so together: the next all-gather is over all of them."""
         if self.secondary is not None:
             self.secondary.forget()
 
     def publish(self) -> Work:
-        """Send this rank's updated slice to everyone."""
+        """All-gather the updated slices of all ranks."""
         return self.context.world.all_gather(self.flat.tensor, f"PUBLISH {self.name}", TrafficKind.PUBLISH)
 
-    # --------------------------------------------------------------------------------------- between the tiers
+    # ------------------------------------------------------------------------------------------------- offload
 
     def send_up(self, values: Tensor, start: int, after: Event) -> Event:
-        """Start copying updated parameters to where they rest, once the device is done with the old ones."""
+        """Start copying updated parameters to their storage, once the device is done with the old ones."""
         device = self.context.device
         if not self.at_rest.is_cuda:
             return Event()
@@ -339,7 +343,7 @@ class ShardedGroup:
 
     @property
     def at_rest(self) -> Tensor:
-        """1D, this rank's part of the parameters as they rest: in the compute dtype, or codes."""
+        """Return this rank's part of the stored parameters: 1D, in the compute dtype, or quantised."""
         return self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
 
     # ---------------------------------------------------------------------------------------------- the optimizer
@@ -349,14 +353,14 @@ class ShardedGroup:
         return layout.runs(self.context.world.shard_index if self.row.optimizer.axis is not None else 0)
 
     def relabel(self, labels: list[int]) -> None:
-        """Let the parameters belong to these parameter groups; no optimizer must know the runs yet."""
+        """Assign the parameters to these parameter groups; no optimizer may know the spans yet."""
         slots = [replace(slot, label=label) for slot, label in zip(self.layout.slots, labels, strict=True)]
         self.layout = replace(self.layout, slots=tuple(slots))
         self.spans = [(run, self.slice_master(run.start, run.numel)) for run in self._make_spans()]
 
     @property
     def master(self) -> Tensor:
-        """1D, this rank's part of the truth as the optimizer steps it."""
+        """Return this rank's master weights (1D) as the optimizer steps them."""
         for buffer in (self._apart, self._joined, self.shard):
             if buffer is not None:
                 return buffer.tensor
@@ -364,23 +368,23 @@ class ShardedGroup:
 
     @property
     def split_master(self) -> tuple[Tensor, Tensor] | None:
-        """Both 1D: this rank's masters as upper and lower halves, if they rest so below the device."""
+        """Return this rank's bf16 upper halves and remainders (both 1D), if masters are stored so below the device."""
         if self.remainder is None or not self.row.allows_split_master:
             return None
         return self.at_rest, self.remainder.tensor
 
     @property
     def is_stepped_on_host(self) -> bool:
-        """Its optimizer state rests there, or on disk."""
+        """Whether the optimizer state is stored on the host or on disk."""
         return self.trainable and self.row.optimizer.tier is not Tier.DEVICE
 
     def commit_by(self, commit: CommitPolicy) -> None:
-        """Updates become the truth at another time from now on."""
+        """Change the commit policy from now on."""
         self.row = replace(self.row, commit=commit)
         self.gradients.commit = commit
 
     def move_masters_up(self) -> None:
-        """Masters that rest on the host or on disk go to the device for good."""
+        """Move master weights from the host or from disk to the device for good."""
         if self.split_master is not None:
             self._set_apart()
         elif self.chest is not None:
@@ -397,7 +401,7 @@ class ShardedGroup:
         self._reslice()
 
     def _set_apart(self) -> None:
-        """Masters that rest in halves rest whole from now on, on the host."""
+        """Store master weights that are bf16 plus remainder as fp32 on the host from now on."""
         assert self.remainder is not None
         with self.open_master():
             apart = self._buffer(StateKind.OPTIMIZER, self.remainder.tensor.numel(), self.precision.master, Tier.HOST)
@@ -410,7 +414,7 @@ class ShardedGroup:
         self._apart = apart
 
     def swap_masters(self, spare: Tensor) -> None:
-        """Masters that rest apart change places with `spare`, memory like theirs."""
+        """Exchange the memory of separate master weights with `spare`, which has the same size and dtype."""
         assert self._apart is not None
         masters = self._apart.tensor
         before, masters.data = masters.data, spare.data
@@ -418,7 +422,7 @@ class ShardedGroup:
         self._reslice()
 
     def _reslice(self) -> None:
-        """The masters have other memory: stretches that were cut are of that, too."""
+        """Point existing slices of the master weights to their new memory."""
         self._cuts = [(cut, start) for cut, start in self._cuts if cut() is not None]
         for cut, start in self._cuts:
             tensor = cut()
@@ -426,7 +430,7 @@ class ShardedGroup:
                 tensor.data = self.master[start : start + tensor.numel()]
 
     def slice_master(self, start: int, numel: int) -> Tensor:
-        """A view of a stretch of the masters; one of dropped storage refuses new views, so it is grown for the cut."""
+        """Return a view of a slice of the master weights; freed storage allows no views, so it is allocated first."""
         away = self._joined is not None and not self._joined.present
         if self._joined is not None and away:
             self._joined.allocate()
@@ -437,13 +441,13 @@ class ShardedGroup:
         return view
 
     def master_bytes(self) -> dict[Tier, int]:
-        """What this group holds for the optimizer beside the parameters, by tier."""
+        """Return the bytes that the optimizer holds beside the parameters, by tier."""
         held = self._apart or self.remainder
         return {} if held is None else {self.row.optimizer.tier: held.nbytes}
 
     @contextlib.contextmanager
     def swapped_in(self, *, changes: bool = False) -> Iterator[None]:
-        """Have what rests on disk in memory. May be nested."""
+        """Have the state on disk swapped in. The context may be nested."""
         self.cancel_prefetch()
         with contextlib.ExitStack() as stack:
             for chest in self.swapped_tensors:
@@ -452,12 +456,12 @@ class ShardedGroup:
 
     @contextlib.contextmanager
     def open_master(self, *, changes: bool = False) -> Iterator[None]:
-        """Have `master` readable; what changes there counts, also if an error follows."""
+        """Make `master` readable; changes made inside are kept, also if an error follows."""
         with self.swapped_in(changes=changes), contextlib.ExitStack() as stack:
             if self._joined is not None:
                 stack.callback(self._joined.free)
                 self._join(self._joined)
-            if self._num_openings == 0:  # inside of another one, masters may be ahead of what rests
+            if self._num_openings == 0:  # inside another one, master weights may be ahead of the stored parameters
                 edits.take_over_in_place(self)
             stack.callback(setattr, self, "_num_openings", self._num_openings)
             self._num_openings += 1
@@ -467,11 +471,11 @@ class ShardedGroup:
 
     @property
     def may_be_edited_apart(self) -> bool:
-        """Whoever changes a parameter does not change its master with it."""
+        """Whether a change of a parameter leaves its master weight unchanged."""
         return self._apart is not None and not self.row.reshards
 
     def _join(self, joined: FlatBuffer) -> None:
-        """Fill masters that are whole numbers only while somebody looks."""
+        """Fill the staging buffer with fp32 master weights for as long as they are open."""
         joined.allocate()
         if self.shard is not None and self.is_quantized:
             self.shard.decode(joined.tensor)
@@ -479,7 +483,7 @@ class ShardedGroup:
             join(self.at_rest, self.remainder.tensor, joined.tensor)
 
     def _take_over_masters(self) -> None:
-        """What rests becomes what the masters say."""
+        """Write the values of the master weights to the stored parameters."""
         if self._apart is not None:
             rounded = self._apart.tensor
             if self.precision.is_mixed:

@@ -1,4 +1,4 @@
-"""The arguments of DeepSpeed's `zero.Init` that are seldom given: what they mean here, or why they are refused."""
+"""The rarely used arguments of DeepSpeed's `zero.Init`: what they mean here, or why they are refused."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _KNOWN = {"device", "pin_memory", "mpu", *_GROUPS, *_WITHOUT_EFFECT, *_REFUSED}
 
 @dataclass(frozen=True)
 class ExtraInitArguments:
-    """Arguments that few give."""
+    """The rarely used arguments of `zero.Init`, checked."""
 
-    device: torch.device | None  # where parameters are made
-    pin_memory: bool  # of shards in host memory
-    groups: dict[str, Any]  # that DeepSpeed would split over
+    device: torch.device | None  # where parameters are constructed
+    pin_memory: bool  # shards in host memory are pinned
+    groups: dict[str, Any]  # process groups that DeepSpeed would shard over
     mpu: Any
-    idle: list[str]  # were given, and have no effect
+    idle: list[str]  # given arguments that have no effect
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> ExtraInitArguments:
+        """Check and sort the given keyword arguments."""
         unknown = sorted(set(given) - _KNOWN)
         if unknown:
             raise TypeError(f"zero.Init got an unexpected keyword argument '{unknown[0]}'")
@@ -56,7 +57,10 @@ class ExtraInitArguments:
         )
 
     def about_groups(self) -> str:
-        """Refuse groups that are not all ranks; returns what has no effect, in words. Needs the process group."""
+        """Refuse groups that are not all ranks, and return a message about arguments without effect.
+
+        The process group must exist.
+        """
         groups = dict(self.groups)
         if self.mpu is not None:
             groups["mpu"] = self.mpu.get_data_parallel_group()

@@ -1,9 +1,9 @@
-"""Parameters between their birth in `zero.Init` and `initialize`: each rank keeps its shard of each.
+"""The parameters of `zero.Init` until `initialize`: each rank keeps its shard of each.
 
-A parameter is whole while its module is being built, in the dtype that the module gave it. Then it is folded: rank 0
-deals its values out, and each rank keeps its shard, in the dtype that the configuration computes in. Who comes back to
-it finds it whole again, and what he did to it counts as rank 0 has it. All that ranks do together here follows from
-what the program does to modules and parameters, and from nothing that garbage collection decides.
+A parameter is unsharded while its module is being built, in the dtype that the module gave it. Then it is sharded: rank
+0 scatters its values, and each rank keeps its shard, in the dtype that the configuration computes in. A later use
+all-gathers it again, and changes that are made then count as rank 0 has them. All collectives here follow from what the
+program does to modules and parameters, and never from garbage collection.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class InitStorage:
-    """How shards rest until `initialize` takes them."""
+    """How shards are stored until `initialize` takes them over."""
 
     tier: Tier
-    dtype: torch.dtype | None  # None: as they were made
+    dtype: torch.dtype | None  # None: as the modules made them
     pinned: bool
-    folders: list[Path]  # on drives, if they rest there
+    folders: list[Path]  # on NVMe, if they are stored there
 
 
 class InitRegistry:
-    """Parameters between their birth and `initialize`. Only those of one module are whole at a time."""
+    """The registry of the parameters of `zero.Init`; only those of one module are unsharded at a time."""
 
     def __init__(self, where: torch.device, settings: Config, rest: InitStorage) -> None:
         device, account, ledger = Device(where, keep_pages=False), MemoryStats(), TrafficStats()
@@ -61,40 +61,42 @@ class InitRegistry:
             disk = DiskTier(rest.folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
         self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, disk)
         self.rest = rest
-        self.is_open = False  # modules are being built
+        self.is_open = False  # a `zero.Init` context is open
         self._whole: list[InitParameter] = []
         self._all: weakref.WeakSet[InitParameter] = weakref.WeakSet()
         self._numbers = itertools.count()
 
     def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Take over a parameter, and shard those of other modules."""
         owner = weakref.ref(module)
         self.focus(owner)
-        name = f"{type(module).__name__}.{name} ({next(self._numbers)})"  # the same on all ranks, and no other's
+        name = f"{type(module).__name__}.{name} ({next(self._numbers)})"  # the same on all ranks, and unique
         newborn = InitParameter(self, owner, name, parameter)
         self._whole.append(newborn)
         self._all.add(newborn)
 
     def open(self) -> None:
+        """Begin the construction of modules."""
         self.is_open = True
 
     def close(self) -> None:
-        """No more modules are built: everything is folded, and has the dtype that it rests in."""
+        """End the construction: all parameters are sharded, in the dtype in which they are stored."""
         self.is_open = False
         self.focus(None)
         for newborn in list(self._all):
             newborn.settle()
 
     def focus(self, module: weakref.ref[nn.Module] | None) -> None:
-        """Split every whole parameter of other modules, except those that somebody holds or has a view of.
+        """Shard every unsharded parameter of other modules, except those that are held or have a view.
 
-        Modules are told apart by weak references, of which a module has one. An `id` may come again once a module is
-        gone, and when it goes is another moment on each rank.
+        Modules are compared by weak references, of which a module has one. An `id` may be reused once a module is gone,
+        and the moment when it goes differs between ranks.
         """
         self._follow_swaps()
         self._whole = [newborn for newborn in self._whole if newborn.module is module or not newborn.shard()]
 
     def _follow_swaps(self) -> None:
-        """`torch.utils.swap_tensors` gives a parameter another's keeper, or takes its own away."""
+        """Update owners after `torch.utils.swap_tensors`, which exchanges or removes the owners of parameters."""
         moved = [n for n in self._whole if released.owner_or_none(n.parameter) is not n]
         for newborn in moved:
             keeper = released.owner_or_none(newborn.parameter)
@@ -105,24 +107,28 @@ class InitRegistry:
                 released.keep(newborn.parameter, newborn)
 
     def unfold(self, newborn: InitParameter, *, meet: bool) -> None:
-        """With `meet`, some ranks may never come: the others do not wait for them for longer than the time limit."""
+        """Make a parameter unsharded.
+
+        With `meet`, some ranks may never arrive: the others wait for them no longer than the time limit.
+        """
         self.focus(newborn.module)
         newborn.unshard(meet=meet)
         if newborn not in self._whole:
             self._whole.append(newborn)
 
     def sharing(self, newborn: InitParameter, values: Tensor) -> list[InitParameter]:
-        """Others whose parameters have the memory of these values."""
+        """Return the other parameters that have the memory of these values."""
         storage = values.untyped_storage()._cdata
         return [other for other in self._all if other is not newborn and other.looks_at(storage)]
 
     def forget(self, newborn: InitParameter) -> None:
+        """Remove a parameter from the registry."""
         self._whole = [other for other in self._whole if other is not newborn]
         self._all.discard(newborn)
 
 
 class InitParameter:
-    """One parameter in the nursery, and its keeper."""
+    """One parameter of `zero.Init`, and its owner."""
 
     _layout: Layout
     _flat: FlatBuffer
@@ -133,17 +139,18 @@ class InitParameter:
         self.module = module
         self._nursery, self._name, self.parameter = nursery, name, parameter
         self._shard: FlatBuffer | None = None
-        self._chest: SwappedTensors | None = None  # that the shard is in, if it rests on disk
+        self._chest: SwappedTensors | None = None  # holds the shard, if it is stored on disk
         self._held = 0
         self._is_whole = True
-        self._is_folded = False  # for all ranks, though it may still be whole here
-        self._bonds: list[list[str]] = []  # each with another that had the same memory: who of both is in a unit
-        self._dealt: Tensor | None = None  # this rank's part of what was folded, while somebody may still write to it
+        self._is_folded = False  # on all ranks, though the full values may still be allocated here
+        self._bonds: list[list[str]] = []  # one per parameter that had the same memory: which of the two is in a unit
+        # this rank's part of the scattered values, while a view may still write to the full ones
+        self._dealt: Tensor | None = None
         released.keep(parameter, self)
         self._take(parameter.data)
 
     def _take(self, values: Tensor) -> None:
-        """Move the parameter into a flat buffer that fits it as it is now."""
+        """Move the parameter into a flat buffer of its present shape and dtype."""
         context = self._nursery.context
         self._layout = make_layout(
             [TensorSpec.dense(self._name, values.shape, values.stride())], context.world.mesh.size
@@ -161,7 +168,7 @@ class InitParameter:
         self._views, self._uses = self._flat.num_aliases, self._num_uses()
 
     def _num_uses(self) -> int:
-        """How many hold the parameter in C++: a graph that has saved it for backward, a scripted module."""
+        """Return how many C++ owners the parameter has: a graph that saved it for backward, a scripted module."""
         with torch._C.DisableTorchFunctionSubclass():
             return int(self.parameter._use_count())  # type: ignore[attr-defined]
 
@@ -172,11 +179,12 @@ class InitParameter:
 
     @property
     def agreement(self) -> Agreement:
+        """Return the agreement over which the ranks meet."""
         return self._nursery.agreement
 
     @property
     def at_rest(self) -> tuple[Tier, int]:
-        """Where the values are now, and their bytes."""
+        """Return the tier of the values now, and their bytes."""
         if self._is_whole or self._shard is None:
             return Tier.DEVICE, self._flat.nbytes
         return self._nursery.rest.tier, self._shard.nbytes
@@ -188,16 +196,16 @@ class InitParameter:
 
     @property
     def _is_watched(self) -> bool:
-        """Somebody still looks at the whole, or will: freeing it would crash him."""
+        """Whether a view or a graph still uses the full values: freeing them would crash it."""
         return self._flat.num_aliases > self._views or self._num_uses() > self._uses
 
-    # ---------------------------------------------------------------------------------------------------- folding
+    # --------------------------------------------------------------------------------------------------- sharding
 
     def shard(self) -> bool:
-        """Keep this rank's shard of rank 0's values and free the rest; false if somebody still looks at the whole.
+        """Keep this rank's shard of rank 0's values and free the rest; false if the full values are still in use.
 
-        A view may live longer on one rank than on another, until garbage is collected there. So it decides when memory
-        is freed, and nothing that ranks do together.
+        A view may live longer on one rank than on another, until garbage is collected there. It therefore decides only
+        when memory is freed, and never whether a collective runs.
         """
         if self._held:
             return False
@@ -221,7 +229,7 @@ class InitParameter:
         return True
 
     def _take_replaced(self) -> None:
-        """The parameter may have other memory by now: `.data` was set, or it was converted or swapped."""
+        """Take over other memory of the parameter: `.data` was set, or it was converted or swapped."""
         slot, flat = self._layout.slots[0], self._flat.tensor
         values = self.parameter.data
         is_ours = values.untyped_storage()._cdata == flat.untyped_storage()._cdata and values.dtype == flat.dtype
@@ -243,7 +251,7 @@ class InitParameter:
             return bool(self.parameter.untyped_storage()._cdata == storage)
 
     def _check_bonds(self) -> None:
-        """Values that two parameters shared are two copies now: fine, unless both are in the model."""
+        """Raise an error if two parameters of the model shared memory, because they are two copies now."""
         for bond in self._bonds:
             if bond:
                 raise ShardwellError(
@@ -254,7 +262,7 @@ class InitParameter:
             bond.append(self._name)
 
     def _deal(self) -> None:
-        """Rank 0's values are everyone's: each rank keeps its shard of them."""
+        """Scatter rank 0's values, so that each rank keeps its shard of them."""
         context, flat = self._nursery.context, self._flat.tensor
         start, end = self._range
         dtype = self._rest_dtype
@@ -270,7 +278,7 @@ class InitParameter:
             self._chest.register([self._shard.tensor])
 
     def _collect_late_words(self) -> None:
-        """What somebody wrote to the whole through an old view, after it was folded, goes into the shard."""
+        """Copy values that were written through an old view after the parameter was sharded into the shard."""
         if self._dealt is None:
             return
         assert self._shard is not None
@@ -282,7 +290,7 @@ class InitParameter:
         self._dealt = None
 
     def _fetched(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
-        """Have the shard in memory."""
+        """Return a context in which the shard is swapped in."""
         return contextlib.nullcontext() if self._chest is None else self._chest.swapped_in(changes=changes)
 
     def _free_shard(self) -> None:
@@ -294,6 +302,7 @@ class InitParameter:
             self._shard = None
 
     def unshard(self, *, meet: bool) -> None:
+        """All-gather the parameter if it is sharded."""
         if not self._is_folded:
             return
         assert self._shard is not None
@@ -316,7 +325,7 @@ class InitParameter:
         released.restore([self.parameter])
 
     def settle(self) -> None:
-        """Have the dtype that it rests in, unless somebody still looks at it in the one that it was made in."""
+        """Change to the stored dtype, unless the full values are still in use in the dtype that the module gave."""
         dtype = self._rest_dtype
         if not self._is_whole and dtype != self._flat.tensor.dtype:
             self._flat = self._buffer(self._layout.padded, dtype)
@@ -330,13 +339,14 @@ class InitParameter:
             "to others. Save `model.state_dict()`, which all ranks must call, or use the engine's save_checkpoint."
         )
 
-    # ------------------------------------------------------------------------------------------ as a keeper
+    # --------------------------------------------------------------------------------- as a parameter owner
 
     def belong_to(self, parameter: nn.Parameter) -> None:
-        """The values are this parameter's now: `torch.utils.swap_tensors` moves them from one to another."""
+        """Own this parameter from now on: `torch.utils.swap_tensors` moves values from one parameter to another."""
         self.parameter = parameter
 
     def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:
+        """Make the values readable until `end_request`; all ranks must use them."""
         self.belong_to(parameter)
         if torch._C._get_tracing_state() is not None:
             raise ShardwellError(
@@ -347,9 +357,11 @@ class InitParameter:
         self.open()
 
     def end_request(self, parameter: nn.Parameter) -> None:
+        """End the use of the values that `request_values` began."""
         self.close(None)
 
     def hand_over(self, parameter: nn.Parameter) -> Tensor:
+        """Return the full values for a new owner, and forget the parameter."""
         self.belong_to(parameter)
         self._check_bonds()
         self._nursery.unfold(self, meet=False)
@@ -359,10 +371,12 @@ class InitParameter:
         return parameter.data
 
     def open(self) -> None:
+        """Make the parameter unsharded until `close`; all ranks must call it."""
         self._nursery.unfold(self, meet=True)
         self._held += 1
 
     def close(self, modifier_rank: int | None) -> None:
+        """End `open`; with `modifier_rank`, that rank's values are broadcast."""
         self._held -= 1
         if modifier_rank is not None:
             self._take_replaced()
@@ -371,7 +385,7 @@ class InitParameter:
 
 
 def meet_for_initialize(model: nn.Module) -> None:
-    """All ranks have left the nursery behind, or one of them has failed there: it is told before anybody else waits."""
+    """Meet after the construction, so that a rank that failed in it reports its error before others wait for it."""
     keepers = [released.owner_or_none(parameter) for parameter in model.parameters()]
     agreements = {id(k.agreement): k.agreement for k in keepers if isinstance(k, InitParameter)}
     blank = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -1,7 +1,7 @@
-"""The arithmetic of a flat buffer: which element of which parameter sits where, and which slice belongs to which rank.
+"""The layout of a flat buffer: the place of each parameter in it, and the slice of each rank.
 
-Pure values and pure functions. This module knows no storage, no process group and no device: a layout computed for
-rank 5 of 1,024 on a laptop is the layout that rank 5 will use.
+The module has only pure values and pure functions. It knows no storage, no process group and no device: the layout that
+a laptop computes for rank 5 of 1,024 is the layout that rank 5 will use.
 
     parameters      | w (12) ........ | b (3) | g (1) | pad |
     flat buffer     0                12      15      16    24
@@ -14,24 +14,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-# A shard starts on a multiple of this many elements, so that vector loads and tensor-core operands stay aligned
-# (16 bytes for 16-bit types). A parameter does too, unless an oddly sized one stands before it.
+# A shard starts on a multiple of this many elements, so that vector loads and tensor-core operands stay aligned (16
+# bytes for 16-bit types). A parameter does too, unless a parameter of a size that is no multiple precedes it.
 ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat buffer."""
+    """The place of one parameter in the flat buffer."""
 
     name: str
-    shape: tuple[int, ...]  # ND, the true shape
+    shape: tuple[int, ...]  # ND, the shape of the unsharded parameter
     stride: tuple[int, ...]  # ND, the strides of the view
     offset: int  # first element in the flat buffer
     numel: int
-    label: int = 0  # what the optimizer calls a parameter group
+    label: int = 0  # index of the parameter group in the optimizer
 
     @property
     def end(self) -> int:
+        """Return the offset behind the last element in the flat buffer."""
         return self.offset + self.numel
 
 
@@ -47,7 +48,7 @@ class SlotPiece:
 
 @dataclass(frozen=True)
 class ParamGroupSpan:
-    """A stretch of one shard whose parameters all carry the same label; padding belongs to no run."""
+    """A slice of one shard whose parameters all have the same label; padding belongs to no span."""
 
     label: int
     start: int  # counted from the shard's start
@@ -57,7 +58,7 @@ class ParamGroupSpan:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a layout needs to know of a parameter."""
+    """The name, shape, strides and label of a parameter, as a layout needs them."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +67,7 @@ class TensorSpec:
 
     @classmethod
     def dense(cls, name: str, shape: Sequence[int], stride: Sequence[int], label: int = 0) -> TensorSpec:
-        """Of a parameter that lies in memory by these strides; gaps are left out."""
+        """Return the spec of a parameter with these strides; if they leave gaps, the spec is contiguous."""
         return cls(name, tuple(shape), dense_stride(tuple(shape), tuple(stride)), label)
 
     @property
@@ -76,7 +77,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters back to back, padded to `num_shards` equal shards."""
+    """Parameters back to back in one flat buffer, padded to `num_shards` equal shards."""
 
     slots: tuple[Slot, ...]
     num_shards: int
@@ -85,14 +86,18 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
+        """Return the number of elements of one shard, padding included."""
         return self.padded // self.num_shards
 
     def shard_range(self, index: int) -> tuple[int, int]:
-        """The half-open range of shard `index` in the flat buffer."""
+        """Return the half-open range of shard `index` in the flat buffer."""
         return index * self.shard_numel, (index + 1) * self.shard_numel
 
     def pieces(self, index: int) -> Iterator[SlotPiece]:
-        """The parts of parameters that shard `index` holds, in order; together they are the shard less its padding."""
+        """Yield the parts of parameters that shard `index` holds, in order.
+
+        Together they are the shard without its padding.
+        """
         start, end = self.shard_range(index)
         for slot in self.slots:
             low, high = max(slot.offset, start), min(slot.end, end)
@@ -100,7 +105,7 @@ class Layout:
                 yield SlotPiece(slot, low - start, low - slot.offset, high - low)
 
     def runs(self, index: int) -> list[ParamGroupSpan]:
-        """Shard `index` cut where the label changes: what the optimizer sees as its parameters."""
+        """Return shard `index` split where the label changes: each span is one parameter of the optimizer."""
         found = []
         for label, group in groupby(self.pieces(index), key=lambda piece: piece.slot.label):
             pieces = tuple(group)
@@ -109,10 +114,11 @@ class Layout:
 
 
 def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = ALIGNMENT) -> Layout:
-    """Place parameters so that no padding stands between them.
+    """Place parameters so that there is no padding between them.
 
-    Sizes that keep the alignment come first, the odd ones after them; among each, equal labels stand together so that
-    a shard has few runs. The order is otherwise that of `specs`. All padding is at the end.
+    Parameters whose size is a multiple of the alignment come first, the others follow. Within both, parameters with
+    equal labels are adjacent, so that a shard has few spans. The order is otherwise that of `specs`. All padding is at
+    the end.
     """
     ordered = sorted(specs, key=lambda spec: (spec.numel % alignment != 0, spec.label))
     slots, offset = [], 0
@@ -125,11 +131,12 @@ def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = A
 
 
 def even_part(numel: int, num_parts: int, alignment: int = ALIGNMENT) -> int:
-    """How many of the first elements divide into equal parts that all start aligned."""
+    """Return how many of the first elements can be divided into equal parts that all start aligned."""
     return numel - numel % (num_parts * alignment)
 
 
 def product(shape: Sequence[int]) -> int:
+    """Return the number of elements of a tensor of this shape."""
     result = 1
     for size in shape:
         result *= size
@@ -137,10 +144,12 @@ def product(shape: Sequence[int]) -> int:
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -149,7 +158,10 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """`stride` if it fills memory without gaps or overlap (a transposed or channels-last tensor), else contiguous."""
+    """Return `stride` if it covers memory without gaps or overlap, else contiguous strides.
+
+    Transposed and channels-last tensors keep their strides.
+    """
     step = 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])):
         if shape[dim] == 1:

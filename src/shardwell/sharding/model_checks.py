@@ -1,4 +1,4 @@
-"""What can be handed over: models and parameters that could not be cut into shards are refused, with their names."""
+"""Checks of a model before it is sharded: unsupported modules and parameters are refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             f"parameter '{name}' has no shape yet: it belongs to a lazy module. Run the model once on a sample batch "
             "before it is handed over."
         )
-    with torch._C.DisableTorchFunctionSubclass():  # it may be away
+    with torch._C.DisableTorchFunctionSubclass():  # it may be released
         is_inference = parameter.is_inference()
     if is_inference:
         raise ShardwellError(
@@ -75,7 +75,7 @@ def _is_torch(kind: type) -> bool:
 
 
 def _check_memory(named: list[tuple[str, nn.Parameter]]) -> None:
-    """Two parameters with elements in common would both update them; shards of each would not."""
+    """Refuse parameters that share elements: both would update them, but their shards would not."""
     by_storage: defaultdict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in named:
         is_elsewhere = released.is_owned(parameter) or parameter.is_meta or parameter.layout is not torch.strided
@@ -102,6 +102,6 @@ def _overlap(one: Tensor, two: Tensor) -> bool:
 
 
 def _reach(tensor: Tensor) -> tuple[int, int]:
-    """Its first element in its storage, and the one behind the last."""
+    """Return the index of the tensor's first element in its storage, and the index behind its last."""
     start = int(tensor.storage_offset())
     return start, start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,4 +1,4 @@
-"""Which parameters are more than numbers with a gradient: they cannot become a view of a flat buffer."""
+"""Parameters that cannot become a view of a flat buffer, because their class gives them more than values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _HARMLESS = frozenset(
 
 
 def has_no_size(parameter: nn.Parameter) -> bool:
-    """Of a Lazy module that has not seen its input yet."""
+    """Whether the parameter belongs to a lazy module that has not seen its input yet."""
     return bool(is_lazy(parameter))
 
 
 def own_rules(parameter: nn.Parameter) -> str:
-    """What about a parameter's class is not an ordinary parameter's, in words; empty if nothing is.
+    """Return what makes a parameter's class different from an ordinary parameter; empty if nothing does.
 
-    A class that only carries a name or attributes is an ordinary one. One with its own `to`, `data` or operators keeps
-    something else than the numbers that are seen (codes of 4 bits, a part of a distributed tensor).
+    A class that only adds a name or attributes is ordinary. A class with its own `to`, `data` or operators stores
+    something else than the values it shows (4-bit quantised values, a part of a distributed tensor).
     """
     kind: type[Tensor] = type(parameter)
     if not issubclass(kind, nn.Parameter):

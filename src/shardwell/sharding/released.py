@@ -1,7 +1,8 @@
-"""Parameters whose values are away keep their shape, dtype and identity; using their values is caught.
+"""Released parameters: they keep their shape, dtype and identity, and a use of their values is caught.
 
-A released parameter is a view of freed storage: reading it would crash the process. While it is away its class is
-`ReleasedParameter`, whose `__torch_function__` lets metadata through and asks the parameter's keeper about the rest.
+A released parameter is a view of freed storage: reading it would crash the process. While it is released its class is
+`ReleasedParameter`, whose `__torch_function__` answers metadata and asks the owner of the parameter for everything
+else.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from torch.utils._pytree import tree_leaves
 
 
 class ParameterOwner(Protocol):
-    """Who can bring a parameter's values back."""
+    """The object that can bring the values of a parameter back."""
 
     def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:
-        """Make the values readable until `served`, or raise a clear error."""
+        """Make the values readable until `end_request`, or raise a clear error."""
 
     def end_request(self, parameter: nn.Parameter) -> None:
-        """Whoever wanted the values has had them."""
+        """End the use of the values that `request_values` began."""
 
     def hand_over(self, parameter: nn.Parameter) -> Tensor:
-        """Hand the whole values over to a new keeper and forget the parameter."""
+        """Return the full values for a new owner, and forget the parameter."""
 
     def open(self) -> None:
-        """Make the values whole until `close`; every rank must call it."""
+        """Make the parameter unsharded until `close`; every rank must call it."""
 
     def close(self, modifier_rank: int | None) -> None:
-        """End `open`; with a rank, its values become everyone's."""
+        """End `open`; with a rank, its values become those of all ranks."""
 
 
 def _descriptor(name: str) -> Any:
     return getattr(Tensor, name)
 
 
-METADATA: frozenset[Any] = frozenset(  # what can be asked of a tensor without its values
+METADATA: frozenset[Any] = frozenset(  # what a tensor answers without its values
     [
         _descriptor(name).__get__
         for name in (
@@ -61,15 +62,15 @@ METADATA: frozenset[Any] = frozenset(  # what can be asked of a tensor without i
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter whose values are not here."""
+    """A parameter whose values are released."""
 
-    home: type[nn.Parameter] = nn.Parameter  # its class while its values are here
+    home: type[nn.Parameter] = nn.Parameter  # its class while it is unsharded
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with the whole values, if they can be had now."""
+        """Return an ordinary parameter with the full values, if they are available now."""
         keeper = owner_of(self)
         keeper.request_values(self, "deepcopy")
         try:
@@ -85,7 +86,10 @@ class ReleasedParameter(nn.Parameter):
         return repr(self)
 
     def detach(self) -> Tensor:
-        """As of any parameter; but `nn.Parameter(this)` takes it for a foreign kind of tensor, and wants its class."""
+        """Return the detached tensor, with the original class inside `nn.Parameter(...)`.
+
+        `nn.Parameter(this)` would otherwise take it for a custom tensor type, and require its class.
+        """
         values = super().detach()
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return Tensor._make_subclass(_home_of(self), values)
@@ -108,40 +112,47 @@ class ReleasedParameter(nn.Parameter):
 
 
 def owner_of(parameter: nn.Parameter) -> ParameterOwner:
+    """Return the owner of a parameter that has one."""
     keeper: ParameterOwner = parameter._shardwell_keeper  # type: ignore[attr-defined]
     return keeper
 
 
 def owner_or_none(parameter: nn.Parameter) -> ParameterOwner | None:
+    """Return the owner of a parameter, or None."""
     keeper: ParameterOwner | None = parameter.__dict__.get("_shardwell_keeper")
     return keeper
 
 
 def is_owned(parameter: nn.Parameter) -> bool:
+    """Whether a unit or `zero.Init` owns the parameter."""
     return parameter.__dict__.get("_shardwell_keeper") is not None
 
 
 def keep(parameter: nn.Parameter, keeper: ParameterOwner) -> None:
+    """Set the owner of a parameter."""
     parameter._shardwell_keeper = keeper  # type: ignore[attr-defined]
 
 
 def is_released(value: Any) -> bool:
+    """Whether a value is a released parameter."""
     return issubclass(type(value), ReleasedParameter)
 
 
 def let_go(parameter: nn.Parameter) -> None:
-    """The parameter is an ordinary one again."""
+    """Make the parameter an ordinary one without an owner."""
     parameter.__class__ = _home_of(parameter)
     parameter.__dict__.pop("_shardwell_keeper", None)
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
+    """Change the class of parameters so that a use of their values is caught."""
     for parameter in parameters:
         kind = type(parameter)
         parameter.__class__ = ReleasedParameter if kind is nn.Parameter else _away_class(kind)
 
 
 def restore(parameters: Iterable[nn.Parameter]) -> None:
+    """Give released parameters their own class back."""
     for parameter in parameters:
         kind = type(parameter)
         parameter.__class__ = nn.Parameter if kind is ReleasedParameter else _home_of(parameter)
@@ -153,7 +164,7 @@ def _home_of(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 def _away_class(kind: type[nn.Parameter]) -> type[ReleasedParameter]:
-    """A user's own class of parameters is still that while the values are away."""
+    """Return the released class of a user's own parameter class, which is a subclass of both."""
     if issubclass(kind, ReleasedParameter):
         return kind
     if kind not in _away_classes:

@@ -1,8 +1,9 @@
-"""What the codes of a group's gradients did not say, to be said the next time.
+"""Error feedback: the quantisation error of a group's gradients, which is added to the next gradients.
 
-It is kept twice, as it is and as it was when the step began: a step that is left out has said nothing. Both in bf16,
-which a few thousandths of a code's step are lost in. Gradients travel multiplied by a loss scale, or before they are
-averaged: what was lost is multiplied alike before it joins them.
+The error is kept twice, as it is now and as it was when the step began, because the gradients of a skipped step were
+never applied. Both copies are in bf16, which loses a few thousandths of a quantisation step. Gradients are sent
+multiplied by a loss scale, or before they are averaged: the error is multiplied by the same factor before it is added
+to them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from shardwell.memory import StateKind, TemporaryBuffers
 
 
 class QuantizationResidual:
+    """The quantisation error of one group's gradients."""
+
     def __init__(self, numel: int, unit: str, scratch: TemporaryBuffers) -> None:
         self._scratch = scratch
         self._both = scratch.allocate(2 * numel, torch.bfloat16, StateKind.GRADIENTS, unit).zero_()
         self._now, self._before = self._both.chunk(2) if numel else (self._both, self._both)
-        self._factor = 1.0  # that makes gradients of it
+        self._factor = 1.0  # converts the error to gradients
         self._has_begun = False
 
     def joining(self, factor: float) -> Tensor:
-        """What to say (1D) with numbers that `factor` makes gradients of; whoever does leaves what he could not."""
+        """Return the error (1D) to add to values that `factor` converts to gradients.
+
+        The caller overwrites it with the new error.
+        """
         if factor != self._factor:
             self._both.mul_(self._factor / factor)
             self._factor = factor
@@ -32,11 +38,15 @@ class QuantizationResidual:
         return self._now
 
     def end_step(self, was_used: bool | Tensor) -> None:
-        """What was said since the last step was heard, or not; a tensor says so on the device."""
+        """Keep the error of a step whose gradients were applied, else restore the earlier one.
+
+        `was_used` may be a tensor on the device.
+        """
         if self._has_begun and was_used is not True:
             heard = was_used if isinstance(was_used, Tensor) else self._now.new_zeros((), dtype=torch.bool)
             torch.where(heard, self._now, self._before, out=self._now)
         self._has_begun = False
 
     def free(self) -> None:
+        """Free both copies."""
         self._scratch.free(self._both)

@@ -1,11 +1,12 @@
-"""A second copy of a group's parameters, split over the ranks of one node.
+"""The secondary shard of a group's parameters (hpZ), sharded over the ranks of one node.
 
-What a gather over all ranks brought is kept, so that the next ones need not leave the node:
+The result of an all-gather over all ranks is kept, so that the next all-gathers stay within the node:
 
     flat buffer      | slice 0 | slice 1 | slice 2 | rest |
     kept by rank 1             | slice 1 |         | rest |
 
-Slices are equal. What does not divide, fewer than eight elements for each rank of the node, is kept by all of them.
+The slices are equal. The elements that do not divide, fewer than eight for each rank of the node, are kept by all
+ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from shardwell.sharding.layout import even_part
 
 
 class SecondaryShard:
-    """This rank's part of it: in the compute dtype, on the device, from a gather until the parameters change."""
+    """This rank's secondary shard: on the device, from an all-gather until the parameters change.
+
+    It is in the compute dtype, or quantised if the parameters are stored quantised.
+    """
 
     def __init__(self, name: str, unit: str, comm: Collectives, scratch: TemporaryBuffers) -> None:
         self._name, self._unit = name, unit
@@ -27,15 +31,16 @@ class SecondaryShard:
 
     @property
     def is_there(self) -> bool:
+        """Whether the secondary shard is filled."""
         return self._kept is not None
 
     def _parts(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Both 1D: what the ranks of the node split, and the rest."""
+        """Return the elements that the ranks of the node share out, and the rest (both 1D)."""
         even = even_part(flat.numel(), self._comm.mesh.size)
         return flat[:even], flat[even:]
 
     def keep(self, flat: Tensor) -> None:
-        """Take a part of what was gathered."""
+        """Keep a part of the parameters that were all-gathered."""
         mesh = self._comm.mesh
         split, rest = self._parts(flat)
         mine = split.chunk(mesh.size)[mesh.rank]
@@ -44,7 +49,7 @@ class SecondaryShard:
         self._kept[mine.numel() :] = rest
 
     def gather(self, flat: Tensor) -> Work:
-        """Start filling `flat` from the copies of this node."""
+        """Start filling `flat` by an all-gather within the node."""
         assert self._kept is not None
         mesh, gathers = self._comm.mesh, self._comm.device.all_gather_stream
         split, rest = self._parts(flat)
@@ -57,7 +62,7 @@ class SecondaryShard:
         return Work(mark.wait).then(move.wait)
 
     def forget(self) -> None:
-        """The parameters change, or are whole for good."""
+        """Free the secondary shard: the parameters change, or are unsharded for good."""
         if self._kept is not None:
             self._scratch.free(self._kept)
             self._kept = None

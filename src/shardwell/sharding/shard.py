@@ -1,7 +1,7 @@
-"""A shard: this rank's slice of a group's parameters as it rests, and how the whole is made of all ranks' shards.
+"""A shard: this rank's slice of a group's parameters as it is stored, and its all-gather.
 
-It rests in numbers or in codes, on the device, on the host (pinned) or on disk (a page). What rests in codes travels in
-them.
+A shard is stored in its dtype or quantised, on the device, on the host (pinned) or on disk (a swapped shard). A
+quantised shard is all-gathered in the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwell.sharding.spec import ShardingSpec
 
 
 class StoredShard:
-    """Parameters at rest, of rows that release them."""
+    """The stored parameters of a group whose spec reshards them."""
 
     def __init__(
         self, name: str, unit: str, row: ShardingSpec, numel: int, dtype: torch.dtype, context: EngineContext
@@ -36,20 +36,21 @@ class StoredShard:
         size = (numel, dtype) if codec is None else (codec.num_bytes(numel), torch.uint8)
         entry = (StateKind.PARAMETERS, unit, tier)
         self._buffer = FlatBuffer(context.device, context.account, entry, *size, pinned=tier is Tier.HOST)
-        self.page: SwappedShard | None = None  # that it is in, if it rests on disk
+        self.page: SwappedShard | None = None  # the swapped shard, if it is stored on disk
         self.is_liftable = tier is not Tier.DEVICE and context.device.has_device_memory and context.world.mesh.size > 1
-        self._lifted: tuple[Tensor, Event] | None = None  # a copy on the device, and when it is there
+        # a prefetched copy on the device, and the event of its arrival
+        self._lifted: tuple[Tensor, Event] | None = None
         self.second: SecondaryShard | None = None
         if row.secondary is not None and row.secondary.axis is not None:
             self.second = SecondaryShard(name, unit, context.comm[row.secondary.axis], context.scratch)
 
     @property
     def tensor(self) -> Tensor:
-        """1D: numbers, or codes."""
+        """Return the stored values (1D), or their quantised bytes."""
         return self._buffer.tensor
 
     def store(self, values: Tensor) -> None:
-        """Rest as these numbers (1D), or as their codes; then those are in fp32."""
+        """Store these values (1D); if the shard is quantised, they are in fp32."""
         codec, rests = self._row.storage_codec, self.tensor
         if codec is None:
             rests.copy_(values)
@@ -60,11 +61,12 @@ class StoredShard:
             rests.copy_(codes)
 
     def decode(self, values: Tensor) -> None:
-        """The numbers (1D, where the shard is) that codes stand for."""
+        """Dequantise the shard into `values` (1D, on the tier of the shard)."""
         assert self._row.storage_codec is not None
         self._row.storage_codec.decode(self.tensor, values)
 
     def send_to_disk(self) -> None:
+        """Swap the shard out if its tier is the disk."""
         if self._row.parameters.tier is Tier.DISK and self._context.disk and self._context.pages:
             self.page = SwappedShard(
                 self._context.pages, SwappedTensors(self._context.disk, self._context.account, self._unit)
@@ -72,7 +74,7 @@ class StoredShard:
             self.page.chest.register([self.tensor])
 
     def free(self) -> None:
-        """Let go of everything."""
+        """Free the shard and everything that was prefetched of it."""
         if self.second is not None:
             self.second.forget()
         self.cancel_prefetch()
@@ -80,17 +82,21 @@ class StoredShard:
             self.page.chest.free()
         self._buffer.free()
 
-    # --------------------------------------------------------------------------------------------------- gathers
+    # ------------------------------------------------------------------------------------------------ all-gather
 
     def all_gather(self, flat: FlatBuffer, codec: Codec | None, *, keeps: bool = True) -> Work:
-        """Start to fill `flat` with all shards; a codec is for numbers, on the way. `keeps`: a second copy, if any."""
+        """Start to fill `flat` with all shards.
+
+        `codec` quantises the values for the all-gather only. With `keeps`, the secondary shard, if there is one, is
+        filled.
+        """
         second = self.second if keeps else None
         if self._row.storage_codec is not None:
             return self._all_gather_codes(flat, self._row.storage_codec, second)
         token = f"GATHER {self._name}"
         if self._row.all_gather_codec is not None and codec is None:
-            token += " exactly"  # other bytes travel than those of codes
-            second = None  # the copy is one of codes, and somebody wants the numbers
+            token += " exactly"  # the byte count differs from that of quantised values
+            second = None  # the secondary shard holds values that a codec rounded, and the caller wants exact ones
         if second is not None and second.is_there:
             flat.allocate()
             return second.gather(flat.tensor)
@@ -111,7 +117,7 @@ class StoredShard:
         return whole.then(partial(second.keep, flat.tensor))
 
     def _all_gather_codes(self, flat: FlatBuffer, codec: Codec, second: SecondaryShard | None) -> Work:
-        """The second copy is one of codes, too."""
+        """Start the all-gather of quantised shards; the secondary shard is quantised, too."""
         world, lane = self._context.world, self._context.device.all_gather_stream
         if second is not None and second.is_there:
             flat.allocate()
@@ -128,7 +134,10 @@ class StoredShard:
 
     @contextlib.contextmanager
     def _source(self) -> Iterator[Tensor]:
-        """What rests, where it can be copied from: whoever does is on the lane of gathers when this ends."""
+        """Yield the stored values where they can be copied from.
+
+        The caller has queued its copy on the all-gather stream when the context ends.
+        """
         device = self._context.device
         if self._lifted is None:
             with self._below(device.all_gather_stream) as source:
@@ -140,12 +149,13 @@ class StoredShard:
         try:
             yield copy
         finally:
-            with device.prefetch_stream.after(device.all_gather_stream.record()):  # who takes its memory next
+            # the stream that allocates this memory next
+            with device.prefetch_stream.after(device.all_gather_stream.record()):
                 self._context.scratch.free(copy)
 
     @contextlib.contextmanager
     def _below(self, lane: Stream) -> Iterator[Tensor]:
-        """What rests, where it rests, or in a slot if that is on disk; it is copied on the lane."""
+        """Yield the stored values, in a read buffer if they are on disk; the caller copies them on `lane`."""
         if self.page is None:
             yield self.tensor
             return
@@ -157,21 +167,23 @@ class StoredShard:
 
     @property
     def is_on_device(self) -> bool:
+        """Whether a prefetched copy of the shard is on the device, or in flight to it."""
         return self._lifted is not None
 
     @property
     def _leaves_its_tier(self) -> bool:
-        """The next gather needs it from where it rests."""
+        """Whether the next all-gather needs the stored values from their tier."""
         return not self.is_on_device and (self.second is None or not self.second.is_there)
 
     def prefetch_from_disk(self) -> bool:
-        """It will be gathered soon: begin to read what rests on disk."""
+        """Start to read a shard on disk, because its all-gather is near; false if there is nothing to read."""
         return self.page is not None and self._leaves_its_tier and self.page.expect()
 
     def prefetch_to_device(self) -> bool:
-        """It will be gathered next but one: begin to copy it to the device, unless its page has not come yet.
+        """Start to copy the shard to the device, for the all-gather after the next one.
 
-        A rank that is alone has no gather beside that copy, and does nothing here.
+        It does nothing, and returns false, until a shard on disk has been read into memory. A single rank has no
+        all-gather that this copy could overlap with, and does nothing here.
         """
         if not self.is_liftable or not self._leaves_its_tier or (self.page is not None and not self.page.has_come):
             return False
@@ -180,7 +192,7 @@ class StoredShard:
             with lane.after(Event()):
                 copy = scratch.allocate(self.tensor.numel(), self.tensor.dtype, StateKind.STAGING, self._unit)
         except torch.OutOfMemoryError:
-            return False  # the gather may do without it
+            return False  # the all-gather works without it
         try:
             with self._below(lane) as source, lane.after(Event()):
                 copy.copy_(source, non_blocking=True)
@@ -191,9 +203,10 @@ class StoredShard:
         return True
 
     def cancel_prefetch(self) -> None:
-        """It will not be gathered soon after all, or what rests will change."""
+        """Drop prefetched copies: no all-gather is near after all, or the stored values will change."""
         if self._lifted is not None:
-            self._context.scratch.free(self._lifted[0])  # the lane that copies it is the one that takes its memory next
+            # the stream that copies it is the one that allocates this memory next
+            self._context.scratch.free(self._lifted[0])
             self._lifted = None
         if self.page is not None:
             self.page.forget()

@@ -1,10 +1,10 @@
-"""`Init`: a model whose parameters are born sharded.
+"""`zero.Init`: construct a model whose parameters are sharded from the start.
 
-Every parameter that a module registers gets a keeper at once, and so does every one of a module that is attached to
-another. The parameters of the module that was touched last are whole; when another module is touched they are split,
-and each rank keeps its shard of rank 0's values (`nursery.py`). All ranks run the whole construction, so the same seed
-gives the same weights as without `Init`. `initialize` then regroups the shards into units. Until then they rest on the
-device where they were made, in host memory or on disk.
+Every parameter that a module registers gets an owner immediately, and so does every parameter of a module that is
+attached to another module. The parameters of the module that was used last are unsharded. When another module is used
+they are sharded, and each rank keeps its shard of rank 0's values (`init_parameters.py`). All ranks run the full
+construction, so the same seed gives the same weights as without `Init`. `initialize` then regroups the shards into
+units. Until then they are stored on the device where they were made, in host memory or on disk.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from shardwell.sharding.parameter_subclasses import has_no_size, own_rules
 
 _TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
-_active: list[tuple[int, Init]] = []  # the contexts that are open, with the thread of each; the last one counts
+_active: list[tuple[int, Init]] = []  # the open contexts, with the thread of each; the last one is active
 _said: set[str] = set()
 
 _REGISTER = nn.Module.register_parameter
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
-    """Inside this context, parameters are split over the ranks as soon as the next module is touched.
+    """A context in which parameters are sharded over the ranks as soon as the next module is used.
 
-    Without a configuration it splits; one whose stage is below 3 has nothing to split. Shards rest where
-    `offload_param` says, or `remote_device`; in bf16 or fp16 if the configuration computes in that, or in `dtype`.
-    Until the context ends a parameter that is used is whole in the dtype that its module gave it. So initialisers work
-    as ever, and what they leave is rounded. The other arguments of DeepSpeed's `Init` are in `init_arguments.py`.
+    Without a configuration it shards; with a configuration whose stage is below 3 it does nothing. Shards are stored
+    where `offload_param` or `remote_device` says. They are in bf16 or fp16 if the configuration computes in that, or in
+    `dtype`. Until the context ends, a parameter that is used is unsharded in the dtype that its module gave it.
+    Initialisers therefore work as usual, and their results are rounded. The other arguments of DeepSpeed's `Init` are
+    in `init_arguments.py`.
     """
 
     def __init__(
@@ -115,19 +116,21 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
     @property
     def _is_listening(self) -> bool:
-        """What other threads build is theirs, and in nested contexts the innermost counts."""
+        """Whether this is the innermost context, and open in this thread: other threads build their own models."""
         return bool(_active) and _active[-1] == (threading.get_ident(), self)
 
     def _hear_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Where somebody has a `register_parameter` of his own, as Accelerate's `init_empty_weights`, he may replace
-        what is registered here. It is then heard of when its module is attached.
+        """Take over a parameter that a module registers.
+
+        A `register_parameter` that is not torch's, as that of Accelerate's `init_empty_weights`, may replace what is
+        registered here. The parameter is then taken over when its module is attached.
         """
         is_torchs = nn.Module.register_parameter is _REGISTER
         if is_torchs and self._is_listening and isinstance(parameter, nn.Parameter):
             self._adopt(module, name, parameter)
 
     def _hear_module(self, module: nn.Module, name: str, attached: Any) -> None:
-        """A module that is attached may have parameters of which nobody was told: copies, or those of a loader."""
+        """Take over the parameters of an attached module that were never registered here: copies, or a loader's."""
         if self._is_listening and isinstance(attached, nn.Module):
             self._adopt_all(attached)
 
@@ -162,7 +165,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
 
 def _rest(settings: Config, remote_device: str | None, dtype: torch.dtype | None, pin_memory: bool) -> InitStorage:
-    """How shards rest: what the caller says, else the configuration."""
+    """Return how shards are stored: as the caller says, else as the configuration says."""
     block = settings.zero_optimization.offload_param
     if remote_device not in _TIERS:
         known = ", ".join(f"'{name}'" for name in _TIERS if name)

@@ -1,9 +1,11 @@
-"""The one idea: a ZeRO stage is a row of a table.
+"""The table of ZeRO stages: each stage is one sharding spec.
 
-For each of the three model states a row says over which axis it is split and on which tier it rests; for gradients
-when they are reduced; for the optimizer when its step commits (it runs on the tier where its state rests). Everything
-else follows from the row, and adding one adds no path through the engine. A row belongs to a *group* of parameters, not
-to the model.
+For each of the three model states (parameters, gradients, optimizer state) a spec names the device mesh axis over which
+the state is sharded and the tier on which it is stored. For gradients it also says when they are reduce-scattered, and
+for the optimizer when an update is committed. The optimizer step runs on the tier where the optimizer state is stored.
+
+Everything else follows from the spec, so a new spec adds no new path through the engine. A spec belongs to a *group* of
+parameters, not to the model.
 """
 
 from __future__ import annotations
@@ -19,26 +21,30 @@ from shardwell.parallel.mesh import Axis
 
 
 class ReduceAt(enum.Enum):
-    """When gradients are averaged over the ranks."""
+    """The time at which gradients are averaged over the ranks."""
 
     MICRO_STEP = "every micro-step"
     BOUNDARY = "the boundary"
 
 
 class CommitPolicy(enum.Enum):
-    """When an optimizer update becomes the truth."""
+    """The time at which an optimizer update is committed to the master weights."""
 
     IMMEDIATE = "at once"
     AFTER_NORM = "after the norm is known"
     SPECULATIVE = "into a shadow slot, committed after the norm"
-    AUTO = "at once where steps have shown to be plain, else after the norm"  # until the optimizer has it: see Habit
+    # resolved by `optim.auto_commit.AutoCommit`
+    AUTO = "at once where steps have shown to be plain, else after the norm"
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """How a state rests between its uses: split over an axis or whole on every rank (None), and on which tier."""
+    """The storage of one model state between its uses: the axis it is sharded over, and the tier.
+
+    An axis of None means that every rank stores the full state.
+    """
 
     axis: Axis | None
     tier: Tier = Tier.DEVICE
@@ -54,34 +60,37 @@ SPLIT = StatePlacement(Axis.WORLD)
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """One line of the table."""
+    """How the parameters, gradients and optimizer state of a group are sharded and stored."""
 
     parameters: StatePlacement
     gradients: StatePlacement
     optimizer: StatePlacement
     reduce_at: ReduceAt
-    secondary: StatePlacement | None = None  # of the parameters, closer by; filled by a gather, read by the next one
+    # hpZ: a shard of the parameters within the node; one all-gather fills it, and the next one reads it
+    secondary: StatePlacement | None = None
     commit: CommitPolicy = CommitPolicy.AFTER_NORM
-    all_gather_codec: Codec | None = None  # of parameters that are gathered
-    storage_codec: Codec | None = None  # of parameters that rest encoded, and travel as they rest
-    reduce_codecs: tuple[Codec, Codec] | None = None  # of gradients, inside a node and between nodes
-    feedback: bool = False  # what codes of gradients do not say, the next ones do
+    all_gather_codec: Codec | None = None  # qwZ: quantises parameters for the all-gather only
+    storage_codec: Codec | None = None  # quantises stored parameters; the all-gather sends the same bytes
+    reduce_codecs: tuple[Codec, Codec] | None = None  # qgZ: quantises gradients, within a node and between nodes
+    feedback: bool = False  # error feedback: the quantisation error of gradients is added to the next ones
 
     @property
     def reshards(self) -> bool:
-        """Parameters are whole only while they are used."""
+        """Whether parameters are unsharded only while they are used."""
         return self.parameters.axis is not None
 
     @property
     def publishes(self) -> bool:
-        """Every rank must be sent what the others updated."""
+        """Whether every rank must all-gather the parameters that the other ranks have updated."""
         return not self.reshards and self.optimizer.axis is not None
 
     @property
     def allows_split_master(self) -> bool:
-        """A 16-bit parameter that is the upper half of its master rests and is stepped where the lower half is.
+        """Whether bf16 parameters and their master weights may be stored as bf16 plus remainder.
 
-        Not with a shadow: who reads the parameter would not see that of it.
+        A 16-bit parameter that is the upper half of its fp32 master is stored and stepped where the lower half is.
+        Speculation excludes this for parameters that are resharded: a reader of the parameter would not see the upper
+        half that is in the shadow slot.
         """
         if not self.reshards:
             return self.optimizer.tier is Tier.DEVICE
@@ -99,7 +108,7 @@ STAGES: dict[int, ShardingSpec] = {
 
 @dataclass(frozen=True)
 class SpecOverrides:
-    """What a configuration adds to a stage's row."""
+    """The settings of a configuration that change the spec of a stage."""
 
     second_copy_in_node: bool = False
     parameter_tier: Tier = Tier.DEVICE
@@ -107,12 +116,15 @@ class SpecOverrides:
     gradient_tier: Tier = Tier.DEVICE
     commit: CommitPolicy = CommitPolicy.AFTER_NORM
     gather_codec: Codec | None = None
-    rest_codec: Codec | None = None  # of what is frozen
+    rest_codec: Codec | None = None  # for frozen parameters only
     reduce_codecs: tuple[Codec, Codec] | None = None
     feedback: bool = False
 
     def of(self, dtype: torch.dtype, trains: bool) -> SpecOverrides:
-        """What of it is for parameters of a dtype: no codec takes all of them, and only frozen ones rest encoded."""
+        """Return the overrides that apply to parameters of `dtype`.
+
+        A codec does not accept every dtype, and only frozen parameters are stored quantised.
+        """
         if not Codec.takes(dtype):
             return replace(self, gather_codec=None, rest_codec=None, reduce_codecs=None)
         return replace(self, rest_codec=None if trains else self.rest_codec)
@@ -126,14 +138,15 @@ def spec_for(
     shard_at_world_one: bool = False,
     wish: SpecOverrides | None = None,
 ) -> ShardingSpec:
-    """The row of a group at `stage`.
+    """Return the spec of a group at `stage`.
 
-    Persistent groups (small parameters) stay whole, on stage 2's row. With one rank a split over the world is no
-    split: parameters then rest whole, at the same bytes, unless asked otherwise or encoded, which takes fewer.
+    Persistent groups (small parameters) stay unsharded, with the spec of stage 2. With one rank, sharding over the
+    world does not split anything: parameters are then stored unsharded, in the same number of bytes. They are stored
+    sharded all the same if `shard_at_world_one` is set, or if they are quantised, which takes fewer bytes.
     """
     wish = wish or SpecOverrides()
     row = STAGES[stage]
-    if not persistent:  # small parameters are not worth the way
+    if not persistent:  # offload does not pay for small parameters
         row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
         row = replace(row, gradients=replace(row.gradients, tier=wish.gradient_tier))
     if row.reshards and not persistent:
@@ -153,7 +166,7 @@ def spec_for(
 
 @dataclass(frozen=True)
 class CommPrecision:
-    """How gradients travel: in which dtype (None: as they are), and what they are divided by before they are summed.
+    """The dtype of gradients in a reduce-scatter (None: as they are), and the divisor applied before the sum.
 
     The rest of the division follows the sum, in fp32.
     """
@@ -164,7 +177,7 @@ class CommPrecision:
 
 @dataclass(frozen=True)
 class GroupPrecision:
-    """Which dtype a group computes, rests and accumulates in, and how its gradients travel."""
+    """The dtypes in which a group computes, is stored and accumulates gradients, and how its gradients are sent."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -180,7 +193,10 @@ class GroupPrecision:
         accumulate: torch.dtype | None = None,
         wire: CommPrecision | None = None,
     ) -> GroupPrecision:
-        """For parameters of `dtype` when the model runs in `mixed` (None: as it is)."""
+        """Return the precision for parameters of `dtype` in a model that computes in `mixed`.
+
+        `mixed` is None if the model computes in the dtypes of its parameters.
+        """
         wire = wire or CommPrecision()
         compute = mixed if mixed is not None and dtype.is_floating_point else dtype
         if not trainable or not compute.is_floating_point:
@@ -191,10 +207,10 @@ class GroupPrecision:
 
     @property
     def is_mixed(self) -> bool:
-        """The optimizer steps wider numbers than the model computes with."""
+        """Whether the master weights are wider than the parameters that the model computes with."""
         return self.master != self.compute
 
     @property
     def is_bf16_split(self) -> bool:
-        """The parameter is the upper half of its fp32 master."""
+        """Whether each parameter is the upper half of its fp32 master weight."""
         return self.is_mixed and self.compute is torch.bfloat16

@@ -1,6 +1,6 @@
-"""A linear layer as a grid of smaller ones, so that a sharded layer larger than the device never becomes whole.
+"""A linear layer as a grid of smaller ones, so that a sharded layer larger than the device is never unsharded.
 
-`cut` makes each tile a unit of its own. A tile is gathered for its own product and released after it.
+`wrap_model` makes each tile a unit. A tile is all-gathered for its own product and resharded after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TiledLinear(nn.Module):
     """The function of `nn.Linear(in_features, out_features)`, computed by `out_splits` x `in_splits` smaller linears.
 
     `linears[o][i]` maps part i of the input to part o of the output. The parts of a split differ by one element at
-    most. The last tile of each row of the grid holds that row's bias. `init_linear` gives the values to start from.
+    most. The last tile of each row of the grid holds that row's bias. `init_linear` gives the initial values.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, in_splits: int = 1, out_splits: int = 1, **kwargs: Any) -> TiledLinear:
-        """A tiled layer with the values, dtype and device of `linear`, and what is trainable in it."""
+        """Return a tiled layer with the values, dtype, device and trainability of `linear`."""
         weight, bias = linear.weight, linear.bias
         kwargs = {"device": weight.device, "dtype": weight.dtype, "init_linear": linear, **kwargs}
         tiled = cls(linear.in_features, linear.out_features, bias is not None, in_splits, out_splits, **kwargs)
@@ -66,20 +66,21 @@ class TiledLinear(nn.Module):
         return tiled.train(linear.training)
 
     def tiles(self) -> list[Any]:
-        """All tiles, in the order in which forward uses them."""
+        """Return all tiles, in the order in which forward uses them."""
         return [tile for row in self._rows() for tile in row]
 
     def _rows(self) -> list[list[Any]]:
         return [list(row.children()) for row in self.linears]
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """Apply the layer; the output is a list of parts unless `combine_out_splits` is set."""
         outputs = []
         inputs = self._parts(input_)
         for row in self._rows():
             output: Tensor | None = None
             for tile, part in zip(row, inputs, strict=True):
-                # Each tile gets a view of its own: the gradient of that is known as soon as the tile's backward is
-                # over, and the tile can be released. The gradient of `part` is known only after the last row.
+                # Each tile gets a view of its own: the gradient of the view is known as soon as the tile's backward is
+                # over, and the tile can be resharded. The gradient of `part` is known only after the last row.
                 product = tile(part.view_as(part))
                 output = product if output is None else output + product
             assert output is not None
@@ -99,12 +100,12 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take over the values of a layer of the same size, tile by tile."""
+        """Copy the values of a layer of the same size, tile by tile."""
         mine = self.in_features, self.out_features, self.tiles()[-1].bias is not None
         theirs = other.in_features, other.out_features, other.bias is not None
         if mine != theirs:
             raise ShardwellError(f"cannot copy a layer of (in, out, bias) {theirs} into a tiled one of {mine}")
-        with GatheredParameters(other.parameters()):  # it may have been born sharded
+        with GatheredParameters(other.parameters()):  # `zero.Init` may have sharded it
             for row, (top, bottom) in zip(self._rows(), _edges(self.out_sizes), strict=True):
                 for tile, (left, right) in zip(row, _edges(self.in_sizes), strict=True):
                     tile.weight.copy_(other.weight[top:bottom, left:right])
@@ -119,16 +120,16 @@ class TiledLinear(nn.Module):
 
 
 def tile_linears(model: nn.Module, most_elements: int) -> nn.Module:
-    """`model` with a `TiledLinear` for every `nn.Linear` whose weight has more than `most_elements`.
+    """Replace every `nn.Linear` of `model` whose weight has more than `most_elements` by a `TiledLinear`.
 
-    The output is split first, then the input, until no tile's weight has more. Call it before `initialize`. Subclasses
-    of `nn.Linear` are left alone, and so are tied weights, with a warning. Code that reads the `weight` of a tiled
-    layer breaks.
+    The output is split first, then the input, until no tile's weight has more elements. Call it before `initialize`.
+    Subclasses of `nn.Linear` are left unchanged, and so are tied weights, with a warning. Code that reads the `weight`
+    of a tiled layer breaks.
     """
     if most_elements < 1:
         raise ShardwellError(f"tile_linears(most_elements={most_elements}): expected at least 1")
     owners: defaultdict[int, set[int]] = defaultdict(set)  # parameter -> modules that hold it
-    places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # linear -> where it stands
+    places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # linear -> its parents and names
     root = nn.ModuleList([model])
     for parent in root.modules():
         for parameter in parent.parameters(recurse=False):
@@ -151,7 +152,7 @@ def tile_linears(model: nn.Module, most_elements: int) -> nn.Module:
 def _tiled(linear: nn.Linear, most_elements: int) -> TiledLinear:
     rows = max(most_elements // linear.in_features, 1)
     out_splits = -(-linear.out_features // rows)
-    in_splits = -(-linear.in_features // most_elements)  # more than one only where a single row is too long
+    in_splits = -(-linear.in_features // most_elements)  # more than one only if a single row is too long
     return TiledLinear.from_linear(linear, in_splits, out_splits)
 
 

@@ -1,7 +1,8 @@
-"""A unit: a module together with the groups of parameters it owns. The smallest thing that is gathered or reduced.
+"""A unit: a module together with the groups of parameters that it owns.
 
-Residency is a state machine with a count of holders; no phase of training is assumed, because early-stopped
-recomputation, reentrant checkpointing and generation know none.
+A unit is the smallest thing that is all-gathered or reduce-scattered. Its residency is a state machine with a count of
+holders. It assumes no phase of training, because early-stopped recomputation, reentrant checkpointing and generation
+have none.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ from shardwell.sharding.wrap import UnitSpec
 
 
 class PendingUpdate(Protocol):
-    """An update that is on its way."""
+    """An optimizer update that is in flight."""
 
     @property
     def is_done(self) -> bool:
-        """The host has done its part."""
+        """Whether the host has done its part."""
 
     def wait_local(self) -> None:
-        """Wait for it, as a rank can alone."""
+        """Wait for the update without any collective, as one rank can alone."""
 
     def wait(self) -> None:
-        """Wait for it, and do what follows for all ranks."""
+        """Wait for the update, and run the collectives that follow it on all ranks."""
 
 
 class Residency(enum.Enum):
+    """Whether the parameters of a unit are sharded, being all-gathered, or unsharded."""
+
     SHARDED = "released"
     UNSHARDING = "gathering"
     UNSHARDED = "whole"
@@ -47,54 +50,56 @@ class Residency(enum.Enum):
 
 _ALLOWED = {
     Residency.SHARDED: {Residency.UNSHARDING},
-    Residency.UNSHARDING: {Residency.UNSHARDED, Residency.SHARDED},  # the latter: it failed
+    Residency.UNSHARDING: {Residency.UNSHARDED, Residency.SHARDED},  # the latter: the all-gather failed
     Residency.UNSHARDED: {Residency.SHARDED, Residency.UNSHARDING},  # the latter: a publish
 }
 
 
-_CLOSE_LOOKS = 4  # what a forward does to its own parameters it does from the start
+_CLOSE_LOOKS = 4  # reshards that compare values: a forward that changes its own parameters does so from the start
 
 
 class Unit:
-    """A module and its groups."""
+    """A module and its groups, with their residency."""
 
     def __init__(self, index: int, one: UnitSpec, groups: list[ShardedGroup]) -> None:
         self.index, self.name, self.module, self.groups = index, one.name, one.module, groups
-        self.is_brief = one.is_tile  # a recomputed forward does not keep it for its backward: it is gathered again
-        self.is_named = one.is_named  # by the user: ranks may use different parts of it, or none
+        self.is_brief = one.is_tile  # recomputation does not keep it for its backward: it is all-gathered again
+        self.is_named = one.is_named  # as a leaf by the user: ranks may use different parts of it, or none
         self.trainable = [group for group in groups if group.trainable]
-        self.keeps_frozen = False  # frozen groups stay whole once they are
+        self.keeps_frozen = False  # frozen groups stay unsharded after their first all-gather
         self._sort()
         self.residency = Residency.SHARDED if self.releasable else Residency.UNSHARDED
         self.in_forward = 0  # running forwards that hold it
         self.inside = 0  # running forwards of parts of it
-        self.num_updates = 0  # of its parameters, since it was built
+        self.num_updates = 0  # updates of its parameters since it was built
         self.in_backward = False
         self.opened = 0  # GatheredParameters contexts that hold it
-        self._was_opened = False  # since it was gathered: the user may have views of it
-        self._is_exact = False  # was gathered as it rests
-        self._keeps_quiet = False  # about views that the user keeps
+        self._was_opened = False  # since its all-gather: the user may have views of it
+        self._is_exact = False  # the all-gather was not quantised
+        self._keeps_quiet = False  # the warning about views that the user keeps was given
         self.misfit = False  # a parameter was given another shape
         self._versions = edits.versions(self._parameters(groups))
-        self._has_warned = False  # of changes that are lost
-        self.is_retained = False  # somebody outside its module may still look at it
-        self._was_lent = False  # since it was gathered
-        self._gathered_at = 0  # after so many updates
-        self._num_close_looks = 0  # at what was changed while it was whole
-        self.fetch: Callable[[Unit], bool] | None = None  # asks for a loan; false if it is not the time for one
+        self._has_warned = False  # about changes that are lost
+        self.is_retained = False  # code outside its module may still use it
+        self._was_lent = False  # retained since its all-gather
+        self._gathered_at = 0  # `num_updates` at the all-gather
+        self._num_close_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
+        self.fetch: Callable[[Unit], bool] | None = None  # retains the unit; false if that is not allowed now
         self.average: Callable[[Unit], None] | None = None  # averages its gradients before the boundary
-        self.take_over_gradients: Callable[[], None] | None = None  # that the user has set or taken away
-        self.look: Callable[[], None] | None = None  # at all units, for values that were changed by hand
-        self.optimizer: Any = None  # who steps it
-        self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user's that nobody gave
-        self.has_news = False  # gradients came in this backward
-        self.task = -1  # the autograd graph task it was last seen in: when that ends, so does its backward
+        # takes over gradients that the user has set or deleted
+        self.take_over_gradients: Callable[[], None] | None = None
+        self.look: Callable[[], None] | None = None  # checks all units for values that were changed by hand
+        self.optimizer: Any = None  # the optimizer that steps it
+        # takes over an optimizer of the user that was not passed to `initialize`
+        self.adopt: Callable[[Any], None] | None = None
+        self.has_news = False  # gradients arrived in this backward
+        self.task = -1  # the autograd graph task it was last used in: when that ends, so does its backward
         self._pending: list[Work] = []
-        self._arrival: PendingUpdate | None = None  # an update that nobody has waited for yet
-        self._update: PendingUpdate | None = None  # the same, also of a unit whose publish waits for it
-        self.is_ahead = False  # of a step: on some ranks at least, its update was begun. The same on all ranks
-        self.is_watched = False  # whoever uses it between a backward and its step is noticed
-        self._is_hidden = False  # parameters that rest whole are away: they may hold what will never be true
+        self._arrival: PendingUpdate | None = None  # an update that nothing has waited for yet
+        self._update: PendingUpdate | None = None  # the same, and also that of a unit whose publish waits for it
+        self.is_ahead = False  # of a step: its update has started on some ranks at least. The same on all ranks
+        self.is_watched = False  # a use between a backward and its step is detected
+        self._is_hidden = False  # unsharded parameters are released: they may hold values that are never committed
         for group in groups:
             for parameter in group.parameters:
                 released.keep(parameter, self)
@@ -103,19 +108,20 @@ class Unit:
         is_whole = [group for group in self.trainable if not group.row.reshards or group.stays_whole]
         self._resting = [parameter for group in is_whole for parameter in group.parameters if parameter.numel()]
         self.releasable = [group for group in self.groups if group.row.reshards and not group.stays_whole]
-        self.numel = sum(group.layout.padded for group in self.releasable)  # elements that a gather makes whole
+        self.numel = sum(group.layout.padded for group in self.releasable)  # elements that an all-gather fills
 
     @property
     def is_held(self) -> bool:
+        """Whether anything needs the unit unsharded."""
         return bool(self.in_forward or self.inside or self.in_backward or self.opened or self.is_retained)
 
     @property
     def is_seen(self) -> bool:
-        """It was released, but somebody looks at views of it, so its memory stays."""
+        """Whether the unit was resharded while views of it exist, so that its memory stays."""
         return any(group.is_seen for group in self.releasable)
 
     def free_unseen(self) -> None:
-        """Free what nobody looks at any more."""
+        """Free the memory of a resharded unit that no view uses any more."""
         for group in self.releasable if self.residency is Residency.SHARDED else ():
             group.reshard()
 
@@ -123,10 +129,13 @@ class Unit:
         assert residency in _ALLOWED[self.residency], f"{self.name}: {self.residency} -> {residency}"
         self.residency = residency
 
-    # All of these are idempotent: a second call in the same state does nothing and says so.
+    # The methods below are idempotent: a second call in the same state does nothing, and its result says so.
 
     def unshard(self, *, exact: bool = False) -> bool:
-        """Start making it whole; true if that moved anything. `exact`: as it rests, also if it travels encoded."""
+        """Start the all-gather; true if it was started.
+
+        `exact`: all-gather the stored values, also if the spec quantises them for the all-gather.
+        """
         is_coded = exact and not self._is_exact and any(group.row.all_gather_codec for group in self.releasable)
         if self.residency is not Residency.SHARDED and not is_coded:
             return False
@@ -141,7 +150,7 @@ class Unit:
         return True
 
     def _tell_of_views(self) -> None:
-        """Say once that somebody keeps a view of its parameters."""
+        """Warn once that a view of its parameters is kept."""
         if self._keeps_quiet or not self.is_seen:
             return
         self._keeps_quiet = True
@@ -155,27 +164,28 @@ class Unit:
 
     @contextlib.contextmanager
     def _released_on_error(self) -> Iterator[None]:
-        """Nothing of a gather that fails counts: the next one begins anew."""
+        """Reshard the unit if an all-gather fails, so that the next one starts anew."""
         try:
             yield
         except BaseException:
             pending, self._pending = self._pending, []
             for one in pending:
-                with contextlib.suppress(Exception):  # what went wrong first is what counts
+                with contextlib.suppress(Exception):  # the first error is the one that counts
                     one.wait()
             if self.releasable:
-                self.releasable[0].context.device.all_gather_stream.record().wait()  # what was begun may still write
+                # copies that were started may still write
+                self.releasable[0].context.device.all_gather_stream.record().wait()
                 self._drop()
             raise
 
     def prefetch_from_disk(self) -> bool:
-        """It will be gathered soon: begin to read what rests on disk, unless it has to be updated first."""
+        """Start to read shards on disk, because the all-gather is near, unless an update has to come first."""
         return (
             self._rests and sum(group.prefetch_from_disk() for group in self.releasable) > 0
-        )  # all of them, not up to the first
+        )  # all of them, not only up to the first
 
     def prefetch_to_device(self) -> bool:
-        """It will be gathered next but one: begin to copy what rests below the device, unless it has to be updated."""
+        """Start to copy shards below the device, for the all-gather after the next one, unless an update is due."""
         return self._rests and sum(group.prefetch_to_device() for group in self.releasable) > 0
 
     @property
@@ -184,19 +194,21 @@ class Unit:
 
     @property
     def can_prefetch_to_device(self) -> bool:
+        """Whether a shard can be copied to the device ahead of its all-gather."""
         return any(group.shard is not None and group.shard.is_liftable for group in self.releasable)
 
     @property
     def is_on_device(self) -> bool:
+        """Whether a prefetched copy of a shard is on the device, or in flight to it."""
         return any(group.shard is not None and group.shard.is_on_device for group in self.releasable)
 
     def cancel_prefetch(self) -> None:
-        """It will not be gathered soon after all, or what rests will change."""
+        """Drop prefetched copies: no all-gather is near after all, or the stored values will change."""
         for group in self.releasable:
             group.cancel_prefetch()
 
     def wait(self) -> None:
-        """Finish a gather, a publish, or an update that is on its way."""
+        """Wait for an all-gather, a publish or an update that is in flight."""
         self._arrive()
         if self.residency is Residency.UNSHARDING:
             with self._released_on_error():
@@ -209,18 +221,21 @@ class Unit:
 
     @property
     def awaits_update(self) -> bool:
-        """Nobody has waited for it since its update was queued: the same on all ranks."""
+        """Whether nothing has waited for the unit since its update was queued. The same on all ranks."""
         return self._arrival is not None
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whoever needs it now will not wait for an update. Ranks differ: nothing that they do together may ask."""
+        """Whether a use of the unit would not wait for an update now.
+
+        The answer differs between ranks: no decision that leads to a collective may depend on it.
+        """
         return self._arrival is None or self._arrival.is_done
 
     def await_update(self, arrival: PendingUpdate | None, *, hides: bool = False) -> None:
-        """An update was begun ahead of being published: who needs the unit waits for it. None: no more.
+        """Let users of the unit wait for an update that was started before it is published. None: no update any more.
 
-        `hides`: so does who reads a parameter that rests whole, and that the update writes to.
+        `hides`: a read of an unsharded parameter that the update writes to waits, too.
         """
         self._arrival = self._update = arrival
         if hides:
@@ -235,11 +250,11 @@ class Unit:
 
     @property
     def may_be_hidden(self) -> bool:
-        """Updates of it are begun before it is known that they may be."""
+        """Whether updates of it start before it is known that they may be committed."""
         return self.is_watched or any(group.row.commit is CommitPolicy.SPECULATIVE for group in self.trainable)
 
     def revoke_speculation(self) -> None:
-        """Let everybody see what is true, of this rank's part: what may not become true is taken back."""
+        """Show the committed values of this rank's part: an update that may not be committed is undone."""
         if self._is_hidden:
             self.wait_local_update()
 
@@ -249,7 +264,7 @@ class Unit:
             released.restore(self._parameters(self._resting_whole))
 
     def wait_local_update(self) -> None:
-        """Wait for an update of this rank's part: alone, where `wait` may do what all ranks do together."""
+        """Wait for the update of this rank's part, without the collectives that `wait` may start."""
         if self._update is not None:
             self._update.wait_local()
             self._show()
@@ -261,10 +276,11 @@ class Unit:
             self._show()
 
     def reshard(self) -> bool:
-        """Free what may be freed, unless somebody holds it; true if that freed anything."""
+        """Free the unsharded parameters unless the unit is held; true if anything was freed."""
         if not self.releasable or self.is_held or self.residency is Residency.SHARDED:
             return False
-        if self.residency is Residency.UNSHARDING or not self._is_hidden:  # who gives it back does not look at it
+        # a caller that reshards does not read the values
+        if self.residency is Residency.UNSHARDING or not self._is_hidden:
             self.wait()
         if self.keeps_frozen:
             for group in self.releasable:
@@ -277,7 +293,7 @@ class Unit:
         return True
 
     def retain(self) -> None:
-        """Let somebody outside its module look at it until the step."""
+        """Keep the unit unsharded until the step, for code outside its module."""
         self.is_retained = self._was_lent = True
 
     def _drop(self) -> None:
@@ -294,14 +310,14 @@ class Unit:
             group.reshard()
 
     def check_retention(self) -> None:
-        """Before an update: what was changed of a unit that is lent would be heard of no more."""
+        """Look for changes of a retained unit before an update hides them."""
         if self._was_lent:
             self._look_for_lost_changes(closely=True)
 
     def _look_for_lost_changes(self, *, closely: bool) -> None:
-        """Whole parameters are about to be freed: what was changed in place would be heard of no more.
+        """Warn if unsharded parameters were changed in place, because the change is lost when they are freed.
 
-        Changes of `p.data` are not counted by torch. `closely`: values are compared with what rests.
+        Torch does not count changes of `p.data`. `closely`: values are compared with the stored ones.
         """
         now = edits.versions(self._parameters(self.groups))
         is_lost = closely and self._is_as_it_rests and any(edits.is_unlike_its_shard(g) for g in self.releasable)
@@ -317,31 +333,32 @@ class Unit:
 
     @property
     def _is_as_it_rests(self) -> bool:
-        """Nothing but the user can have changed its values since it was gathered, or what rests."""
+        """Whether only the user can have changed the values since the all-gather, or the stored ones."""
         is_updated = self.num_updates != self._gathered_at or self.is_ahead or self._update is not None
         return self.residency is Residency.UNSHARDED and not is_updated and self._arrival is None
 
     def note_update(self) -> None:
-        """A step has changed its parameters: a graph that saved them must not be gone through any more.
+        """Count a step that changed the parameters: a graph that saved them must not be used any more.
 
-        Torch checks that for what rests whole. What is released is checked where it is read, see `SavedView`.
+        Torch checks that for parameters that stay unsharded. Released ones are checked where they are read, see
+        `SavedView`.
         """
         self.num_updates += 1
         if self._resting:
             torch.autograd.graph.increment_version(self._resting)
 
     def publish(self, arrival: PendingUpdate | None = None) -> bool:
-        """Start sending the updated slices of groups that rest whole; readers wait for it.
+        """Start the all-gather of the updated slices of groups that stay unsharded; readers wait for it.
 
-        With `arrival` the update itself is still on its way: who needs the unit waits for that first.
+        With `arrival` the update itself is still in flight: users of the unit wait for that first.
         """
         groups = [group for group in self.groups if group.row.publishes and group.trainable]
         if groups and groups[0].context.world.mesh.size == 1:
             groups = []
         if self.releasable:
             self._update = arrival or self._update
-            self._arrival = arrival or self._arrival  # without an update, an earlier one may still be on its way
-            for group in groups:  # persistent groups of a released unit: they must be whole before anyone looks
+            self._arrival = arrival or self._arrival  # without an update, an earlier one may still be in flight
+            for group in groups:  # persistent groups of a resharded unit: they must be complete before any read
                 group.publish().wait()
         elif groups or arrival is not None:
             self.wait()
@@ -352,13 +369,13 @@ class Unit:
         return bool(groups)
 
     def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:
-        """Called by the guard: somebody wants the values of a parameter that is away."""
+        """Bring back the values of a released parameter; `ReleasedParameter` calls this when they are used."""
         self.revoke_speculation()
         if self.residency is Residency.UNSHARDING:
             is_fetched = any(parameter is other for other in self._parameters(self.releasable))
             self.wait()
             if is_fetched and self.fetch is not None:
-                self.fetch(self)  # nobody else holds what was only prefetched
+                self.fetch(self)  # nothing else holds a unit that was only prefetched
         if released.is_released(parameter) and not (self.fetch is not None and self.fetch(self)):
             raise ReleasedParameterError(
                 f"'{wanted_by}' needs the values of {self._name_of(parameter)}, but they are released: each rank holds "
@@ -369,19 +386,21 @@ class Unit:
             )
 
     def end_request(self, parameter: nn.Parameter) -> None:
-        """Whole units stay whole for their holders; there is nothing to undo."""
+        """Do nothing: a unit stays unsharded for its holders."""
 
     def hand_over(self, parameter: nn.Parameter) -> Tensor:
+        """Raise the error that another engine owns the parameter."""
         raise ShardwellError(
             f"parameter {self._name_of(parameter)} belongs to another engine already. Call destroy() of that engine "
             "before the model is handed to initialize again."
         )
 
     def __reduce__(self) -> Any:
-        """A copy of a parameter, or one in a file, belongs to nobody."""
+        """Pickle as None: a copy of a parameter, or one in a file, has no owner."""
         return type(None), ()
 
     def open(self) -> None:
+        """Make the unit unsharded until `close`; all ranks must call it."""
         with self._failing_together():
             self.unshard(exact=True)
             self.wait()
@@ -396,7 +415,7 @@ class Unit:
                 raise
 
     def take_over_edits(self) -> None:
-        """Values that were changed by hand are those that whoever looks from now on sees."""
+        """Take over values that were changed by hand, so that later reads see them."""
         if self.look is not None:
             self.look()
 
@@ -404,10 +423,11 @@ class Unit:
         return self.groups[0].context.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
 
     def close(self, modifier_rank: int | None) -> None:
+        """End `open`; with `modifier_rank`, that rank's values are written on all ranks."""
         fitting: list[bool] = []
         try:
             with self._failing_together():
-                self.wait_local_update()  # it was begun while the unit was open, from what was before
+                self.wait_local_update()  # it started while the unit was open, from the values before
                 fitting = [edits.bring_home(group, modifier_rank) for group in self.groups]
                 for group in self.groups:
                     if modifier_rank is not None:
@@ -423,7 +443,7 @@ class Unit:
                 self.opened -= 1
                 self.reshard()
             else:
-                self.misfit = True  # it stays open, and the engine builds it anew before it is used again
+                self.misfit = True  # it stays open, and the engine rebuilds it before it is used again
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         for group in self.groups:
@@ -440,7 +460,7 @@ class Unit:
 
 
 def _after(arrival: PendingUpdate, groups: list[ShardedGroup]) -> Callable[[], None]:
-    """Wait for an update, then for the others to be sent it."""
+    """Return a function that waits for an update and then publishes it."""
 
     def finish() -> None:
         arrival.wait()

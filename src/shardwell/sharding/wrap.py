@@ -1,9 +1,9 @@
-"""Cutting a model into units: which module owns which parameters.
+"""Wrapping a model into units: which module owns which parameters.
 
 By default every block of a repeated container is a unit, every embedding or other large leaf outside the blocks is a
 unit, and the rest is the root unit. Named classes, names and name suffixes override that. The tiles of a `TiledLinear`
-are units wherever they are, but not inside a unit that was named. A parameter that several units share belongs to their
-nearest common ancestor unit, and to it alone.
+are units wherever they are, except inside a unit that was named. A parameter that several units share belongs to their
+nearest common ancestor unit only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardwell.errors import ConfigError
 from shardwell.sharding.tiled import TiledLinear
 
 _REPEATED = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_LEAF_SHARE = 0.25  # a leaf outside the blocks is a unit of its own from this share of the largest block
+_LEAF_SHARE = 0.25  # a leaf outside the blocks is a unit from this share of the largest block
 
 
 @dataclass(frozen=True)
 class LeafRules:
-    """The modules that the user wants as units."""
+    """The classes, names and name suffixes of modules that the user wants as units."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -32,6 +32,7 @@ class LeafRules:
         return bool(self.classes or self.names or self.suffixes)
 
     def match(self, name: str, module: nn.Module) -> bool:
+        """Whether the user wants this module as one unit."""
         if is_leaf(module):
             return True
         kinds = {kind.__name__ for kind in type(module).__mro__}
@@ -44,27 +45,28 @@ class LeafRules:
 
 
 def set_leaf(module: nn.Module, flag: bool = True) -> None:
-    """Name a module as one unit from the code, as `leaf_module` does in the configuration."""
+    """Mark a module as one unit from code, as `leaf_module` does in the configuration."""
     module._shardwell_leaf = flag  # type: ignore[assignment]
 
 
 def is_leaf(module: nn.Module) -> bool:
+    """Whether `set_leaf` marked the module."""
     return bool(module.__dict__.get("_shardwell_leaf", False))
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit to be: a module, and the names and parameters that it owns."""
+    """A unit to be built: a module, and the names and parameters that it owns."""
 
     name: str
     module: nn.Module
     parameters: list[tuple[str, nn.Parameter]]
     is_tile: bool = False
-    is_named: bool = False  # by the user, as one unit
+    is_named: bool = False  # by the user, as a leaf
 
 
 def wrap_model(model: nn.Module, wanted: LeafRules | None = None) -> list[UnitSpec]:
-    """Cut `model` into units, in the order of their modules; the root unit ("") comes first if it owns anything."""
+    """Wrap `model` into units, in the order of their modules; the root unit ("") is first if it owns parameters."""
     wanted = wanted or LeafRules()
     chosen = _chosen(model, wanted)
     owner = _owners(model, chosen)
@@ -81,12 +83,12 @@ def wrap_model(model: nn.Module, wanted: LeafRules | None = None) -> list[UnitSp
 
 
 def _chosen(model: nn.Module, wanted: LeafRules) -> set[str]:
-    """Names of the modules that become units, the root aside."""
+    """Return the names of the modules that become units, without the root."""
     _check_all_matched(model, wanted)
     if wanted.match("", model):
-        return set()  # all of it is one unit
+        return set()  # the model is one unit
     explicit = {name for name, module in model.named_modules() if wanted.match(name, module)}
-    # inside a named unit nothing is cut further, so that it is gathered as a whole
+    # a named unit is not wrapped further, so that one all-gather covers it
     explicit = {name for name in explicit if not any(_inside(name, other) for other in explicit if other != name)}
     inside_explicit = {name for name, _ in model.named_modules() if any(_inside(name, other) for other in explicit)}
     blocks = {name for name in _repeated_blocks(model) if name not in inside_explicit}
@@ -95,7 +97,7 @@ def _chosen(model: nn.Module, wanted: LeafRules) -> set[str]:
 
 
 def _repeated_blocks(model: nn.Module) -> set[str]:
-    """Children of the outermost containers that hold two or more modules of one class with parameters."""
+    """Return the children of the outermost containers that hold two or more modules of one class with parameters."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if not any(_inside(name, block) for block in found):
@@ -104,7 +106,7 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
 
 
 def _blocks_in(container: nn.Module) -> list[str]:
-    """Names of the children that are repeated blocks; stages that hold blocks of their own are no blocks."""
+    """Return the names of the children that are repeated blocks; stages with blocks of their own are not."""
     if not isinstance(container, _REPEATED):
         return []
     candidates = [
@@ -143,7 +145,7 @@ def _tiles(model: nn.Module) -> set[str]:
 
 
 def _owners(model: nn.Module, chosen: set[str]) -> dict[int, str]:
-    """For each parameter (by id) the unit that owns it."""
+    """Return the owning unit of each parameter, by id."""
     users: defaultdict[int, set[str]] = defaultdict(set)
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
