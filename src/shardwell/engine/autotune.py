@@ -57,9 +57,11 @@ class Timing(NamedTuple):
 
     @property
     def are_worth_it(self) -> bool:
+        """Whether the feature saves enough time to be turned on."""
         return self.with_it < WORTH_IT * self.without
 
     def told(self, move: str, with_it: str, without: str) -> str:
+        """Return the times as text."""
         return f"a {move} takes {1e3 * self.with_it:.2f} ms {with_it}, {1e3 * self.without:.2f} ms {without}"
 
 

@@ -136,7 +136,10 @@ class Engine(nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
     ) -> Tensor:
-        """Run backward from `loss`. `scale_wrt_gas=False` is for loops that divide by the accumulation steps."""
+        """Run backward from `loss`, with the loss scale if there is one, and return `loss`.
+
+        Pass `scale_wrt_gas=False` if the loop itself divides by the gradient accumulation steps.
+        """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(
                 "backward needs a tensor that depends on trainable parameters; this loss does not require a gradient. "
@@ -147,9 +150,8 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
-        self._scheduler.reducer.is_boundary = (
-            self.is_gradient_accumulation_boundary()
-        )  # `loss` may not come from `forward`
+        # Set here as well, because `loss` may not come from `forward`.
+        self._scheduler.reducer.is_boundary = self.is_gradient_accumulation_boundary()
         self._scheduler.reducer.divide_by_steps = scale_wrt_gas
         self._scheduler.reducer.meet_scale()
         try:
@@ -233,8 +235,7 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients accumulate on this rank, unsharded and not reduced, at any ZeRO stage.
 
-        The first backward outside the context reduces them. The cost is one buffer of the full model's gradients in the
-        accumulation dtype, which `memory()` reports.
+        The next backward outside reduces them. Costs a full gradient buffer in the accumulation dtype, see `memory()`.
         """
         self._scheduler.reducer.sync = False
         self._scheduler.reducer.defer_reduction()
@@ -246,16 +247,14 @@ class Engine(nn.Module):
     def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
         """Return a context for uneven data: a rank that is out of batches takes part until all ranks are.
 
-        Each batch takes one forward, one backward and one step. Gradients are averaged over all ranks, or with
-        `divide_by_initial_world_size=False` over the ranks that still have data.
+        Each batch takes one forward, backward and step. The average is over all ranks, or over those that have data.
         """
         return joined(self, divide_by_initial_world_size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this boundary.
 
-        Updates that the commit policy "at_once" has applied during backward are not undone; under "auto" this is an
-        error.
+        Updates that the commit policy "at_once" has applied are not undone; under "auto" that is an error.
         """
         if self.optimizer is not None:
             self.optimizer.habit.meet("gradients were dropped by zero_grad()")
@@ -315,6 +314,7 @@ class Engine(nn.Module):
         return mixed_dtype(self.config)
 
     def train_batch_size(self) -> int:
+        """Return the number of samples of one optimizer step over all ranks and micro-steps."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:

@@ -109,6 +109,7 @@ class UserDataLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | None]:
+        """Return the position of the next batch."""
         return {"epoch": self.epoch, "position": self.position, "seed": 0, "samples": None, "ranks": self._num_ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -118,6 +119,7 @@ class UserDataLoader:
         self._goes_on = True
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if `load_state_dict` would."""
         check_position(state)
         if state["position"] and (state["ranks"] != self._num_ranks or state["samples"] is not None):
             raise CheckpointError(

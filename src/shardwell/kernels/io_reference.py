@@ -36,6 +36,7 @@ class ThreadRequest:
             return IoOutcome(is_done, self._owner.completed, *self._error, self._seconds)
 
     def end(self, error: int, part: int, offset: int) -> None:
+        """Note the end of a block, and its error."""
         self._owner.completed += 1
         with self._changed:
             if error and not self._error[0]:

@@ -20,12 +20,14 @@ def decode(moments: Moments8bitArgs, span: slice) -> tuple[Tensor, Tensor]:
 
 
 def decode_first(codes: Tensor, exponents: Tensor, span: slice) -> Tensor:
+    """Return first moments of the elements in `span`, as fp32."""
     code, base = codes[span].long(), _bases(exponents, span, _SPAN1)
     magnitude = _floats(((code & 0x7F) + base) << _DROPPED) - _floats(base << _DROPPED)
     return torch.where(code < 0x80, magnitude, -magnitude)
 
 
 def decode_second(codes: Tensor, exponents: Tensor, span: slice) -> Tensor:
+    """Return second moments of the elements in `span`, as fp32."""
     return _floats((codes[span].long() + _bases(exponents, span, _SPAN2)) << _DROPPED)
 
 

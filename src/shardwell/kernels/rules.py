@@ -19,6 +19,8 @@ class _Numbers(ctypes.Structure):
 
 
 class AdamCoefficients(_Numbers):
+    """The coefficients of one step of Adam."""
+
     _fields_: ClassVar = [
         ("beta1", ctypes.c_float),
         ("weight1", ctypes.c_float),
@@ -44,6 +46,8 @@ class AdamCoefficients(_Numbers):
 
 
 class SgdCoefficients(_Numbers):
+    """The coefficients of one step of SGD."""
+
     _fields_: ClassVar = [
         ("rate", ctypes.c_float),
         ("momentum", ctypes.c_float),
@@ -61,6 +65,8 @@ class SgdCoefficients(_Numbers):
 
 
 class AdagradCoefficients(_Numbers):
+    """The coefficients of one step of Adagrad."""
+
     _fields_: ClassVar = [("rate", ctypes.c_float), ("eps", ctypes.c_float), ("coupled", ctypes.c_float)]
     rate: float
     eps: float
@@ -68,6 +74,8 @@ class AdagradCoefficients(_Numbers):
 
 
 class LionCoefficients(_Numbers):
+    """The coefficients of one step of Lion."""
+
     _fields_: ClassVar = [
         ("weight1", ctypes.c_float),
         ("weight2", ctypes.c_float),

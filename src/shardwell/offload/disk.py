@@ -81,6 +81,7 @@ class DiskTransfer:
 
     @property
     def is_done(self) -> bool:
+        """Whether it has ended, successfully or not."""
         request = self._request
         if request is not None:
             self._note(request.wait(0))
@@ -88,10 +89,12 @@ class DiskTransfer:
 
     @property
     def has_passed(self) -> bool:
+        """The same as `is_done`, as a task handle has it."""
         return self.is_done
 
     @property
     def has_succeeded(self) -> bool:
+        """Whether it has ended without an error."""
         return self.is_done and self._outcome is not None and not self._outcome.error
 
     @property

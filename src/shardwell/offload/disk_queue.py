@@ -176,6 +176,7 @@ def fastest(speeds: Mapping[str, Speeds]) -> str:
 
 
 def told(speeds: Speeds) -> str:
+    """Return the speeds as text, in GB/s."""
     return ", ".join(f"{job} {speed / 1e9:.2f}" for job, speed in speeds.items()) + " GB/s"
 
 

@@ -349,6 +349,7 @@ def _param_bytes(group: ShardedGroup) -> int:
 
 
 def aligned_size(num_bytes: int) -> int:
+    """Round a size up to the alignment of staging memory."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -155,6 +155,7 @@ class HostExecutor:
         return [norm for norm, _ in self._norms[unit.index]]
 
     def has_norms(self, unit: Unit) -> bool:
+        """Return whether the norms of the unit's gradients of this boundary are here."""
         return unit.index in self._norms
 
     def step(
@@ -181,6 +182,7 @@ class HostExecutor:
         return self.host.arrival(unit)
 
     def forget_gradients(self) -> None:
+        """Drop the gradients and norms of this boundary."""
         self._norms.clear()
         self.host.forget_gradients()
 

@@ -101,6 +101,7 @@ class HostUpdate:
     is_settled: bool = False  # the update was done with `final`
 
     def gradient(self, shard: ParamSlice) -> Tensor:
+        """Return the part of the gradient that belongs to a shard."""
         return self.parcel.gradients[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
 
@@ -120,6 +121,7 @@ class HostPending:
         self.wait()
 
     def wait(self) -> None:
+        """Wait until the update is done and its parameters are on the device."""
         for ticket in self.job.tickets:
             ticket.wait()
         self.job.up.wait()
@@ -364,6 +366,7 @@ class HostUpdateQueue:
     # ----------------------------------------------------------------------------------------------- speculation
 
     def may_speculate(self, shards: list[ParamSlice]) -> bool:
+        """Return whether to speculate at this step, and whether a commit is possible for these shards."""
         mine = [shard for shard in shards if shard.group.is_stepped_on_host and shard.label >= 0]
         return self.caution.may_speculate and covers(mine)
 

@@ -40,6 +40,7 @@ class ReadAheadDepth:
 
     @property
     def depth(self) -> int:
+        """The number of units to read ahead."""
         return min(self._most, max(1, math.ceil(self._page / self._unit))) if self._unit else 1
 
     def enter(self) -> None:
@@ -73,6 +74,7 @@ class ReadBuffers:
 
     @property
     def has_room(self) -> bool:
+        """Whether another shard may be read ahead."""
         return self.num_ahead < self._most_ahead
 
 

@@ -250,6 +250,7 @@ class PlacementPlan:
     needed: Bytes
 
     def fits(self, free: Mapping[Tier, float]) -> bool:
+        """Return whether the plan fits into the free bytes of each tier."""
         return all(size <= free.get(tier, 0) for tier, size in self.needed.items())
 
 

@@ -47,6 +47,7 @@ class OffloadPlan:
     above: CommitPolicy = CommitPolicy.AFTER_NORM  # the policy of units whose optimizer state is stored on the device
 
     def commit_of(self, name: str) -> CommitPolicy:
+        """Return the commit policy of a unit."""
         return self.commits.get(name, self.above)
 
     def again(self, states: ModelStates, settings: Config) -> OffloadPlan:
@@ -265,6 +266,7 @@ class ShortageReport:
 
     @property
     def ways(self) -> str:
+        """What to change so that the states fit."""
         smaller = ', or set shardwell.moments to "8bit"' if self.settings.shardwell.moments == "fp32" else ""
         return f"lower offload_optimizer.ratio, use more ranks{smaller}."
 

@@ -98,6 +98,7 @@ class SpeculationBackoff:
 
     @property
     def may_speculate(self) -> bool:
+        """Whether to speculate at this step."""
         if self._may is None:
             self._may = self._tried = self._decide()
         return self._may
@@ -114,6 +115,7 @@ class SpeculationBackoff:
         return False
 
     def end_step(self) -> None:
+        """Note the end of a step; the next one decides again."""
         self._may = None
 
 

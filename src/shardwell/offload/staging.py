@@ -88,6 +88,7 @@ class ByteThrottle:
             self._num_bytes += num_bytes
 
     def remove(self, num_bytes: int) -> None:
+        """Remove bytes, and wake waiting calls of `add`."""
         with self._changed:
             self._num_bytes -= num_bytes
             self._changed.notify_all()

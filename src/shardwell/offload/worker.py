@@ -31,10 +31,12 @@ class TaskHandle:
 
     @property
     def has_passed(self) -> bool:
+        """Whether the task has ended, successfully or not."""
         return self._done.is_set()
 
     @property
     def has_succeeded(self) -> bool:
+        """Whether the task has ended without an error."""
         return self.has_passed and self._error is None
 
     def wait(self) -> None:
