@@ -79,10 +79,16 @@ def initialize(
 ) -> Initialized:
     """Shard `model` as `config` says, and return `(engine, optimizer, training_dataloader, lr_scheduler)`.
 
-    The process group that the launcher describes is joined; without a launcher there is a single rank. `config` is a
-    path, a dictionary or a `Config`; `args.deepspeed_config` is read if it is absent. `optimizer` is an optimizer over
-    the model's parameters, an optimizer class, or a function of parameter groups; without one the configuration's is
-    built. `lr_scheduler` is a scheduler or a function of the optimizer. `training_data` becomes a sharded data loader.
+    The process group that the launcher describes is joined; without a launcher there is a single rank.
+
+    Args:
+        model: The model, whose parameters become shards.
+        model_parameters: Parameters or parameter groups of an optimizer that is built; by default all trainable ones.
+        optimizer: An optimizer, its class, or a function of parameter groups; by default that of the configuration.
+        lr_scheduler: A scheduler, or a function of the optimizer; by default that of the configuration.
+        training_data: A data set or a DataLoader. Ranks share its samples, unless it has a sampler of its own.
+        config: A path, a dictionary or a `Config` (also `config_params`); by default `args.deepspeed_config`.
+        device: The device of this rank; by default SHARDWELL_DEVICE, its GPU if there is one, or the CPU.
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
@@ -310,10 +316,7 @@ def build_units(
     context: EngineContext,
     offload: OffloadPlan,
 ) -> list[Unit]:
-    """Move the parameters of a model into groups, one unit at a time, the units on the lowest tiers first.
-
-    So parameters leave memory before other units allocate what they keep there.
-    """
+    """Move parameters into groups, units on the lowest tiers first: they leave memory before others allocate it."""
     places = _places(cuts, settings, recipe, context, offload)
     order = sorted(range(len(cuts)), key=lambda index: -offload.places[cuts[index].name].depth)
     units = [Unit(index, cuts[index], _groups(cuts[index], settings, recipe, places, context)) for index in order]

@@ -165,7 +165,7 @@ class Revocable:
 
 
 class NothingPending:
-    """Nothing to wait for, in place of an update that other ranks wait for: all publish in the same order."""
+    """Nothing to wait for, in place of an update of other ranks, so that all ranks defer publishing alike."""
 
     is_done = True
 

@@ -88,7 +88,7 @@ class HostUpdate:
     options: list[Options]  # for each shard: the hyperparameters of this step
     parcel: GradientTransfer
     added: list[TaskHandle]  # the additions that the gradients are the sum of
-    after: Event  # work of the device that still reads the old parameters
+    after: Event  # passed when the device is done with earlier work, which reads the old parameters
     born: list[ParamSlice]  # the shards that had no state before
     edits: list[tuple[ShardedGroup, Callable[[], bool]]]  # groups whose parameters the user may have edited
     assumed: float | None = None  # the factor that a speculative update assumes
