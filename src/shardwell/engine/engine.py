@@ -245,7 +245,7 @@ class Engine(nn.Module):
             self._scheduler.reducer.sync = True
 
     def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Return a context for uneven data: a rank that is out of batches takes part until all ranks are.
+        """Return a context for uneven data: a rank that is out of batches takes part until no rank has one.
 
         Each batch takes one forward, backward and step. The average is over all ranks, or over those that have data.
         """
@@ -279,7 +279,7 @@ class Engine(nn.Module):
         return self._ledger.last
 
     def trim(self) -> None:
-        """Return freed memory that the caching allocator holds to the system."""
+        """Release freed memory that the caching allocator holds, so that other processes can use it."""
         self._context.device.trim()
 
     @contextlib.contextmanager
