@@ -24,7 +24,7 @@ from shardwell.version import __version__
 if TYPE_CHECKING:
     from shardwell import checkpointing, utils, zero
     from shardwell.config import Config
-    from shardwell.engine import Engine, Initialized, Trace, initialize
+    from shardwell.engine import Engine, Initialized, Trace, UnitInfo, initialize
 
 __all__ = [
     "BackwardError",
@@ -40,6 +40,7 @@ __all__ = [
     "ReleasedParameterError",
     "ShardwellError",
     "Trace",
+    "UnitInfo",
     "__version__",
     "checkpointing",
     "initialize",
@@ -50,7 +51,7 @@ __all__ = [
 _ROOMS = ("checkpointing", "utils", "zero")
 _HOME = {
     "Config": "shardwell.config",
-    **dict.fromkeys(("Engine", "Initialized", "Trace", "initialize"), "shardwell.engine"),
+    **dict.fromkeys(("Engine", "Initialized", "Trace", "UnitInfo", "initialize"), "shardwell.engine"),
 }
 
 

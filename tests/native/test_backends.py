@@ -148,7 +148,7 @@ def good() -> dict[str, object]:
             "low half of the master: found float32",
         ),
         ({"state": (torch.zeros(300), torch.zeros(300).half())}, "state 1: found float16, expected float32"),
-        ({"state": (torch.zeros(300),)}, "Adam: found 1 tensors of state, expected 2"),
+        ({"state": (torch.zeros(300),)}, "AdamRule: found 1 tensors of state, expected 2"),
         ({"state": Moments8bitArgs.zeros(512)}, "codes of the first moment: found 512 elements, expected 300"),
         ({"new": OutOfPlaceState(torch.zeros(299))}, "new master: found 299 elements, expected 300"),
         ({"new": OutOfPlaceState(torch.zeros(300), (torch.zeros(300).half(),))}, "new state 0: found float16"),
@@ -170,5 +170,5 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -
 
 def test_only_adam_has_8_bit_moments() -> None:
     stretch = UpdateArgs(torch.zeros(3), torch.zeros(3), Moments8bitArgs.zeros(3))
-    with pytest.raises(ShardwellError, match="Lion: found 8-bit moments"):
+    with pytest.raises(ShardwellError, match="LionRule: found 8-bit moments"):
         kernels.update(kernels.LionRule(1e-3), stretch)

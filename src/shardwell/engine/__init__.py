@@ -2,6 +2,7 @@
 
 from shardwell.engine.engine import Engine
 from shardwell.engine.initialization import Initialized, initialize
+from shardwell.engine.units import UnitInfo
 from shardwell.runtime.trace import Trace, TraceAction, TraceEvent
 
-__all__ = ["Engine", "Initialized", "Trace", "TraceAction", "TraceEvent", "initialize"]
+__all__ = ["Engine", "Initialized", "Trace", "TraceAction", "TraceEvent", "UnitInfo", "initialize"]

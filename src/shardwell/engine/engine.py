@@ -23,6 +23,7 @@ from shardwell.engine.join import Join, joined
 from shardwell.engine.precision import autocast_of, mixed_dtype
 from shardwell.engine.startup_report import print_progress
 from shardwell.engine.teardown import DESTROYED, ModelBefore
+from shardwell.engine.units import UnitInfo, describe_units
 from shardwell.engine.unsupported_uses import StepCallWatch, ready_for_accelerate, refuse_pickling
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
@@ -282,15 +283,14 @@ class Engine(nn.Module):
         """Release freed memory that the caching allocator holds, so that other processes can use it."""
         self._context.device.trim()
 
-    @contextlib.contextmanager
-    def record(self) -> Iterator[Trace]:
+    @property
+    def units(self) -> tuple[UnitInfo, ...]:
+        """The units of the model: name, module, parameters, residency, tiers and bytes of each."""
+        return describe_units(self._scheduler.units, self.memory())
+
+    def record(self) -> contextlib.AbstractContextManager[Trace]:
         """Return a context that records the events of the schedule (all-gather, reshard and so on) as short tokens."""
-        trace = Trace([unit.name for unit in self._scheduler.units])
-        before, self._scheduler.trace = self._scheduler.trace, trace
-        try:
-            yield trace
-        finally:
-            self._scheduler.trace = before
+        return self._scheduler.recording()
 
     @property
     def skipped_steps(self) -> int:

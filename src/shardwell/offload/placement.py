@@ -21,6 +21,7 @@ from shardwell.memory import Tier
 from shardwell.memory.statistics import human
 from shardwell.sharding import GroupPrecision, spec_for
 from shardwell.sharding.spec import CommitPolicy, ShardingSpec, SpecOverrides
+from shardwell.sharding.storage import form_of, state_bytes
 
 Bytes = Counter[Tier]
 _DEPTHS = list(Tier)  # from the device down
@@ -91,7 +92,11 @@ class StateFormula:
             num_ranks=self.num_ranks,
             shard_at_world_one=self.shard_at_world_one,
             wish=SpecOverrides(
-                self.ranks_per_copy > 0, place.parameters, place.optimizer, rest_codec=self.rest_codec
+                self.ranks_per_copy > 0,
+                place.parameters,
+                place.optimizer,
+                commit=self.commit,
+                rest_codec=self.rest_codec,
             ).of(kind.precision.compute, kind.trains),
         )
 
@@ -113,26 +118,13 @@ class StateFormula:
 
     def at_rest(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
         """Return the bytes of parameters, master weights and optimizer state that a group holds between steps."""
-        row, precision = self.row(kind, place), kind.precision
-        above, below = row.parameters.tier, row.optimizer.tier
-        held = self.share(numel) if row.reshards else numel
-        own = self.share(numel) if row.optimizer.axis is not None else numel
-        compute, master = precision.compute.itemsize, precision.master.itemsize
+        row = self.row(kind, place)
+        stored = state_bytes(form_of(row, kind.precision, kind.trains), row, kind.precision, numel, self.num_ranks)
         if not kind.trains:
-            rests = self.shard(kind, numel, row) if row.reshards else held * compute
-            return total([Counter({above: rests}), self.second_copy(kind, numel, row)])
-        found = Counter({below: self.moments(own, kind, below)})
-        no_halves = precision.is_mixed and not precision.is_bf16_split
-        if {above, below} != {Tier.DEVICE} or (no_halves and not row.reshards):
-            found[below] += own * master
-            is_half = precision.is_bf16_split and above is below and self.commit is not CommitPolicy.SPECULATIVE
-            if not is_half:  # else the parameters are the bf16 part of the master weights
-                found[above] += held * compute
-        elif row.reshards or not precision.is_mixed:
-            found[above] += held * master
-        else:
-            found[above] += held * compute + own * (master - compute)
-        return found
+            return total([stored, self.second_copy(kind, numel, row)])
+        own = self.share(numel) if row.optimizer.axis is not None else numel
+        stored[row.optimizer.tier] += self.moments(own, kind, row.optimizer.tier)
+        return stored
 
     def second_copy(self, kind: GroupKey, numel: int, row: ShardingSpec) -> Bytes:
         """Return the bytes of the secondary shard.

@@ -24,6 +24,8 @@ class Axis(enum.Enum):
     WORLD = "world"  # over all ranks
     NODE = "node"  # over the ranks of one node; every node holds a copy
 
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
+
 
 @dataclass(frozen=True)
 class RankGroup:

@@ -27,6 +27,8 @@ class TrafficKind(enum.Enum):
     CONTROL = "control"
     SETUP = "setup"
 
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
+
 
 PAYLOAD = (TrafficKind.GATHER, TrafficKind.REDUCE, TrafficKind.PUBLISH, TrafficKind.STEP)
 INSIDE, BETWEEN = "inside", "between"  # a node; nodes

@@ -105,6 +105,16 @@ class Scheduler:
         if self.trace is not None:
             self.trace.events.append(TraceEvent(action, unit.index))
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Trace]:
+        """Record all actions in a new trace."""
+        trace = Trace([unit.name for unit in self.units])
+        before, self.trace = self.trace, trace
+        try:
+            yield trace
+        finally:
+            self.trace = before
+
     # -------------------------------------------------------------------------------------------------- forward
 
     @contextlib.contextmanager

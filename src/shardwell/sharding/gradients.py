@@ -33,6 +33,8 @@ class GradState(enum.Enum):
     REDUCING = "reducing"
     REDUCED = "reduced"  # averaged, in `result`
 
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
+
 
 _ALLOWED = {
     GradState.NONE: {GradState.PARTIAL},

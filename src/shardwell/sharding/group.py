@@ -34,6 +34,7 @@ from shardwell.sharding.parameter_views import GroupMember, ParameterViews
 from shardwell.sharding.secondary import SecondaryShard
 from shardwell.sharding.shard import StoredShard
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
+from shardwell.sharding.storage import StorageForm, form_of
 
 
 class ShardedGroup:
@@ -84,19 +85,17 @@ class ShardedGroup:
         return FlatBuffer(self.context.device, self.context.account, (state, self.unit, tier), numel, dtype)
 
     def _allocate_master(self) -> None:
-        own = self.own[1] - self.own[0]
-        tier = self.row.optimizer.tier
-        is_split = self.trainable and self.row.allows_split_master and self.precision.is_bf16_split
-        no_halves = self.precision.is_mixed and not self.precision.is_bf16_split
-        is_below = tier is not Tier.DEVICE or self.row.parameters.tier is not Tier.DEVICE
-        if self.trainable and not is_split and (is_below or (no_halves and not self.row.reshards)):
+        own, tier = self.own[1] - self.own[0], self.row.optimizer.tier
+        form = form_of(self.row, self.precision, self.trainable)
+        if form is StorageForm.SEPARATE:
             self._apart = self._buffer(StateKind.OPTIMIZER, own, self.precision.master, tier)
         if self.row.reshards:
-            dtype = self.precision.compute if is_split or self._apart is not None else self.precision.master
+            has_own_master = form in (StorageForm.SEPARATE, StorageForm.SPLIT_BF16)
+            dtype = self.precision.compute if has_own_master else self.precision.master
             self.shard = StoredShard(self.name, self.unit, self.row, self.layout.shard_numel, dtype, self.context)
-        if is_split:
+        if form is StorageForm.SPLIT_BF16:
             self.remainder = self._buffer(StateKind.OPTIMIZER, own, torch.int16, tier)
-        if is_split or self.is_quantized:
+        if form.is_assembled:
             where = Tier.DEVICE if self.row.parameters.tier is Tier.DEVICE else Tier.HOST
             self._joined = self._buffer(StateKind.STAGING, own, self.precision.master, where)
             self._joined.free()

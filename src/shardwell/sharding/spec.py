@@ -33,6 +33,8 @@ class CommitPolicy(enum.Enum):
     SPECULATIVE = "into a shadow slot, committed after the norm"
     AUTO = "at once where steps have shown to be plain, else after the norm"  # until the optimizer has it: see Habit
 
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
+
 
 @dataclass(frozen=True)
 class StatePlacement:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -433,8 +433,10 @@ class Unit:
         return "a parameter"
 
     @staticmethod
-    def _parameters(groups: list[ShardedGroup]) -> Iterable[nn.Parameter]:
-        return (parameter for group in groups for parameter in group.parameters)
+    def _parameters(groups: list[ShardedGroup]) -> list[nn.Parameter]:
+        if len(groups) == 1:
+            return groups[0].parameters
+        return [parameter for group in groups for parameter in group.parameters]
 
 
 def _after(arrival: PendingUpdate, groups: list[ShardedGroup]) -> Callable[[], None]:
