@@ -1,4 +1,4 @@
-"""When things move, and what the user holds."""
+"""The engine and `initialize`, the entry points for users."""
 
 from shardwell.engine.engine import Engine
 from shardwell.engine.initialization import Initialized, initialize

@@ -1,8 +1,9 @@
-"""What is measured before it is chosen: whether ZeRO++ makes the collectives of this job faster on these links.
+"""Autotuning of ZeRO++: features are measured on the links of this job, and turned on if they save time.
 
-`zero_quantized_weights`, `zero_quantized_gradients` and `zero_hpz_partition_size` may be "auto". Each is tried with the
-collectives of training, on a probe as large as the largest shard that will travel or as there is time for, and turned
-on where it takes less than 0.9 of the time without it. The slowest rank's time counts, so that all ranks decide alike.
+`zero_quantized_weights` (qwZ), `zero_quantized_gradients` (qgZ) and `zero_hpz_partition_size` (hpZ) may be "auto". Each
+is measured with the collectives of training, on a probe as large as the largest shard that is transferred or as time
+allows, and turned on if it takes less than 0.9 of the time without it. The time of the slowest rank counts, so that all
+ranks decide alike.
 """
 
 from __future__ import annotations
@@ -27,50 +28,52 @@ from shardwell.offload.placement import ModelStates
 from shardwell.parallel import TrafficKind, Work
 from shardwell.sharding import EngineContext
 
-WORTH_IT = 0.9  # of the time without it
+WORTH_IT = 0.9  # of the time without the feature
 _MOST = 1 << 20  # elements of a shard
 _FIRST = 1 << 16  # elements of all shards together
-_GROWTH = 4  # from a probe that takes little time to the next
-_PATIENCE = 0.1  # seconds for a probe to travel as it is
+_GROWTH = 4  # factor from a probe that takes little time to the next
+_PATIENCE = 0.1  # seconds for a probe that is not quantised
 _ROUNDS = 3
-_ROOM = 0.5  # of what the device has free, for second copies
+_ROOM = 0.5  # share of the free device memory, for secondary shards
 _TOKEN, _PROBE = "TRIAL", "(trial)"
 _BLOCK = "zero_optimization"
 WEIGHTS, GRADIENTS, COPIES = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
 
-Move = Callable[[Tensor], Work]  # of a flat buffer
+Move = Callable[[Tensor], Work]  # a collective on a flat buffer
 
 
 class AutotuneChoice(NamedTuple):
-    """What "auto" becomes, and why."""
+    """The value that replaces "auto", and the reason."""
 
     value: bool | int
     why: str
 
 
 class Timing(NamedTuple):
-    """Seconds of a move without what is tried, and with it."""
+    """The seconds of a collective without the feature, and with it."""
 
     without: float
     with_it: float
 
     @property
     def are_worth_it(self) -> bool:
+        """Whether the feature saves enough time to be turned on."""
         return self.with_it < WORTH_IT * self.without
 
     def told(self, move: str, with_it: str, without: str) -> str:
+        """Return the times as text."""
         return f"a {move} takes {1e3 * self.with_it:.2f} ms {with_it}, {1e3 * self.without:.2f} ms {without}"
 
 
 class TrialShard(NamedTuple):
-    """A rank's part of a group."""
+    """A rank's shard of a group."""
 
     kind: GroupKind
     numel: int
 
 
 def autotune(settings: Config, context: EngineContext, states: ModelStates) -> Config:
-    """The configuration with a value in place of every "auto" that is tried, and the times as its origin."""
+    """Return the configuration with a value in place of every measured "auto", and the times as its origin."""
     zero, trial = settings.zero_optimization, Autotuner(settings, context, states)
     chosen: dict[str, AutotuneChoice] = {}
     if zero.zero_quantized_weights == "auto":
@@ -92,15 +95,16 @@ def autotune(settings: Config, context: EngineContext, states: ModelStates) -> C
 
 @dataclass(frozen=True)
 class Autotuner:
-    """What could be turned on, with the ranks, the links and the model that it is for."""
+    """Measures the features, for the ranks, the links and the model of an engine."""
 
     settings: Config
     context: EngineContext
     states: ModelStates
 
     def weights(self) -> AutotuneChoice:
-        """Whether parameters are gathered encoded."""
-        rests_encoded = self.settings.zero_optimization.zero_quantized_nontrainable_weights  # and so travels, if frozen
+        """Choose whether parameters are all-gathered quantised (qwZ)."""
+        # frozen parameters that are stored quantised are transferred as they are stored
+        rests_encoded = self.settings.zero_optimization.zero_quantized_nontrainable_weights
 
         def travels(kind: GroupKind) -> bool:
             return Codec.takes(kind.precision.compute) and (kind.trains or not rests_encoded)
@@ -113,7 +117,7 @@ class Autotuner:
         return AutotuneChoice(times.are_worth_it, times.told("gather", "encoded", "as it is"))
 
     def gradients(self) -> AutotuneChoice:
-        """Whether gradients are reduced encoded."""
+        """Choose whether gradients are reduce-scattered quantised (qgZ)."""
         found = self._largest(2, lambda kind: kind.trains and Codec.takes(kind.precision.compute))
         if isinstance(found, str):
             return AutotuneChoice(False, found)
@@ -125,7 +129,10 @@ class Autotuner:
         return AutotuneChoice(times.are_worth_it, times.told("reduce", "encoded", "as it is"))
 
     def copies(self, encoded: bool) -> AutotuneChoice:
-        """Whether parameters have a second copy in the node, if gathers over all ranks are `encoded` or not."""
+        """Choose whether parameters have a secondary shard in the node (hpZ), compared with all-gathers over all ranks.
+
+        `encoded` says whether all-gathers over all ranks are quantised.
+        """
         found, hops = self._largest(3, lambda _: True), self.context.world.hops
         if isinstance(found, str):
             return AutotuneChoice(1, found)
@@ -144,13 +151,13 @@ class Autotuner:
     # ---------------------------------------------------------------------------------------------- the model
 
     def _split(self) -> list[TrialShard]:
-        """Of each group that is not whole on every rank."""
+        """Return the shard of each group that is not unsharded on every rank."""
         groups = [group for kinds in self.states.units.values() for group in kinds.items()]
         size = self.context.world.mesh.size
         return [TrialShard(kind, -(-numel // size)) for kind, numel in groups if numel and not kind.persistent]
 
     def _largest(self, least_stage: int, travels: Callable[[GroupKind], bool]) -> TrialShard | str:
-        """The largest shard that `travels`, or why nothing is tried."""
+        """Return the largest shard that `travels`, or the reason why nothing is measured."""
         stage, world = self.settings.zero_optimization.stage, self.context.world
         if world.mesh.size == 1:
             return "one rank"
@@ -162,7 +169,7 @@ class Autotuner:
         return max(found, key=lambda shard: shard.numel) if found else "nothing travels so"
 
     def _too_large(self, ranks_per_copy: int) -> str | None:
-        """Why there is no room for second copies on the device, if so."""
+        """Return why the device has no room for secondary shards; None if it has."""
         device = self.context.device
         if not device.is_cuda:
             return None
@@ -172,7 +179,7 @@ class Autotuner:
         needed = mine * world.mesh.size / ranks_per_copy
         return f"copies of {human(needed)}, and room for {human(room)}" if needed > room else None
 
-    # ---------------------------------------------------------------------------------------------- the moves
+    # ---------------------------------------------------------------------------------------- the collectives
 
     @property
     def _codec(self) -> Codec:
@@ -194,25 +201,25 @@ class Autotuner:
     # ---------------------------------------------------------------------------------------------- the clock
 
     def _compare(self, plain: Move, other: Move, dtype: torch.dtype, numel: int) -> Timing:
-        """Seconds of each: the best of some rounds, on the slowest rank."""
+        """Return the seconds of each: the best of some rounds, on the slowest rank."""
         numel = self._affordable(plain, dtype, min(numel, _MOST))
         times = [math.inf, math.inf]
         for turn in range(1 + _ROUNDS):
             for which, move in enumerate((plain, other)):
                 seconds = self._seconds(move, dtype, numel)
-                times[which] = min(times[which], seconds) if turn else math.inf  # the first warms up
+                times[which] = min(times[which], seconds) if turn else math.inf  # the first round warms up
         return Timing(self._slowest(times[0]), self._slowest(times[1]))
 
     def _affordable(self, move: Move, dtype: torch.dtype, most: int) -> int:
-        """Elements of a shard that travel in about the time that there is."""
+        """Return the elements of a shard that are transferred in about the time allowed."""
         numel = min(most, max(BLOCK, _FIRST // self.context.world.mesh.size))
-        self._seconds(move, dtype, numel)  # who meets for the first time takes longer
+        self._seconds(move, dtype, numel)  # the first collective takes longer
         while numel < most and _GROWTH * self._slowest(self._seconds(move, dtype, numel)) < _PATIENCE:
             numel = min(most, _GROWTH * numel)
         return numel
 
     def _seconds(self, move: Move, dtype: torch.dtype, numel: int) -> float:
-        """That a move takes on this rank, if all begin at once."""
+        """Return the seconds of a collective on this rank, if all ranks begin at the same time."""
         world, device, scratch = self.context.world, self.context.device, self.context.scratch
         flat = scratch.allocate(numel * world.mesh.size, dtype, StateKind.STAGING, _PROBE)
         flat.fill_(1)

@@ -1,8 +1,9 @@
-"""The loss scale that gradients carry between models.
+"""The loss scale of gradients that flow between models.
 
-Gradients carry a loss scale: that of the engine whose `backward` was called, or none after a plain `loss.backward()`.
-Where they enter an engine's model they get its own scale, and where they leave it they go on as they came. Aliases do
-that, because what goes on inside the model (a loss of logits that are returned too) must not meet the factor twice.
+Gradients have a loss scale: that of the engine whose `backward` was called, or none after a plain `loss.backward()`.
+Where gradients enter an engine's model they get the engine's scale, and where they leave it they get the scale that
+they had before. Aliases of the tensors do this, because uses inside the model (a loss of logits that are returned too)
+must not get the factor twice.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 from shardwell.optim.loss_scale import LossScale
 from shardwell.runtime.pytree import alias_with
 
-_carried = SimpleNamespace(scale=1.0)  # that of the running backward's gradients outside of models
+_carried = SimpleNamespace(scale=1.0)  # of the gradients of the running backward outside of models
 
 
 @contextlib.contextmanager
 def carrying(scale: LossScale) -> Iterator[None]:
-    """The backward that runs inside begins with this scale."""
+    """Return a context in which backward begins with this scale."""
     before, _carried.scale = _carried.scale, scale.value
     try:
         yield
@@ -30,7 +31,7 @@ def carrying(scale: LossScale) -> Iterator[None]:
 
 
 def scaled_output(tensor: Tensor, scale: LossScale, met: Callable[[], None]) -> Tensor:
-    """An output whose gradient gets the model's scale, and tells that it did."""
+    """Return an output whose gradient gets the model's scale, and calls `met` when it does."""
     if not tensor.requires_grad:
         return tensor
 
@@ -42,10 +43,10 @@ def scaled_output(tensor: Tensor, scale: LossScale, met: Callable[[], None]) -> 
 
 
 def unscaled_input(tensor: Tensor, scale: LossScale) -> Tensor:
-    """An input whose gradient goes on without the model's scale."""
+    """Return an input whose gradient leaves without the model's scale."""
     if not tensor.requires_grad:
         return tensor
-    is_last = tensor.is_leaf  # nobody behind it would take the scale off
+    is_last = tensor.is_leaf  # no later node would remove the scale
 
     def leave(grad: Tensor) -> Tensor:
         return grad * ((1.0 if is_last else _carried.scale) / scale.value)

@@ -1,8 +1,8 @@
-"""Values of a checkpoint before they are believed: an engine takes them all, or nothing of it is changed.
+"""Checks of the values of a checkpoint: an engine takes all of them, or stays unchanged.
 
-A manifest with a right checksum may still say what no engine has written. What has a known form is compared with it.
-Objects whose states only they understand (schedules, modules with extra state, random generators) are given theirs, and
-get their own back.
+A manifest with a correct checksum may still hold values that no engine has written. Values of a known form are compared
+with it. Objects whose state only they understand (schedules, modules with extra state, random generators) load their
+value, and then get their own state back.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "accumulation_steps")
 _MOST = 2**62  # of a counter
-_SWITCHES = ("foreach", "fused", "capturable", "differentiable")  # how a step is made; the optimizer's own stay
+_SWITCHES = ("foreach", "fused", "capturable", "differentiable")  # how a step is computed; the optimizer keeps its own
 
 
 def check_values(
     engine: Engine, where: str, values: Mapping[str, Any], with_optimizer: bool, with_scheduler: bool
 ) -> None:
-    """Raise unless `restore_values` can take all of it. Afterwards everything is as before."""
+    """Raise unless `restore_values` can take all values. Afterwards the engine is unchanged."""
     try:
         _check_values(engine, values, with_optimizer, with_scheduler)
     except CheckpointError as error:
@@ -68,14 +68,14 @@ def _check_values(engine: Engine, values: Mapping[str, Any], with_optimizer: boo
 
 
 def check_names(values: Mapping[str, Any], where: str) -> None:
-    """Raise unless other names of parameters are names."""
+    """Raise unless the aliases of parameters are names."""
     aliases = values.get("aliases", {})
     if not isinstance(aliases, Mapping) or not all(isinstance(name, str) for name in aliases.values()):
         raise CheckpointError(f"{where}: values.aliases: expected an object of names, found {show(aliases)}")
 
 
 def check_scalars(values: Mapping[str, Any], prefix: str, where: str) -> None:
-    """Raise unless numbers of the optimizer's state are numbers."""
+    """Raise unless scalars of the optimizer's state are numbers."""
     for name, value in values.items():
         is_one = name.startswith(prefix) and not isinstance(value, dict)
         if is_one and not (_is_number(value) and (value >= 0 or not name.endswith("/step"))):
@@ -84,7 +84,7 @@ def check_scalars(values: Mapping[str, Any], prefix: str, where: str) -> None:
 
 @contextlib.contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Whatever goes wrong is an error of the checkpoint."""
+    """Turn any error into an error of the checkpoint."""
     try:
         yield
     except CheckpointError as error:
@@ -116,12 +116,12 @@ def _check_scale(saved: Any) -> None:
 
 
 def _check_groups(optimizer: ShardedOptimizer, saved: Any) -> None:
-    """Settings of the kinds that the optimizer has, and that its constructor would take."""
+    """Check that options have the types that the optimizer's have, and that its constructor would take them."""
     groups = saved.get("param_groups", []) if isinstance(saved, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise CheckpointError("values.optimizer.param_groups: expected a list of objects")
     if len(groups) != len(optimizer.param_groups):
-        return  # then they are not taken over, and that is said
+        return  # then the options are not loaded, and a warning says so
     for index, (now, then) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for key, value in then.items():
             where = f"values.optimizer.param_groups[{index}].{key}"
@@ -132,7 +132,7 @@ def _check_groups(optimizer: ShardedOptimizer, saved: Any) -> None:
 
 
 def _is_alike(now: Any, then: Any) -> bool:
-    """Whether a setting is of the kind that it is now."""
+    """Return whether an option has the type that it has now."""
     if isinstance(now, bool):
         return then is None or isinstance(then, bool)
     if now is None:
@@ -147,7 +147,7 @@ def _is_alike(now: Any, then: Any) -> bool:
 
 
 def _check_options(optimizer: ShardedOptimizer, now: Mapping[str, Any], then: Mapping[str, Any], where: str) -> None:
-    """What an optimizer of the same class refuses when it is made. Classes that want other arguments are not asked."""
+    """Raise if the constructor of the same optimizer class does. Classes with other arguments are not checked."""
     kind: Callable[..., Any] = type(optimizer.inner)
     known = inspect.signature(kind).parameters
     keys = [key for key in optimizer.inner.defaults if key in known and key in now and key in then]
@@ -168,7 +168,7 @@ def _check_options(optimizer: ShardedOptimizer, now: Mapping[str, Any], then: Ma
 
 @contextlib.contextmanager
 def _schedule_kept(engine: Engine) -> Iterator[None]:
-    """A schedule and the rates that it sets are as before afterwards."""
+    """Return a context that restores a schedule, and the learning rates that it sets, at its end."""
     schedule: Any = engine.lr_scheduler
     inside = vars(schedule) if hasattr(schedule, "__dict__") else {}
     before, state = dict(inside), schedule.state_dict()

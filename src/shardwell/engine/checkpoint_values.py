@@ -1,6 +1,6 @@
-"""What an engine saves besides tensors: settings of its optimizer, schedules, counters, random states.
+"""The values that an engine saves besides tensors: options of its optimizer, schedules, counters, random states.
 
-Also how they come back. Who tells whom, and the files, are others' matters.
+The module also restores them. It neither communicates with other ranks nor reads files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from shardwell.optim import ShardedOptimizer
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
-_EXTRA = "_extra_state"  # what torch appends to a module's name
+_EXTRA = "_extra_state"  # the name that torch appends to a module's name
 
 
 def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool, with_scheduler: bool) -> None:
+    """Set the counters, options, schedules and random states of an engine from a checkpoint."""
     counters = values.get("counters", {})
     engine.global_steps = int(counters.get("global_steps", 0))
     engine.global_samples = int(counters.get("global_samples", 0))
@@ -49,11 +50,12 @@ def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool,
 
 
 def module_of_extra(model: nn.Module, key: str) -> nn.Module:
-    """The module whose extra state has this name."""
+    """Return the module whose extra state has this name."""
     return model.get_submodule(key.removesuffix(_EXTRA).rstrip("."))
 
 
 def of_optimizer(optimizer: ShardedOptimizer | None, put: Callable[[Tensor], str]) -> Any:
+    """Return the optimizer's class name and the options of its parameter groups."""
     if optimizer is None:
         return None
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -62,7 +64,7 @@ def of_optimizer(optimizer: ShardedOptimizer | None, put: Callable[[Tensor], str
 
 
 def what_can_be_saved(state: dict[str, Any], where: str, put: Callable[[Tensor], str]) -> dict[str, Any]:
-    """Entries that cannot be saved (functions) are left out: the object that takes the state back has its own."""
+    """Leave out entries that cannot be saved (functions): the object that loads the state has its own."""
     kept = {}
     for key, value in state.items():
         try:
@@ -73,6 +75,7 @@ def what_can_be_saved(state: dict[str, Any], where: str, put: Callable[[Tensor],
 
 
 def check_kind(optimizer: ShardedOptimizer | None, source: Source) -> None:
+    """Raise if the checkpoint holds the state of another class of optimizer."""
     saved = source.values.get("optimizer")
     kind = saved.get("kind") if isinstance(saved, dict) else None
     if optimizer is None or kind is None:
@@ -99,6 +102,7 @@ def _restore_groups(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
 
 
 def restore_schedule(schedule: Any, saved: dict[str, Any], *, warns: bool = True) -> None:
+    """Load the state of a schedule, or warn if it is that of another schedule."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"expected the state of a schedule, found a {type(saved).__name__}")
     if not set(saved) & set(schedule.state_dict()):
@@ -111,6 +115,7 @@ def restore_schedule(schedule: Any, saved: dict[str, Any], *, warns: bool = True
 
 
 def random_state(engine: Engine) -> dict[str, Any]:
+    """Return the random states of Python, torch, NumPy and the device."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     on_device = engine._context.device.random_state()
     if on_device is not None:
@@ -121,6 +126,7 @@ def random_state(engine: Engine) -> dict[str, Any]:
 
 
 def set_random_state(engine: Engine, state: dict[str, Any]) -> None:
+    """Set the random states of Python, torch, NumPy and the device."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state:

@@ -1,6 +1,6 @@
-"""An engine's whole state into checkpoints and back: which values there are besides tensors, and who says what to whom.
+"""Checkpoints of an engine's state: the values besides tensors, and the communication between ranks.
 
-The formats, the cutting and the files are `shardwell.checkpoint`'s.
+The formats, the slicing and the files are in `shardwell.checkpoint`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class EngineCheckpoints:
     def __init__(self, engine: Engine) -> None:
         self._context = context = engine._context
         self._world = context.world
-        self._without_optimizer = False  # something was saved or loaded before there was one
+        self._without_optimizer = False  # a checkpoint was saved or loaded before there was an optimizer
         self._saver = Saver(
             self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.account
         )
 
     def meet(self, optimizer: Optimizer) -> None:
-        """The engine takes over an optimizer that it did not know until now."""
+        """Warn if the engine takes over an optimizer that a checkpoint has left out."""
         if self._without_optimizer:
             name = type(optimizer).__name__
             warnings.warn(
@@ -78,6 +78,7 @@ class EngineCheckpoints:
         asynchronous: bool,
         is_latest: bool,
     ) -> None:
+        """Save a checkpoint. All ranks must call it."""
         with self._together("save_checkpoint", tag):
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
@@ -103,7 +104,7 @@ class EngineCheckpoints:
 
             def begin() -> str:
                 temporary = folder.begin(tag)
-                with contextlib.suppress(CheckpointError):  # what others left is no reason not to save
+                with contextlib.suppress(CheckpointError):  # remains of other saves are no reason not to save
                     folder.clean()
                 return str(temporary)
 
@@ -114,12 +115,12 @@ class EngineCheckpoints:
             (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
 
     def _patience_in_background(self) -> float:
-        """A rank that has failed may still be writing, and end well."""
+        """Return the seconds to wait for other ranks: one that has failed may still be writing, and succeed."""
         has_failed = self._world.agreement is not None and self._world.agreement.has_failed
         return LITTLE_PATIENCE if has_failed else PATIENCE
 
     def _patience_of_all(self) -> Callable[[], float]:
-        """Where all ranks wait, none has to for one that has failed."""
+        """Return a function that raises if a rank has failed: when all ranks wait, none must wait for a failed one."""
         look_at_peers = self._world.poll_failures()
 
         def look() -> float:
@@ -129,7 +130,7 @@ class EngineCheckpoints:
         return look
 
     def _end_background(self) -> None:
-        """Until nothing is being written; raises on all ranks what went wrong, though some may know already."""
+        """Wait until nothing is being written; raise errors on all ranks, even if some raised them before."""
         problem: CheckpointError | None = None
         try:
             self.wait()
@@ -138,19 +139,19 @@ class EngineCheckpoints:
         self._agree(problem)
 
     def wait(self) -> None:
-        """Until a save in the background has ended; raises what went wrong with it, or that a rank is gone."""
+        """Wait until a save in the background has ended; raise its error, or that a rank has exited."""
         gone = self._saver.wait(self._world.find_gone)
         if gone is not None:
             raise self._world.lost(gone) from gone
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise the error of a save in the background."""
         self._saver.check()
 
     def _values(
         self, engine: Engine, contents: RankContents, client_state: Any, exclude_frozen: bool
     ) -> dict[str, Any]:
-        """What this rank saves besides tensors; all but its random state is rank 0's."""
+        """Return the values that this rank saves besides tensors; all but its random state come from rank 0."""
         rank = engine.global_rank
         values = {f"rng/{rank}": encode(random_state(engine), "random state", _put(contents, f"rng/{rank}"))}
         if rank:
@@ -197,6 +198,7 @@ class EngineCheckpoints:
         with_scheduler: bool,
         module_only: bool,
     ) -> tuple[str | None, Any]:
+        """Load a checkpoint, and return its path and the client state. All ranks must call it."""
         with self._together("load_checkpoint", tag):
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
@@ -233,7 +235,7 @@ class EngineCheckpoints:
         warnings.warn(words, stacklevel=4)  # on all ranks: filters may make it an error
 
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
-        """Only the model's own tensors, from any source."""
+        """Load only the model's own tensors, from any source."""
         with self._together("load_model", path):
             self._end_background()
             self._same(path, "load_model: path")
@@ -244,7 +246,7 @@ class EngineCheckpoints:
                 source.close()
 
     def _open(self, root: str, tag: str | None) -> Source | None:
-        """Rank 0 looks and reads the manifest; the others are told. None if there is no checkpoint yet."""
+        """Open a checkpoint: rank 0 reads the manifest and broadcasts it. Return None if there is no checkpoint yet."""
 
         mine: list[ShardwellSource] = []
 
@@ -259,7 +261,7 @@ class EngineCheckpoints:
                 return json.dumps({})
             folder = Folder(root)
             if tag is not None:
-                folder.path(tag)  # which says what is there
+                folder.path(tag)  # raises an error that lists what is there
             if folder.latest() is None:
                 return None
             return look()  # it was committed just now
@@ -304,9 +306,9 @@ class EngineCheckpoints:
         strict: bool,
         with_optimizer: bool,
     ) -> dict[str, Any]:
-        """Make what is stored the model's and the optimizer's; returns what else this rank needs. All or nothing.
+        """Load the stored state into model and optimizer, all or nothing; return the other values of this rank.
 
-        `check` raises if those values cannot be taken over.
+        `check` raises if the values cannot be loaded.
         """
         _settle(engine, is_overwritten=with_optimizer)
         problem: Exception | None = None
@@ -330,21 +332,21 @@ class EngineCheckpoints:
         self._agree(problem)
         engine._scheduler.end_retention()
         if with_optimizer and engine.optimizer is not None:
-            engine.optimizer.habit.excuse()  # whatever updates have changed is overwritten
+            engine.optimizer.habit.excuse()  # changes of earlier updates are overwritten
         engine.zero_grad()
         for group in (group for unit in engine._scheduler.units for group in unit.trainable):
             group.gradients.free()
         loading.apply()
         return values
 
-    # ------------------------------------------------------------------------------------------------ the ranks
+    # ---------------------------------------------------------------------------------------------------- ranks
 
     @contextlib.contextmanager
     def _together(self, name: str, given: Any) -> Iterator[None]:
-        """All ranks must come here. A rank that comes alone learns so instead of waiting for ever.
+        """Return a context that all ranks must enter: a rank that comes alone gets an error instead of a hang.
 
-        What is wrong with a checkpoint they tell each other, and the engine can go on. The name has no tag in it: what
-        ranks announce is kept in the store, and a word that never comes again would make all that follows new.
+        Ranks exchange errors of the checkpoint, and the engine can go on. The name contains no tag: names that ranks
+        announce are kept in the store, and a name that never repeats would make all that follow it new.
         """
         with self._context.failing_together(name, common=(CheckpointError,)):
             try:
@@ -355,7 +357,7 @@ class EngineCheckpoints:
             yield
 
     def _same(self, given: Any, what: str) -> None:
-        """Raise on all ranks if one of them was given something else than rank 0."""
+        """Raise on all ranks if one of them has another value than rank 0."""
         first = _share(self._world, repr(given))
         problem = None
         if first != repr(given):
@@ -363,7 +365,7 @@ class EngineCheckpoints:
         self._agree(problem)
 
     def _named(self, given: Any, argument: str) -> str:
-        """The folder that the user named. All ranks raise if it is none on one of them."""
+        """Return the folder that the user named. All ranks raise if it is invalid on one of them."""
         root, problem = "", None
         try:
             root = folder_named(given, argument)
@@ -378,7 +380,7 @@ class EngineCheckpoints:
         return text
 
     def _from_rank_0_or_none(self, ask: Callable[[], str | None]) -> str | None:
-        """What `ask` returns on rank 0; if it raises there, all ranks raise that."""
+        """Return what `ask` returns on rank 0; if it raises there, all ranks raise the error."""
         words = _NONE
         if self._world.mesh.rank == 0:
             try:
@@ -407,7 +409,7 @@ def _words(error: Exception) -> str:
 
 
 def _share(world: Collectives, text: str, source: int = 0) -> str:
-    """`source`'s text, on every rank."""
+    """Broadcast the text of `source` to every rank."""
     device = world.device.torch_device
     mine = text.encode()
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
@@ -420,7 +422,7 @@ def _share(world: Collectives, text: str, source: int = 0) -> str:
 
 
 def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:
-    """The engine fits its model, and the last step has ended well."""
+    """Refit the engine if its model has changed, and wait until the last step has succeeded."""
     engine.fit_to_model()
     if engine.optimizer is not None:
         engine.optimizer.settle(but_begun=is_overwritten)
@@ -430,7 +432,7 @@ def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:
 
 
 def _check_whole_steps(engine: Engine) -> None:
-    """No part of a step that has not come is in what is saved. All ranks find the same."""
+    """Raise if an update has begun before its step, a part of which would be saved. All ranks find the same."""
     ahead = [unit.name for unit in engine._scheduler.units if unit.is_ahead]
     if ahead:
         raise CheckpointError(
@@ -440,7 +442,7 @@ def _check_whole_steps(engine: Engine) -> None:
 
 
 def _put(contents: RankContents, prefix: str) -> Callable[[Tensor], str]:
-    """Saves tensors among the contents, under numbered names."""
+    """Return a function that adds tensors to the contents under numbered names."""
     count = 0
 
     def put(tensor: Tensor) -> str:

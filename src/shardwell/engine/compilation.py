@@ -1,4 +1,4 @@
-"""torch.compile: of the units' forwards, with gathers and releases outside; and around an engine."""
+"""torch.compile for the forwards of units, with unshard and reshard outside of the graphs; and around an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell.sharding import Unit
 
 
 def compile_units(units: Sequence[Unit], originals: dict[nn.Module, Any], options: dict[str, Any]) -> None:
-    """Compile each unit's own forward, kept in `originals`; units that contain others stay as they are."""
+    """Compile each unit's own forward, kept in `originals`; units that contain other units are not compiled."""
     names = [unit.name for unit in units]
     for unit in units:
         inside = unit.name + "." if unit.name else ""
@@ -25,7 +25,7 @@ def compile_units(units: Sequence[Unit], originals: dict[nn.Module, Any], option
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def uncompiled(engine: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an engine that torch.compile was put around: gathers cannot be in a graph."""
+    """Run an engine inside `torch.compile` without compilation, because all-gathers cannot be in a graph."""
     if engine not in _told:
         _told.add(engine)
         logging.getLogger("shardwell").warning(

@@ -1,7 +1,7 @@
-"""What must be alike on all ranks, in words: configuration, versions, model, units, optimizer.
+"""Descriptions of what must be the same on all ranks: configuration, versions, model, units, optimizer.
 
-What ranks may honestly differ in is left out: folders on drives, memory of their machines, what only rank 0 prints, and
-keys that have no effect.
+What may differ between ranks is left out: paths on disks, memory of their machines, output of rank 0 only, and keys
+that have no effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwell.version import __version__
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
-# Of a rank alone: its drives, its memory, its patience, what it prints and which old checkpoints it removes.
+# Keys that may differ between ranks: disks, memory, time limits, output, and which old checkpoints are removed.
 _OWN = {
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_param.nvme_path",
@@ -39,16 +39,16 @@ _OWN = {
     "shardwell.keep_pages",
     "shardwell.keep_last",
 }
-_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # not what is computed
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not its result
 _NO_EFFECT = "No effect"  # as descriptions begin
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-_LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared as they are once built: the code may replace them
+_LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared once they are built, because arguments may replace them
 
 
 def before_building(
     settings: Config, model: nn.Module, cuts: Sequence[UnitSpec], recipe: OptimizerFactory | None
 ) -> dict[str, Section]:
-    """What decides how units are built."""
+    """Describe what decides how units are built."""
     return {
         "version of": {"torch": torch.__version__.partition("+")[0], "shardwell": __version__},
         "configuration": _settings(settings),
@@ -59,7 +59,7 @@ def before_building(
 
 
 def once_built(engine: Engine) -> dict[str, Section]:
-    """What is known only then: batch sizes, which a loader may have set, the optimizer and its schedule."""
+    """Describe what is known only after building: batch sizes, which a loader may set, optimizer and schedule."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     return {
         "configuration": {key: str(getattr(engine.config, key)) for key in _BATCH},
@@ -69,7 +69,7 @@ def once_built(engine: Engine) -> dict[str, Section]:
 
 
 def at_a_refit(cuts: Sequence[UnitSpec]) -> dict[str, Section]:
-    """The model as it is now."""
+    """Describe the model as it is now."""
     return {
         "parameter": {
             repr(
@@ -82,7 +82,7 @@ def at_a_refit(cuts: Sequence[UnitSpec]) -> dict[str, Section]:
 
 
 def at_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:
-    """What decides which tensors are read, and where they go."""
+    """Describe what decides which tensors are read, and where they are stored."""
     units = {
         repr(group.name): ", ".join(f"{slot.name} {list(slot.shape)}" for slot in group.layout.slots)
         for unit in engine._scheduler.units
@@ -93,7 +93,7 @@ def at_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:
 
 
 def optimizer_in_words(optimizer: Optimizer) -> dict[str, str]:
-    """Its class, and what its parameter groups say besides parameters."""
+    """Describe the class of an optimizer, and the options of its parameter groups."""
     words = {"class": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         place = f" of parameter group {number}" if len(optimizer.param_groups) > 1 else ""
@@ -131,7 +131,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _value(value: Any) -> str:
-    """Numbers and names; of anything else only what it is, because its words may hold an address."""
+    """Describe numbers and names; any other value by its type, because its text may hold an address."""
     if isinstance(value, Tensor):
         return repr(value.tolist()) if value.numel() <= 8 else _kind(value)
     if value is None or isinstance(value, bool | int | float | str):

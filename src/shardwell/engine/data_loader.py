@@ -1,9 +1,9 @@
-"""The loader that `initialize` returns for a data set: each rank its own share, shuffled anew every epoch.
+"""The data loader that `initialize` returns for a data set: each rank gets its own share, shuffled every epoch.
 
-The order of an epoch follows from the seed and the epoch alone, and the next `num_ranks * batch_size` samples of it are
-the next micro-batch of all ranks, of which each takes its part. So the position in an epoch is one number, and training
-goes on from it at any number of ranks and any batch size, without a sample skipped or seen twice. What does not fill a
-micro-batch at the end of an epoch is dropped.
+The order of an epoch depends on the seed and the epoch alone. Its next `num_ranks * batch_size` samples are the next
+micro-batch of all ranks, of which each rank takes its part. So the position in an epoch is one number, and training
+resumes from it on any number of ranks and with any batch size, without a sample skipped or seen twice. Samples at the
+end of an epoch that do not fill a micro-batch are dropped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardwell.runtime.inputs import to_device
 class ShardedLoader:
     """Micro-batches of this rank, on the engine's device.
 
-    A loop over it is one epoch. A new loop begins the next epoch, also after a `break`; only the first loop after
-    `load_state_dict` goes on where the state was saved. An `IterableDataset` gives each rank what it gives: its order
-    and its shares are its own matter, and its position holds for the same number of ranks only.
+    A loop over the loader is one epoch. A new loop begins the next epoch, also after a `break`; only the first loop
+    after `load_state_dict` resumes where the state was saved. An `IterableDataset` is read by each rank as it is: it
+    determines its own order and shares, and its position is valid for the same number of ranks only.
     """
 
     epoch: int  # of the next batch
-    position: int  # samples of this epoch that were handed out: to all ranks; of an `IterableDataset`, to this one
+    position: int  # samples of this epoch that were returned: to all ranks; of an `IterableDataset`, to this rank
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class ShardedLoader:
         self.seed = seed
         self._dataset, self._collate = dataset, collate_fn
         self._batch_size, self._rank, self._num_ranks, self._device = batch_size, rank, num_ranks, device
-        self.options: dict[str, Any] = {}  # of the torch loader that reads: workers and the like
+        self.options: dict[str, Any] = {}  # of the torch loader that reads, such as the number of workers
         self.shuffles = True
         self._is_iterable = isinstance(dataset, IterableDataset)
         self._stride = batch_size if self._is_iterable else batch_size * num_ranks  # samples in a step of the position
         self._goes_on = False  # the state was just loaded
-        self._loop = 0  # the number of the last loop that began, or that loading a state made void
+        self._loop = 0  # the number of the last loop that began, or that loading a state invalidated
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a full epoch."""
         return len(self._dataset) // self._stride  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -71,7 +71,7 @@ class ShardedLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | None]:
-        """Where the next batch is, and what that depends on, as JSON."""
+        """Return the position of the next batch, and what it depends on, as JSON values."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -81,7 +81,7 @@ class ShardedLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next loop goes on where `state` was saved; with the next epoch, if the data set is another."""
+        """Resume in the next loop where `state` was saved, or with the next epoch if the data set has changed."""
         self.check_state_dict(state)
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         if self.position and state["samples"] != self._num_samples:
@@ -106,11 +106,11 @@ class ShardedLoader:
 
     @property
     def _num_samples(self) -> int | None:
-        """None: only the stream itself knows."""
+        """The number of samples; None for a stream, which alone knows it."""
         return None if self._is_iterable else len(self._dataset)  # type: ignore[arg-type]
 
     def _begin(self) -> None:
-        """Settles where a loop starts."""
+        """Set where a loop starts."""
         num_samples = self._num_samples
         if num_samples is not None and num_samples < self._stride:
             raise ShardwellError(
@@ -124,12 +124,12 @@ class ShardedLoader:
         self._loop += 1
 
     def _batches(self) -> Iterator[Any]:
-        """The batches of this epoch from the position on."""
-        generator = torch.Generator().manual_seed(self._number())  # so that the user's random numbers stay as they are
+        """Return the batches of this epoch from the position on."""
+        generator = torch.Generator().manual_seed(self._number())  # so that the user's random states do not change
         num_samples = self._num_samples
         options: dict[str, Any] = {"collate_fn": self._collate, "generator": generator, **self.options}
         if num_samples is None:
-            if self.options.get("num_workers"):  # each reads a stream of its own, so batches are left out
+            if self.options.get("num_workers"):  # each worker reads its own stream, so batches are skipped
                 stream = DataLoader(self._dataset, self._batch_size, drop_last=True, **options)
                 return itertools.islice(iter(stream), self.position // self._batch_size, None)
             return iter(DataLoader(_Rest(self._dataset, self.position), self._batch_size, drop_last=True, **options))
@@ -137,19 +137,19 @@ class ShardedLoader:
         return iter(DataLoader(self._dataset, batch_sampler=self._shares(order), **options))
 
     def _shares(self, order: torch.Tensor) -> Iterator[list[int]]:
-        """The samples of each batch of this rank."""
+        """Yield the samples of each batch of this rank."""
         for start in range(self.position, len(order) - self._stride + 1, self._stride):
             first = start + self._rank * self._batch_size
             yield order[first : first + self._batch_size].tolist()
 
     def _number(self) -> int:
-        """One for each seed and epoch."""
+        """Return a number that is unique for each seed and epoch."""
         text = f"{self.seed} {self.epoch}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def check_position(state: Mapping[str, Any]) -> None:
-    """Raise unless it is what a loader saves."""
+    """Raise unless the state is one that a loader saves."""
     for key in ("epoch", "position", "seed", "samples", "ranks"):
         value = state.get(key)
         if value is None and key == "samples":

@@ -1,4 +1,4 @@
-"""What to do about ranks that choose different paths: which module to name as one unit, or which key to set."""
+"""Advice for ranks that take different paths: which module to make one unit, or which key to set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward that could be ho
 
 
 def divergence_advice(model: nn.Module, stage: int, ours: str, theirs: str) -> str:
-    """The last sentence of an error, for two tokens of which each rank was about to run one."""
+    """Return the last sentence of an error, for two tokens of which each rank was about to run one."""
     names = [_unit_of(token) for token in (ours, theirs)]
     if any(name is None for name in names):
         return f"{_SAME}, as often as each other."
@@ -34,13 +34,13 @@ def divergence_advice(model: nn.Module, stage: int, ours: str, theirs: str) -> s
 
 
 def _unit_of(token: str) -> str | None:
-    """The name of the unit that a token is about; None if it is about none."""
+    """Return the name of the unit that a token is about; None if it is about none."""
     found = re.match(r"(?:GATHER|REDUCE|PUBLISH) (\S+)", token)
     return None if found is None else found[1].split("#")[0].replace("(root)", "")
 
 
 def _chooser(model: nn.Module, names: list[str]) -> tuple[str, nn.Module]:
-    """The nearest module that contains all of the named ones and has a forward of its own."""
+    """Return the nearest module that contains all of the named ones and has a forward of its own."""
     paths = [name.split(".") if name else [] for name in names]
     length = 0
     while all(len(path) > length for path in paths) and len({path[length] for path in paths}) == 1:

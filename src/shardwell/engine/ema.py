@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters, kept as each rank keeps its masters: in shards."""
+"""An exponential moving average of the parameters, sharded like the master weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from shardwell.sharding import ShardedGroup
 
 
 class ExponentialMovingAverage:
-    """The average of the trained parameters of an engine, as `torch.optim.swa_utils.AveragedModel` with
-    `get_ema_multi_avg_fn(decay)` gives of a plain model, of its fp32 masters.
+    """The exponential moving average of the trained parameters of an engine.
 
-    Call `update` after each `engine.step()`; the first call takes the parameters as they are. Each rank holds the
-    average of what it steps, beside the masters or on `device` ("cpu" for host memory). Buffers are the model's own.
+    It averages the fp32 master weights, with the result of `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn(decay)` on a model that is not sharded. Call `update` after each `engine.step()`; the first
+    call copies the parameters. Each rank holds the average of its shard, on the tier of the master weights or on
+    `device` ("cpu" for host memory). Buffers are not averaged.
     """
 
     def __init__(self, engine: Engine, decay: float = 0.999, device: torch.device | str | None = None) -> None:
@@ -35,7 +36,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters in as they are now. No rank waits for another one."""
+        """Update the averages with the current parameters, without any collective."""
         self._check("update")
         for group, average in self._averages.items():
             with group.open_master():
@@ -48,9 +49,9 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the engine's parameters are the averages: to evaluate, to save, to export. All ranks must enter.
+        """Return a context in which the engine's parameters are the averages, to evaluate, save or export.
 
-        Training goes on outside: a step inside is an error when it is left.
+        All ranks must enter it. Training continues outside: a step inside raises an error at the end of the context.
         """
         self._check("swapped")
         steps = self._engine.global_steps
@@ -69,9 +70,9 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """Whole averages by name in host memory, and what goes with them. All ranks must call it.
+        """Return the unsharded averages by name in host memory, with decay and count. All ranks must call it.
 
-        It may be a part of `client_state` of a checkpoint, and be loaded at any stage and number of ranks.
+        The result may be a part of the `client_state` of a checkpoint, and be loaded at any stage and number of ranks.
         """
         self._check("state_dict")
         whole: dict[str, Tensor] = {}
@@ -85,7 +86,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take averages from what `state_dict` gave; each rank its own part, so all pass the same."""
+        """Load what `state_dict` returned. Each rank takes its own part, so all ranks must pass the same state."""
         self._check("load_state_dict")
         given: Mapping[str, Tensor] = state["parameters"]
         slots = {slot.name: slot for group in self._averages for slot in group.layout.slots}
@@ -113,7 +114,7 @@ class ExponentialMovingAverage:
             return group.master.detach().to(self._device or group.master.device, copy=True)
 
     def _check(self, what: str) -> None:
-        """The averages are of what the engine has now, and all its updates have come."""
+        """Raise unless the averages fit the engine's parameters, and wait for its updates."""
         if self._is_swapped:
             raise ShardwellError(f"{what}: the averages are the engine's parameters now; leave swapped() first")
         self._engine.fit_to_model()
@@ -127,7 +128,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Let averages and masters change places. All ranks do it."""
+        """Swap averages and master weights. All ranks must call it."""
         engine = self._engine
         if engine.optimizer is not None:
             engine.optimizer.settle()

@@ -1,4 +1,4 @@
-"""What the user holds: a module that trains sharded, in a plain PyTorch loop."""
+"""The engine: an `nn.Module` that trains a wrapped model sharded, in an ordinary PyTorch loop."""
 
 from __future__ import annotations
 
@@ -45,17 +45,25 @@ from shardwell.sharding.edits import look
 
 
 class Engine(nn.Module):
-    """Wraps a model whose parameters, gradients and optimizer state are split over the ranks.
+    """A module that wraps a model and shards its parameters, gradients and optimizer state over the ranks.
 
-    Call it like the model, call `backward` on the loss (or the loss' own), then `step`. Averaging over ranks and
-    accumulation steps happens where gradients are reduced; the loss is never touched.
+    `shardwell.initialize` creates it. It is called like the model; a plain `loss.backward()` works too::
+
+        engine, optimizer, _, _ = shardwell.initialize(model=model, config=config)
+        for batch, target in data:
+            loss = loss_fn(engine(batch), target)
+            engine.backward(loss)
+            engine.step()
+
+    The reduce-scatter of the gradients averages them over the ranks and over the gradient accumulation steps. The
+    engine never changes the loss. An attribute that the engine does not have is looked up on the model.
     """
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
     _before: ModelBefore
-    offload: OffloadPlan  # what is updated on the host, and when that commits
-    startup_report: str = ""  # what `initialize` had to say: see `report.py`
+    offload: OffloadPlan  # which units are updated on the host, and when their updates are committed
+    startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
     lr_scheduler: Any
     _scheduler: Scheduler
     _context: EngineContext
@@ -89,21 +97,19 @@ class Engine(nn.Module):
         self._boundary_override: bool | None = None
         self._watch: StepCallWatch | None = StepCallWatch()
         self._scale: LossScale = NoScale()
-        self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # their own forward
+        self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # the forwards before they were compiled
         self._checkpoints = EngineCheckpoints(self)
         self._is_destroyed = False
-        self._join: Join | None = None  # a loop over uneven data
+        self._join: Join | None = None  # set inside `join()`
         exit_notice.watch(self)
 
-    # ------------------------------------------------------------------------------------------------ the loop
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; inputs are moved to the engine's device and, under mixed precision, to its dtype."""
+        """Run the model. Inputs are moved to the engine's device and, in mixed precision, to the compute dtype."""
         if torch.compiler.is_compiling() and any(unit.releasable for unit in self._scheduler.units):
             return uncompiled(self, args, kwargs)
         if self._join is not None and torch.is_grad_enabled():
             self._join.begin(args, kwargs)
-        with torch.inference_mode(False):  # what a refit makes is trained
+        with torch.inference_mode(False):  # a refit makes tensors that are trained
             self.fit_to_model()
         if self._watch is not None:
             self._watch = self._watch.saw_forward(self)
@@ -123,7 +129,7 @@ class Engine(nn.Module):
         return output
 
     def _input_change(self) -> Callable[[Tensor], Tensor]:
-        """What becomes of a tensor on its way into the model."""
+        """Return the function that is applied to each tensor input of the model."""
         move = mover(self.device, self._compute_dtype)
         scaled = self._scale.is_on and torch.is_grad_enabled()
         return (lambda tensor: move(unscaled_input(tensor, self._scale))) if scaled else move
@@ -131,7 +137,10 @@ class Engine(nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
     ) -> Tensor:
-        """Run the loss' backward. `scale_wrt_gas=False` is for loops that divide by the accumulation steps by hand."""
+        """Run backward from `loss`, with the loss scale if there is one, and return `loss`.
+
+        Pass `scale_wrt_gas=False` if the loop itself divides by the gradient accumulation steps.
+        """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(
                 "backward needs a tensor that depends on trainable parameters; this loss does not require a gradient. "
@@ -142,9 +151,8 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
-        self._scheduler.reducer.is_boundary = (
-            self.is_gradient_accumulation_boundary()
-        )  # the loss may not come from `forward`
+        # Set here as well, because `loss` may not come from `forward`.
+        self._scheduler.reducer.is_boundary = self.is_gradient_accumulation_boundary()
         self._scheduler.reducer.divide_by_steps = scale_wrt_gas
         self._scheduler.reducer.meet_scale()
         try:
@@ -153,7 +161,7 @@ class Engine(nn.Module):
                 self._scheduler.reducer.begin_backward()
                 scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         except BaseException:
-            self._scheduler.reducer.hang()  # those that had come can be dropped like any others
+            self._scheduler.reducer.hang()  # gradients computed so far can be dropped like any others
             raise
         finally:
             self._scheduler.reducer.divide_by_steps = True
@@ -162,7 +170,7 @@ class Engine(nn.Module):
         return loss
 
     def step(self) -> None:
-        """At a boundary apply the gradients, otherwise only count the micro-step."""
+        """Apply the gradients at a gradient accumulation boundary; otherwise only count the micro-step."""
         if self.optimizer is None:
             raise ShardwellError(
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
@@ -175,16 +183,16 @@ class Engine(nn.Module):
             self._apply_gradients()
         else:
             self._scheduler.end_retention()
-        self._checkpoints.check()  # last: ranks may hear of it at different steps
+        self._checkpoints.check()  # last, because ranks may learn of an error at different steps
 
     def step_now(self) -> None:
-        """Apply the gradients, whatever the count of micro-steps says: a loop that calls its optimizer's own `step`."""
+        """Apply the gradients regardless of the micro-step count, for a loop that calls `optimizer.step()` itself."""
         self.set_gradient_accumulation_boundary(True)
         with self._scheduler.reducer.spending():
             self.step()
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer that the user made, and step."""
+        """Take over an optimizer that the user constructed over the model's parameters, and step."""
         self._checkpoints.meet(optimizer)
         self.optimizer = self._builder.adopt(optimizer, self, self._scheduler.units)
         self.step_now()
@@ -212,13 +220,13 @@ class Engine(nn.Module):
             print_progress(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the coming `step` applies the gradients."""
+        """Return whether the next `step` applies the gradients."""
         if self._boundary_override is not None:
             return self._boundary_override
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide for the coming micro-step, instead of counting."""
+        """Set whether the next `step` applies the gradients, instead of deriving it from the micro-step count."""
         self._boundary_override = is_boundary
         self._scheduler.reducer.is_boundary = is_boundary
         if not is_boundary:
@@ -226,9 +234,9 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank, in full, until the next backward outside; legal at every stage.
+        """Return a context in which gradients accumulate on this rank, unsharded and not reduced, at any ZeRO stage.
 
-        Costs one gradient buffer of the whole model in the accumulation dtype; `memory()` shows it.
+        The next backward outside reduces them. Costs a full gradient buffer in the accumulation dtype, see `memory()`.
         """
         self._scheduler.reducer.sync = False
         self._scheduler.reducer.defer_reduction()
@@ -238,17 +246,16 @@ class Engine(nn.Module):
             self._scheduler.reducer.sync = True
 
     def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
-        """A context for a loop over uneven data: ranks that are out of batches stand in until all are.
+        """Return a context for uneven data: a rank that is out of batches takes part until no rank has one.
 
-        One forward, backward and step for each batch. The average is over all ranks, or over those that have data.
+        Each batch takes one forward, backward and step. The average is over all ranks, or over those that have data.
         """
         return joined(self, divide_by_initial_world_size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this boundary.
+        """Drop the gradients of this boundary.
 
-        Units that were updated at once during backward stay updated, where `commit` is "at_once"; by "auto" that is an
-        error.
+        Updates that the commit policy "at_once" has applied are not undone; under "auto" that is an error.
         """
         if self.optimizer is not None:
             self.optimizer.habit.meet("gradients were dropped by zero_grad()")
@@ -259,23 +266,21 @@ class Engine(nn.Module):
             self.optimizer.forget_gradients()
         self._scheduler.reducer.forget()
 
-    # ------------------------------------------------------------------------------------------------- readings
-
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the averaged gradient at the last step, before clipping. Waits for the device."""
+        """Return the norm of the averaged gradients at the last step, before clipping. This waits for the device."""
         norm = self.optimizer.global_norm() if self.optimizer is not None else None
         return None if norm is None or norm.is_meta else float(norm)
 
     def memory(self) -> MemoryReport:
-        """Bytes on this rank by state, unit and tier, now and at the peak."""
+        """Return the bytes that this rank holds, now and at the peak, by state, unit and tier."""
         return self._context.account.report()
 
     def traffic(self) -> TrafficReport:
-        """Bytes that this rank received during the last optimizer step, by collective."""
+        """Return the bytes that this rank received during the last optimizer step, by collective."""
         return self._ledger.last
 
     def trim(self) -> None:
-        """Give freed memory that the allocator keeps back to the system."""
+        """Release freed memory that the caching allocator holds, so that other processes can use it."""
         self._context.device.trim()
 
     @property
@@ -284,11 +289,12 @@ class Engine(nn.Module):
         return describe_units(self._scheduler.units, self.memory())
 
     def record(self) -> contextlib.AbstractContextManager[Trace]:
-        """Record what happens as short tokens."""
+        """Return a context that records the events of the schedule (all-gather, reshard and so on) as short tokens."""
         return self._scheduler.recording()
 
     @property
     def skipped_steps(self) -> int:
+        """The number of optimizer steps that were skipped because gradients overflowed."""
         return self.optimizer.skipped_steps if self.optimizer is not None else 0
 
     @property
@@ -308,6 +314,7 @@ class Engine(nn.Module):
         return mixed_dtype(self.config)
 
     def train_batch_size(self) -> int:
+        """Return the number of samples of one optimizer step over all ranks and micro-steps."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -318,7 +325,7 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by; 1 without fp16."""
+        """The factor that losses are multiplied by; 1 without fp16."""
         return self._scale.value
 
     def gradient_clipping(self) -> float:
@@ -331,9 +338,9 @@ class Engine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Compile each unit's forward with torch.compile; gathers and releases stay outside, so no graph breaks there.
+        """Compile the forward of each unit with `torch.compile`. Unshard and reshard stay outside and break no graph.
 
-        Units that contain others (usually the root) stay as they are. Blocks of one class share one graph.
+        Units that contain other units (usually the root) are not compiled. Blocks of one class share one graph.
         """
         compile_units(self._scheduler.units, self._compiled, {"backend": backend, **(compile_kwargs or {}), **kwargs})
 
@@ -341,18 +348,16 @@ class Engine(nn.Module):
     def is_compiled(self) -> bool:
         return bool(self._compiled)
 
-    # ------------------------------------------------------------------------------------------ the model's state
-
     def refit(self) -> None:
-        """Fit the shards to the model as it is now: parameters that were resized, replaced, added, removed or thawed.
+        """Rebuild the shards after parameters were resized, replaced, added, removed or unfrozen.
 
-        `forward` calls it by itself when it finds a change. Masters and optimizer state of unchanged parameters stay.
-        Called by hand it also gives back what frozen parameters hold for training. All ranks must call it.
+        All ranks must call it. `forward` calls it when it detects a change. Master weights and optimizer state of
+        unchanged parameters are kept. An explicit call also frees the training state of parameters that are frozen now.
         """
         self._refit(keep_frozen_state=False)
 
     def fit_to_model(self) -> None:
-        """Refit if the model was changed, and keep the state of what is only frozen for now."""
+        """Refit if the model has changed, and keep the optimizer state of parameters that are frozen now."""
         if self._is_destroyed:
             raise ShardwellError(DESTROYED)
         look(self._scheduler.units)
@@ -376,26 +381,24 @@ class Engine(nn.Module):
             self.optimizer.count_states()
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's state, whole, in host memory, by the model's own names. All ranks must call it.
+        """Return the unsharded state of the model in host memory, by the model's own names. All ranks must call it.
 
-        One unit is whole at a time. With `rank0_only` the other ranks get an empty dictionary.
+        Parameters are all-gathered one unit at a time. With `rank0_only` the other ranks get an empty dictionary.
         """
-        kwargs["keep_vars"] = True  # no values are read
+        kwargs["keep_vars"] = True  # no values are read here
         with self._context.failing_together("state_dict"):
             found = self.module.state_dict(*args, **kwargs)
             return whole_state(found, self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def parameters_snapshot(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Whole values of all parameters by name, in fp32, in host memory. All ranks must call it."""
+        """Return the unsharded values of all parameters by name, in fp32, in host memory. All ranks must call it."""
         with self._context.failing_together("parameters_snapshot"):
             return snapshot(self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Set the model's state from whole tensors, such as `state_dict` gives. All ranks pass the same ones."""
+        """Load full tensors, such as `state_dict` returns. All ranks must pass the same ones."""
         with self._context.failing_together("load_state_dict", common=(ShardwellError,)):
             return load_whole_state(self.module.state_dict(keep_vars=True), state_dict, strict=strict)
-
-    # ---------------------------------------------------------------------------------------------- checkpoints
 
     def save_checkpoint(
         self,
@@ -407,11 +410,11 @@ class Engine(nn.Module):
         *,
         asynchronous: bool | None = None,
     ) -> bool:
-        """Save everything that training needs to go on under `save_dir`, at this or any other number of ranks.
+        """Save the state of training under `save_dir`, to resume on any number of ranks. All ranks must call it.
 
-        All ranks must call it. The tag is `global_step<N>` if none is given. `client_state` is rank 0's: numbers,
-        strings, tensors, and containers of them. With `asynchronous` only a copy to host memory is made before it
-        returns; what goes wrong later is raised by the next `step`. A checkpoint is there whole or not at all.
+        The tag defaults to `global_step<N>`. `client_state` is taken from rank 0: numbers, strings, tensors and
+        containers of them. With `asynchronous` the call returns after a copy to host memory, and the next `step` raises
+        errors of the writing. A checkpoint exists completely or not at all.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._checkpoints.save(
@@ -436,11 +439,11 @@ class Engine(nn.Module):
         *,
         strict: bool = False,
     ) -> tuple[str | None, Any]:
-        """Go on from a checkpoint: the latest under `load_dir`, or the one with that tag. All ranks must call it.
+        """Resume from the latest checkpoint under `load_dir`, or from the one with this tag. All ranks must call it.
 
-        Returns its path and the client's state. If there is none yet it warns and returns (None, None), or raises with
-        `strict`. If it cannot be loaded, the engine's state is as before. It may have been saved at any stage,
-        precision and number of ranks; checkpoints of DeepSpeed and of torch.distributed.checkpoint are read too.
+        Returns the path and the client state. Without a checkpoint it warns and returns (None, None); with `strict` it
+        raises. If loading fails, the engine keeps its state. The checkpoint may come from any stage, precision and
+        number of ranks; checkpoints of DeepSpeed and of torch.distributed.checkpoint can be loaded too.
         """
         return self._checkpoints.load(
             self,
@@ -454,23 +457,22 @@ class Engine(nn.Module):
         )
 
     def load_model(self, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Take the model's weights from a Hugging Face directory, a safetensors file or any checkpoint.
+        """Load the model's weights from a Hugging Face directory, a safetensors file or any checkpoint.
 
-        All ranks must call it; each reads only its own slices.
+        All ranks must call it. Each rank reads only its own slices.
         """
         self._checkpoints.load_model(self, os.fspath(path), strict=strict)
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is being written in the background; raises what went wrong with it."""
+        """Wait for a checkpoint that is being written in the background, and raise its error if it failed."""
         self._checkpoints.wait()
 
-    # ---------------------------------------------------------------------------------------------------- the end
-
     def destroy(self, *, whole: bool = True) -> None:
-        """Give the model back as an ordinary one with whole parameters, and drop gradients and optimizer state.
+        """Turn the model back into an ordinary one with unsharded parameters; drop gradients and optimizer state.
 
-        All ranks must call it: they gather. It may be handed to `initialize` again. With `whole=False`, and while an
-        error is on its way or a rank has failed, nothing is gathered, and parameters of released units stay away.
+        All ranks must call it, since it all-gathers. The model may be passed to `initialize` again. With `whole=False`,
+        and while an exception propagates or after a rank failed, nothing is all-gathered and released parameters stay
+        released.
         """
         if not self._is_destroyed:
             self._is_destroyed = True
@@ -488,7 +490,7 @@ class Engine(nn.Module):
     __reduce_ex__ = refuse_pickling
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine does not have, the model may have."""
+        """Look up an attribute that the engine does not have on the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,4 +1,4 @@
-"""What a rank says when it takes part in nothing more: those that go on would wait for it without knowing why."""
+"""A notice that a rank posts when it exits: other ranks would wait for it without knowing why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _living: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def watch(engine: Engine) -> None:
-    """Have the end of this process told to the other ranks of an engine."""
+    """Post a notice to the other ranks of an engine when this process ends."""
     if not _living:
         atexit.unregister(_tell_all)
         atexit.register(_tell_all)
@@ -24,8 +24,8 @@ def watch(engine: Engine) -> None:
 
 
 def tell(agreement: Agreement, num_batches: int) -> None:
-    """This rank ends, by itself or by an error that nobody caught."""
-    error = getattr(sys, "last_value", None)  # set by Python before it says goodbye
+    """Post that this rank ends, normally or by an uncaught error."""
+    error = getattr(sys, "last_value", None)  # set by Python before it exits
     how = "finished" if error is None else f"ended with {type(error).__name__} ({error})"
     agreement.end(f"{how} after {num_batches} {'batch' if num_batches == 1 else 'batches'}")
 

@@ -1,4 +1,4 @@
-"""The model's state as whole tensors, out of the units and into them."""
+"""The model's state as full tensors, read from the units and written to them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardwell.sharding.gathered_parameters import GatheredParameters
 
 
 def whole_state(found: Mapping[str, Any], units: Iterable[Unit], *, keeps: bool) -> dict[str, Any]:
-    """Copy the entries of a state dictionary to host memory. Parameters are gathered, one unit at a time.
+    """Copy the entries of a state dictionary to host memory. Parameters are all-gathered, one unit at a time.
 
-    A rank that does not keep the copies takes part in the gathers and gets an empty dictionary.
+    A rank that does not keep the copies takes part in the all-gathers and gets an empty dictionary.
     """
     whole: dict[int, Tensor] = {}
     for unit in units:
@@ -31,7 +31,7 @@ def whole_state(found: Mapping[str, Any], units: Iterable[Unit], *, keeps: bool)
 
 
 def snapshot(units: Iterable[Unit], *, keeps: bool) -> dict[str, Tensor]:
-    """Copy the masters of all parameters to host memory, whole, by name: fp32 where the model computes in 16 bits."""
+    """Copy the unsharded master weights of all parameters to host memory by name, in fp32 instead of 16 bits."""
     found: dict[str, Tensor] = {}
     for unit in units:
         for group in unit.groups:
@@ -44,7 +44,7 @@ def snapshot(units: Iterable[Unit], *, keeps: bool) -> dict[str, Tensor]:
 
 
 def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-    """Set parameters and buffers from whole tensors."""
+    """Set parameters and buffers from full tensors."""
     missing, unexpected = sorted(set(mine) - set(given)), sorted(set(given) - set(mine))
     if strict and (missing or unexpected):
         raise ShardwellError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")

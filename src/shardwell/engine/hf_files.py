@@ -1,7 +1,7 @@
-"""What the files of Hugging Face's libraries hold besides weights, as a model knows it when it is saved.
+"""The contents of the files of Hugging Face's libraries besides weights, from the model when it is saved.
 
-Exports write it: config.json, generation_config.json and, for adapters of peft, adapter_config.json with the names that
-peft gives to their weights. Neither library is imported unless the model is made of it.
+Exports write them: config.json, generation_config.json and, for adapters of peft, adapter_config.json with the names
+that peft gives to their weights. Neither library is imported unless the model uses it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardwell.sharding import released
 
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that split the base's own weights
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base model
 
 
 def model_config(model: nn.Module) -> dict[str, Any] | None:
-    """A Hugging Face model's own description, with its class; None of other models."""
+    """Return the configuration of a Hugging Face model, with its class; None for other models."""
     base = _base(model)
     found = _json_of(getattr(base, "config", None))
     if found is not None and not found.get("architectures"):
@@ -32,21 +32,21 @@ def model_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def generation_config(model: nn.Module) -> dict[str, Any] | None:
-    """How the model generates, if it does."""
+    """Return the generation configuration, if the model has one."""
     return _json_of(getattr(_base(model), "generation_config", None))
 
 
 def name_or_path(model: nn.Module) -> str | None:
-    """Where the model came from: its tokenizer may be there."""
+    """Return where the model was loaded from: its tokenizer may be there."""
     base = _base(model)
     found = getattr(base, "name_or_path", None) or getattr(getattr(base, "config", None), "name_or_path", None)
     return os.path.abspath(found) if isinstance(found, str) and os.path.isdir(found) else found or None
 
 
 def adapters(model: nn.Module) -> dict[str, Any] | None:
-    """The adapters of a model of peft: their configurations, which tensors they are under which names. None of others.
+    """Return the adapters of a peft model: their configurations and the names of their tensors. None for other models.
 
-    `missing` says why one cannot be told apart from the model that it belongs to.
+    `missing` says why the tensors of an adapter cannot be separated from those of the model.
     """
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not configs or "peft" not in sys.modules:
@@ -58,7 +58,7 @@ def adapters(model: nn.Module) -> dict[str, Any] | None:
     for adapter, config in configs.items():
         try:
             tensors, problem = _tensors_of(model, adapter, config, state)
-        except Exception as error:  # another version of peft, say; a checkpoint is worth more than its export
+        except Exception as error:  # for example another version of peft; a checkpoint is worth more than its export
             tensors, problem = {}, f"peft raised {type(error).__name__}: {error}"
         lost = [key for key, value in tensors.items() if id(value) not in names]
         problem = problem or (f"peft computes {lost[0]!r} when it saves" if lost else "")
@@ -75,7 +75,7 @@ def adapters(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _tensors_of(model: nn.Module, adapter: str, config: Any, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The tensors of an adapter by peft's names, and why that cannot be told."""
+    """Return the tensors of an adapter by peft's names, and the reason if they are not known."""
     import peft
 
     if config.is_prompt_learning:
@@ -89,12 +89,12 @@ def _tensors_of(model: nn.Module, adapter: str, config: Any, state: dict[str, An
         tensors = peft.get_peft_model_state_dict(
             model, state, adapter, save_embedding_layers=_is_resized(model, config.base_model_name_or_path)
         )
-    prefix = "" if isinstance(model, peft.PeftModel) else "base_model.model."  # where Transformers holds the adapter
+    prefix = "" if isinstance(model, peft.PeftModel) else "base_model.model."  # the prefix of adapters in Transformers
     return {prefix + key: value for key, value in tensors.items()}, ""
 
 
 class _NamesOnly(TorchFunctionMode):
-    """State dictionaries of modules are for their names, so that parameters whose values are away may be in them."""
+    """A mode in which state dictionaries give names only, so that released parameters may be in them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.detach and isinstance(args[0], nn.Parameter) and released.is_owned(args[0]):
@@ -103,7 +103,7 @@ class _NamesOnly(TorchFunctionMode):
 
 
 def _is_resized(model: nn.Module, path: str | None) -> bool:
-    """Whether the vocabulary is not the base model's any more, as far as this machine knows."""
+    """Return whether the vocabulary differs from that of the base model, as far as this machine knows."""
     file = Path(path or ".") / "config.json"
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if not path or size is None or not file.is_file():
@@ -113,7 +113,7 @@ def _is_resized(model: nn.Module, path: str | None) -> bool:
 
 
 def _adapter_config(model: nn.Module, config: Any) -> dict[str, Any]:
-    """What peft would write to adapter_config.json."""
+    """Return what peft would write to adapter_config.json."""
     config = copy.deepcopy(config)
     base = _base(model)
     config.inference_mode = True
@@ -127,7 +127,7 @@ def _adapter_config(model: nn.Module, config: Any) -> dict[str, Any]:
 
 
 def _base(model: Any) -> Any:
-    """Without what peft has put around it."""
+    """Return the model without peft's wrapper."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 

@@ -1,4 +1,4 @@
-"""`initialize`: from a model and a configuration to an engine."""
+"""`initialize`: build an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from shardwell.sharding.wrap import LeafRules
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns."""
+    """The tuple that `initialize` returns: engine, optimizer, data loader and learning-rate scheduler."""
 
     engine: Engine
     optimizer: ShardedOptimizer | None
@@ -77,11 +77,18 @@ def initialize(
     config_params: Any = None,
     device: torch.device | str | None = None,
 ) -> Initialized:
-    """Make `model` train sharded, as `config` (a path, a dictionary or a `Config`) says.
+    """Shard `model` as `config` says, and return `(engine, optimizer, training_dataloader, lr_scheduler)`.
 
-    `optimizer` may be an optimizer over the model's parameters, a class, a factory that takes parameter groups, or
-    absent if the configuration names one. `lr_scheduler` may be a scheduler or a factory that takes the optimizer.
-    Joins the process group that the launcher announces, or runs as one process.
+    The process group that the launcher describes is joined; without a launcher there is a single rank.
+
+    Args:
+        model: The model, whose parameters become shards.
+        model_parameters: Parameters or parameter groups of an optimizer that is built; by default all trainable ones.
+        optimizer: An optimizer, its class, or a function of parameter groups; by default that of the configuration.
+        lr_scheduler: A scheduler, or a function of the optimizer; by default that of the configuration.
+        training_data: A data set or a DataLoader. Ranks share its samples, unless it has a sampler of its own.
+        config: A path, a dictionary or a `Config` (also `config_params`); by default `args.deepspeed_config`.
+        device: The device of this rank; by default SHARDWELL_DEVICE, its GPU if there is one, or the CPU.
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
@@ -103,7 +110,7 @@ def initialize(
         settings = settle_precision(asked, model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         context, ledger = _context(home, world, settings, agreement)
-        block = settings.optimizer if optimizer is None else None  # the code wins
+        block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(model, settings, recipe, context, ledger)
         if recipe is not None:
@@ -120,7 +127,7 @@ def initialize(
 def _engine(
     model: nn.Module, settings: Config, recipe: OptimizerFactory | None, context: EngineContext, ledger: TrafficStats
 ) -> Engine:
-    """Cut the model into units and build them, if all ranks are about to build the same; the optimizer comes later."""
+    """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
     agreement = context.world.agreement
     assert agreement is not None
     cuts = _cut(model, settings)
@@ -160,7 +167,7 @@ def _engine(
 
 
 def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
-    """What to do where ranks choose different paths. It knows the model weakly: transfers of drives know this."""
+    """Return a function that advises ranks on different paths. Disk transfers hold it, so it holds the model weakly."""
     reference = weakref.ref(model)
 
     def advise(ours: str, theirs: str) -> str:
@@ -171,7 +178,7 @@ def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
 
 
 def _meet_the_user(engine: Engine, scheduler: Scheduler) -> None:
-    """Let what users do to gradients and to optimizers of their own reach the engine."""
+    """Connect the engine to what users do to gradients and to optimizers of their own."""
     scheduler.adopt, scheduler.reducer.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
     if not engine._context.device.is_meta:
         scheduler.reducer.views = GradientViews(engine._context, scheduler.reducer)
@@ -184,7 +191,7 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
     prefetches = zero.stage3_prefetch_bucket_size > 0
     limits = PrefetchLimits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     below = [unit.numel for unit in units if unit.releasable and unit.name]
-    needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root is there all along
+    needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root stays unsharded
     if context.world.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
         logging.getLogger("shardwell").warning(
             "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
@@ -256,7 +263,7 @@ def _context(
 
 
 def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, agreement: Agreement) -> None:
-    """Connect the ranks of each node, if they split a second copy of the parameters."""
+    """Create the process group of each node, if its ranks hold a secondary shard of the parameters (hpZ)."""
     mesh = context.world.mesh
     if _ranks_per_copy(settings, mesh.size):
         route = Collectives(node_mesh(mesh), context.device, ledger, context.scratch)
@@ -265,20 +272,20 @@ def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, 
 
 
 def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
-    """Over how many ranks a second copy of the parameters is split, where they are fewest; 0 if there is none."""
+    """Return over how many ranks a secondary shard is split, in the smallest node; 0 if there is none."""
     asked = settings.zero_optimization.zero_hpz_partition_size
     return smallest_node(num_ranks, asked) if asked != "auto" and asked > 1 and num_ranks > 1 else 0
 
 
 def _ranks_per_loss(settings: Config, world: Collectives) -> int:
-    """Over how many ranks is split what codes of gradients lose; 0 if that is not kept."""
+    """Return over how many ranks the residual of quantised gradients is split; 0 if it is not kept."""
     if not (settings.zero_optimization.zero_quantized_gradients and settings.shardwell.codecs.feedback):
         return 0
     return world.hops.inside.mesh.size if world.hops is not None else int(world.mesh.size > 1)
 
 
 def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
-    """The same ranks, with nodes as the configuration has them."""
+    """Return the same ranks, with the node size that the configuration sets."""
     if world.rank == 0 and world.local_world_size < world.size and world.local_world_size % ranks_per_node:
         logging.getLogger("shardwell").warning(
             "zero_optimization.zero_hpz_partition_size %d: some second copies are split over ranks of two nodes, since "
@@ -291,10 +298,10 @@ def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
 
 
 def _with_disk(context: EngineContext, settings: Config) -> EngineContext:
-    """With the drives that something rests on, and what passes through host memory from there."""
+    """Return the context with the NVMe paths that state is stored on, and pinned buffers to read parameters into."""
     disk = None if context.device.is_meta else open_disk(settings)
     if disk is not None and context.world.agreement is not None:
-        disk.tell = context.world.agreement.fail  # what a rank cannot bring, its peers would wait for
+        disk.tell = context.world.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
     block = settings.zero_optimization.offload_param
     if disk is None or block.device != "nvme":
         return replace(context, disk=disk)
@@ -309,10 +316,7 @@ def build_units(
     context: EngineContext,
     offload: OffloadPlan,
 ) -> list[Unit]:
-    """Move the parameters of a model into groups, one unit at a time, those that rest deepest first.
-
-    So parameters that are in memory for now leave it before others take what they will have in the end.
-    """
+    """Move parameters into groups, units on the lowest tiers first: they leave memory before others allocate it."""
     places = _places(cuts, settings, recipe, context, offload)
     order = sorted(range(len(cuts)), key=lambda index: -offload.places[cuts[index].name].depth)
     units = [Unit(index, cuts[index], _groups(cuts[index], settings, recipe, places, context)) for index in order]
@@ -361,7 +365,7 @@ def _groups(
 
 
 def _rest_codec(settings: Config) -> Codec | None:
-    """Of frozen parameters."""
+    """Return the codec that frozen parameters are stored in, or None."""
     is_on = settings.zero_optimization.zero_quantized_nontrainable_weights
     return Codec(settings.shardwell.codecs.frozen) if is_on else None
 
@@ -374,7 +378,7 @@ def _kinds(
     persistent: set[int],
     trained: Set[int] = frozenset(),
 ) -> dict[GroupKey, list[GroupMember]]:
-    """A unit's parameters, by the group that they belong to."""
+    """Return the parameters of a unit by the group that they belong to."""
     mixed = mixed_dtype(settings)
     accumulate = dtype_of(settings.data_types.grad_accum_dtype)
     wire = _wire(settings, num_ranks)
@@ -397,7 +401,7 @@ def _states(
     persistent: set[int],
     trained: Set[int] = frozenset(),
 ) -> ModelStates:
-    """What the model holds, in numbers."""
+    """Return the sizes of the model's states."""
     num_ranks = context.world.mesh.size
     units = {
         one.name: {
@@ -423,9 +427,9 @@ def _states(
 
 @dataclass(frozen=True)
 class _Placements:
-    """What does not rest as the stage alone would have it."""
+    """The placements that differ from what the stage alone prescribes."""
 
-    persistent: set[int]  # ids of small parameters that stay whole
+    persistent: set[int]  # ids of small parameters that stay unsharded
     offload: OffloadPlan
 
 
@@ -451,7 +455,7 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
 
 
 def _lr_scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOptimizer | None) -> Any:
-    """What was passed, made by what was passed, or named in the configuration: the code wins."""
+    """Return the scheduler that was passed, or build it; an argument has precedence over the configuration."""
     if given is not None:
         if hasattr(given, "step"):
             return given
@@ -462,7 +466,7 @@ def _lr_scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedO
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A method of the engine for those whom the engine holds."""
+    """Wrap a method of the engine for objects that the engine owns, without a reference cycle."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

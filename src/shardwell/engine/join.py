@@ -1,7 +1,8 @@
-"""Uneven data: a rank that is out of batches stands in for itself until the others are, too.
+"""Uneven data: a rank that is out of batches repeats its last one until all ranks are out of batches.
 
-Before each forward all ranks say whether they have a batch. One that has none repeats its last one: what the others do
-together with it goes on, and its gradients are zeros. So the sum is that of the ranks that had data.
+Before each forward the ranks exchange whether they have a batch. A rank without one repeats its last batch, so that the
+collectives of the other ranks complete, and contributes gradients of zero. So the sum is that of the ranks that had
+data.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class Join:
 
     def __init__(self, engine: Engine, divide_by_initial_world_size: bool) -> None:
         self._engine, self._divides_by_all = engine, divide_by_initial_world_size
-        self._batch: tuple[Any, Any] | None = None  # the last one
+        self._batch: tuple[Any, Any] | None = None  # the last batch
         self._began_at = -1  # the micro-step of the last forward
         self._is_shadow = False
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """A forward with gradients begins on this rank."""
+        """Begin a forward with gradients on this rank."""
         if self._is_shadow:
             return
         if self._began_at == self._engine.micro_steps:
@@ -43,7 +44,7 @@ class Join:
         self._ask(has_data=True)
 
     def _ask(self, *, has_data: bool) -> bool:
-        """Whether some rank has data; all ranks ask at once."""
+        """Return whether any rank has data. All ranks ask at the same time."""
         world = self._engine._context.world
         has_nothing = not has_data and self._batch is None
         counts = torch.tensor([has_data, has_nothing], dtype=torch.float64, device=world.device.torch_device)
@@ -58,7 +59,7 @@ class Join:
         return num_with > 0
 
     def shadow(self) -> None:
-        """This rank is out of data: do what the others do until all are."""
+        """Repeat the last batch on this rank, which is out of data, until all ranks are."""
         self._is_shadow = True
         while self._ask(has_data=False):
             self._repeat()
@@ -66,7 +67,7 @@ class Join:
     def _repeat(self) -> None:
         assert self._batch is not None
         engine, (args, kwargs) = self._engine, self._batch
-        buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]  # a batch counts once in them
+        buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]  # a batch counts once in buffers
         output = engine(*args, **kwargs)
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         engine.backward(torch.stack([_nothing_of(tensor) for tensor in outputs]).sum())
@@ -77,13 +78,13 @@ class Join:
 
 
 def _nothing_of(output: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradients are zeros, whatever was computed."""
+    """Return a loss whose gradients are zeros, whatever was computed."""
     return output.nan_to_num(0.0, 0.0, 0.0).float().sum() * 0.0
 
 
 @contextlib.contextmanager
 def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]:
-    """What `Engine.join` gives."""
+    """Implement `Engine.join`."""
     if engine._join is not None:
         raise ShardwellError("engine.join() is open already: one loop over data is inside one of them")
     engine._join = Join(engine, divide_by_initial_world_size)

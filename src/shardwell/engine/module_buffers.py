@@ -14,9 +14,9 @@ from shardwell.sharding import EngineContext
 def place_buffers(
     model: nn.Module, context: EngineContext, dtype: torch.dtype | None, kept: Sequence[str], *, kept_by_user: bool
 ) -> None:
-    """Move buffers to the device, floating ones to `dtype` as `model.to(dtype)` would; rank 0's values for everyone.
+    """Move buffers to the device, cast floating-point ones to `dtype`, and broadcast the values of rank 0.
 
-    Those whose name ends with one of `kept` keep their own dtype.
+    The cast is that of `model.to(dtype)`. Buffers whose name ends with one of `kept` keep their dtype.
     """
     found: set[str] = set()
     for name, buffer in model.named_buffers():

@@ -1,18 +1,18 @@
-"""Which parameters stay whole on every rank at stage 3, because they are small."""
+"""The parameters that stay unsharded on every rank at stage 3, because they are small."""
 
 from __future__ import annotations
 
 from shardwell.config import ZeroConfig
 from shardwell.sharding import UnitSpec
 
-_SMALL = 100_000  # elements: what is as large is worth a gather in any model
-_SHARE = 0.01  # of a model: what small parameters may cost in all if nobody says how much
+_SMALL = 100_000  # elements: larger parameters are worth an all-gather in any model
+_SHARE = 0.01  # of a model: what small parameters may cost in all if the configuration sets no bound
 
 
 def persistent_in(cuts: list[UnitSpec], zero: ZeroConfig) -> set[int]:
-    """Their ids, smallest first while their sum keeps under the model's threshold.
+    """Return the ids of persistent parameters, smallest first while their sum is below the model's threshold.
 
-    "auto" has a bound of its own: a small model consists of small parameters, and nothing of it would be split.
+    "auto" has a bound of its own: a small model consists of small parameters, and none of it would be sharded.
     """
     parameters = sorted((p for one in cuts for _, p in one.parameters), key=lambda p: p.numel())
     threshold, most = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold

@@ -1,4 +1,4 @@
-"""Which dtypes and which loss scale a configuration means."""
+"""The dtypes and the loss scale of a configuration."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that a configuration's word means."""
+    """Return the dtype for a word of the configuration."""
     return None if name is None else _DTYPES[name]
 
 
 def mixed_dtype(config: Config) -> torch.dtype | None:
-    """What the model computes in, if that is not what its parameters are given in."""
+    """Return the compute dtype, if it differs from the dtype of the given parameters."""
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else None
 
 
 def is_scaled(config: Config) -> bool:
-    """Whether losses are scaled: fp16 needs that, in the model or in autocast."""
+    """Return whether losses are scaled: fp16 needs that, in the model or in autocast."""
     return config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
 
 
 def settle_precision(config: Config, parameters: Iterable[Tensor]) -> Config:
-    """The configuration without "auto" for bf16 and fp16, which the dtype of most of the model decides."""
+    """Return the configuration without "auto" for bf16 and fp16: the dtype of most parameters decides."""
     asked = {name: config.origins.get(f"{name}.enabled", "").startswith("auto ->") for name in ("bf16", "fp16")}
     if not any(asked.values()):
         return config
@@ -53,7 +53,7 @@ def settle_precision(config: Config, parameters: Iterable[Tensor]) -> Config:
 
 
 def autocast_of(config: Config, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Without torch's cache of casts: it would keep a copy of every weight that the forward has used."""
+    """Return the autocast context, without torch's cache of casts, which would keep a copy of every weight used."""
     block = config.torch_autocast
     if not block.enabled:
         return contextlib.nullcontext()
@@ -61,6 +61,7 @@ def autocast_of(config: Config, device: torch.device) -> contextlib.AbstractCont
 
 
 def loss_scale_of(settings: Config) -> LossScale:
+    """Return the loss scale that the configuration sets."""
     if not is_scaled(settings):
         return NoScale()
     fp16 = settings.fp16

@@ -1,7 +1,8 @@
-"""What rank 0 says once at the start: what hurts if it is not heard as a warning, the rest at level INFO.
+"""The report of rank 0 at startup: what may do harm as warnings, the rest at level INFO.
 
-Where every byte rests, which parameters stay whole, what of the file has no effect or another one than for DeepSpeed,
-and what was decided where the file left it open or said it twice. Only what applies.
+It says where every byte is stored, which parameters stay unsharded, which keys of the configuration have no effect or
+another one than in DeepSpeed, and what was decided where the configuration was open or contradictory. Only what applies
+is reported.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on di
 
 @dataclass(frozen=True)
 class UserArguments:
-    """What was handed to `initialize` beside the configuration."""
+    """Whether optimizer and schedule were passed to `initialize` beside the configuration."""
 
     optimizer: bool
     schedule: bool
 
 
 def announce(engine: Engine, given: UserArguments) -> str:
-    """Log it on rank 0; returns all of it."""
+    """Log the report on rank 0, and return it."""
     hurting, rest = told(_notes(engine, given))
     if engine.global_rank == 0:
         logger = logging.getLogger("shardwell")
@@ -73,7 +74,7 @@ def _said_twice(config: Config, given: UserArguments, *, has_optimizer: bool) ->
 
 
 def _numbers_left_open(engine: Engine) -> Iterator[Note]:
-    """The arguments that "auto" left to the optimizer."""
+    """Report the arguments that "auto" left to the optimizer."""
     prefix = "optimizer.params."
     names = [key.removeprefix(prefix) for key, origin in engine.config.origins.items() if key.startswith(prefix)]
     names = [name for name in names if engine.config.origins[prefix + name].startswith("auto ->")]
@@ -83,7 +84,7 @@ def _numbers_left_open(engine: Engine) -> Iterator[Note]:
 
 
 def _whole(engine: Engine) -> Iterator[Note]:
-    """At stage 3, what is not split because it is small."""
+    """Report what is not sharded at stage 3 because it is small."""
     zero = engine.config.zero_optimization
     units = engine.offload.states.units
     if zero.stage != 3:
@@ -108,7 +109,7 @@ def _whole(engine: Engine) -> Iterator[Note]:
 
 
 def _narrow(engine: Engine) -> Iterator[Note]:
-    """16-bit parameters without wider masters: small updates are rounded away."""
+    """Report 16-bit parameters without wider master weights: small updates are rounded away."""
     kinds = {kind for kinds in engine.offload.states.units.values() for kind in kinds if kind.trains}
     narrow = sorted({str(k.precision.compute).removeprefix("torch.") for k in kinds if k.precision.master.itemsize < 4})
     if engine.optimizer is not None and narrow and mixed_dtype(engine.config) is None:
@@ -120,7 +121,7 @@ def _narrow(engine: Engine) -> Iterator[Note]:
 
 
 def _unreached(config: Config, offload: OffloadPlan) -> Iterator[Note]:
-    """Tiers that were asked for and get nothing."""
+    """Report tiers that were asked for and are not used."""
     param = config.zero_optimization.offload_param
     places = offload.places.values()
     if param.device == "nvme" and config.shardwell.placement == "asked":
@@ -140,7 +141,7 @@ def _unreached(config: Config, offload: OffloadPlan) -> Iterator[Note]:
 
 
 def _resting(memory: MemoryReport, offload: OffloadPlan) -> Note:
-    """Where every byte rests."""
+    """Report where every byte is stored."""
     sizes: Counter[tuple[str, Tier]] = Counter()
     names = {StateKind.PARAMETERS: "parameters", StateKind.OPTIMIZER: "optimizer state"}
     for (state, _, tier), size in memory.now.items():
@@ -165,7 +166,7 @@ def _resting(memory: MemoryReport, offload: OffloadPlan) -> Note:
 
 
 def print_progress(engine: Engine) -> None:
-    """One line of rank 0 every `steps_per_print` steps."""
+    """Print one line on rank 0 every `steps_per_print` steps."""
     if engine.global_rank == 0:
         rates = ", ".join(f"{rate:g}" for rate in engine.get_lr())
         print(f"step {engine.global_steps}: lr {rates}, gradient norm {engine.get_global_grad_norm()}", flush=True)

@@ -1,4 +1,4 @@
-"""The end of an engine: its model becomes an ordinary one again, whole, in the dtypes that it was given in."""
+"""The end of an engine: its model becomes an ordinary one again, unsharded, in the dtypes that it was given in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DESTROYED = "this engine was destroyed: hand its model to initialize again"
 
 
 class ModelBefore:
-    """What a model was when it was handed over."""
+    """The dtypes of a model before it was passed to `initialize`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -32,7 +32,7 @@ class ModelBefore:
         *,
         whole: bool,
     ) -> None:
-        """Give the model back, whole if that is wanted and can be, and let go of everything else."""
+        """Return the model to its former state, unsharded if requested and possible, and free everything else."""
         is_whole = whole and _can_gather(context)
         if optimizer is not None:
             optimizer.habit.excuse()
@@ -54,9 +54,9 @@ class ModelBefore:
     def _give_back(
         self, model: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer | None, context: EngineContext
     ) -> None:
-        """Make parameters whole, one unit after the other, and forget the optimizer's state. All ranks must do so.
+        """Unshard the parameters, one unit after the other, and drop the optimizer's state. All ranks must call it.
 
-        Where the device has no room for all of it, the rest goes to host memory.
+        Parameters that the device has no room for are moved to host memory.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in units:
@@ -71,6 +71,6 @@ class ModelBefore:
 
 
 def _can_gather(context: EngineContext) -> bool:
-    """Whether all ranks can be expected to come along: not if one has failed, or this one is about to."""
+    """Return whether all ranks can be expected to take part: not if one has failed, or this one is about to."""
     has_failed = context.world.agreement is not None and context.world.agreement.has_failed
     return not has_failed and sys.exc_info()[0] is None

@@ -1,4 +1,4 @@
-"""What people do to an engine that it is not made for: each works, or is told in one sentence."""
+"""Uses that an engine is not made for: each works, or raises an error of one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE = 3  # boundaries without a step
 
 
 def _ready(engine: Engine) -> bool:
-    """What `accelerator.prepare` asks. An engine is ready: in DDP, and moved, it would train nothing."""
+    """Answer `accelerator.prepare`: an engine is prepared. In DDP, or moved, it would train nothing."""
     if engine.gradient_accumulation_steps() > 1:
         logging.getLogger("shardwell").warning(
             "this engine accumulates %d micro-steps by itself: call engine.backward and engine.step, or leave "
@@ -28,14 +28,14 @@ def _ready(engine: Engine) -> bool:
 
 
 def _said_so(engine: Engine, value: bool) -> None:
-    """Accelerate writes it down, too."""
+    """Ignore what Accelerate sets."""
 
 
 ready_for_accelerate = property(_ready, _said_so)
 
 
 def refuse_pickling(engine: Engine, protocol: Any = None) -> NoReturn:
-    """Why an engine cannot be copied or written: its other parts are in other processes."""
+    """Raise an error that says why an engine cannot be copied or pickled: its other parts are in other processes."""
     raise ShardwellError(
         "an engine cannot be pickled or copied (torch.save, copy.deepcopy, multiprocessing): it is one rank's part. "
         "Use engine.save_checkpoint(folder), torch.save(engine.state_dict(), file) for the model's weights alone, or "
@@ -44,13 +44,13 @@ def refuse_pickling(engine: Engine, protocol: Any = None) -> NoReturn:
 
 
 class StepCallWatch:
-    """Until the first step: notices a training loop that never makes one, so that its loss stays what it is."""
+    """Warns, until the first step, of a training loop that never calls `step`, so that nothing is trained."""
 
     def __init__(self) -> None:
-        self._num_waiting = 0  # forwards in a row that found gradients waiting
+        self._num_waiting = 0  # consecutive forwards that found gradients waiting
 
     def saw_forward(self, engine: Engine) -> StepCallWatch | None:
-        """Called before a forward; None when there is nothing to watch for any more. Warns once."""
+        """Note a forward that begins; return None when there is nothing left to watch for. It warns once."""
         optimizer = engine.optimizer
         if optimizer is None or getattr(optimizer.inner, "_opt_called", False):
             return None

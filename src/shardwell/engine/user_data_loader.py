@@ -1,7 +1,7 @@
-"""A torch DataLoader that was handed to `initialize`: what it becomes.
+"""The loader of an engine for a torch DataLoader that was passed to `initialize`.
 
-If its order is one that ranks can share (in sequence, or shuffled), its data set is read by a `ShardedLoader` with its
-settings. A loader with a sampler of its own is handed through: what each rank sees is the sampler's matter.
+If ranks can share its order (sequential, or shuffled), a `ShardedLoader` with its settings reads its data set. A
+DataLoader with a sampler of its own is used as it is: the sampler decides what each rank sees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPTIONS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiproc
 
 
 def with_batch_of(given: DataLoader[Any], config: Config, num_ranks: int) -> tuple[int | None, Config]:
-    """The batch size that the configuration names, if it does; and a configuration with the loader's where not."""
+    """Return the batch size of the configuration, if it sets one; else a configuration with that of the loader."""
     origin = config.origins.get(_MICRO, "default")
     if origin != "default" and not origin.endswith("(default)"):
         return config.train_micro_batch_size_per_gpu, config
@@ -44,7 +44,7 @@ def loader_like(
     device: torch.device,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> ShardedLoader | UserDataLoader:
-    """The loader of an engine that was given one. `batch_size` is the configuration's, if it names one, and wins."""
+    """Return the loader of an engine for a DataLoader. `batch_size` is that of the configuration and has precedence."""
 
     def say(text: str, *values: Any) -> None:
         if rank == 0:
@@ -70,9 +70,9 @@ def loader_like(
 
 
 def _can_be_shared(given: DataLoader[Any]) -> bool:
-    """Whether the order of its samples is known: all in sequence, or all shuffled."""
+    """Return whether the order of the samples is known: all in sequence, or all shuffled."""
     if given.batch_size is None:
-        return False  # batches come from a sampler of batches, or from the data set itself
+        return False  # batches come from a batch sampler, or from the data set itself
     if isinstance(given.dataset, IterableDataset):
         return True
     sampler = given.sampler
@@ -82,7 +82,7 @@ def _can_be_shared(given: DataLoader[Any]) -> bool:
 
 
 class UserDataLoader:
-    """Batches of a loader as it gives them, on the engine's device. Its position counts batches of this rank."""
+    """Batches of a DataLoader as they are, on the engine's device. The position counts batches of this rank."""
 
     epoch: int
     position: int
@@ -109,15 +109,17 @@ class UserDataLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | None]:
+        """Return the position of the next batch."""
         return {"epoch": self.epoch, "position": self.position, "seed": 0, "samples": None, "ranks": self._num_ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next loop leaves out as many batches as were handed out; that is the rest, if the sampler repeats."""
+        """Skip the batches that were returned before in the next loop. The sampler must repeat its order."""
         self.check_state_dict(state)
         self.epoch, self.position = state["epoch"], state["position"]
         self._goes_on = True
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if `load_state_dict` would."""
         check_position(state)
         if state["position"] and (state["ranks"] != self._num_ranks or state["samples"] is not None):
             raise CheckpointError(

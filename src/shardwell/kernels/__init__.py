@@ -1,9 +1,9 @@
-"""Optimizer steps in host memory: one pass over gradient, master and state, compiled where a compiler was at hand.
+"""Optimizer steps in host memory: one pass over gradient, master weights and state, compiled if there was a compiler.
 
-`update` applies one step of a rule to a stretch. The library and the torch reference give the same bits; the choice is
-made once, at the first call. SHARDWELL_NATIVE=0 takes the reference, SHARDWELL_NATIVE=1 insists on the library, and
-SHARDWELL_NATIVE_ISA (scalar, avx2, avx512) limits the instruction set. Knows tensors in host memory and nothing of
-engines.
+`update` applies one step of a rule to a slice of elements. The compiled library and the torch reference give the same
+bits; one of them is chosen at the first call. SHARDWELL_NATIVE=0 selects the reference, SHARDWELL_NATIVE=1 requires the
+library, and SHARDWELL_NATIVE_ISA (scalar, avx2, avx512) limits the instruction set. The package works on tensors in
+host memory and does not depend on engines.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ Backend = Library | Reference
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """Which kernels run."""
+    """The kernels in use."""
 
     native: bool
     isa: str  # an instruction set, or "torch"
-    reason: str | None = None  # why not the library
+    reason: str | None = None  # why the library is not used
 
     def __str__(self) -> str:
         return f"compiled, {self.isa}" if self.native else f"torch operations ({self.reason})"
 
 
 def update(rule: Rule, stretch: UpdateArgs, threads: int | None = None) -> None:
-    """Apply one step. All tensors of the stretch must stay alive and alone until it returns; no lock is held."""
+    """Apply one step. No other code may use the tensors of `stretch` until the call returns; no lock is held."""
     if isinstance(stretch.state, Moments8bitArgs):
         if not isinstance(rule, AdamRule):
             raise ShardwellError(f"{type(rule).__name__}: found 8-bit moments, which only Adam has")
@@ -83,23 +83,24 @@ def update(rule: Rule, stretch: UpdateArgs, threads: int | None = None) -> None:
 def add(
     total: Tensor, gradient: Tensor, factor: float = 1.0, threads: int | None = None, *, fresh: bool = False
 ) -> None:
-    """Add `factor` times a gradient (fp32, bf16 or fp16) to an fp32 total; a fresh total is overwritten by it."""
+    """Add `factor` times a gradient (fp32, bf16 or fp16) to an fp32 total; with `fresh` the total is overwritten."""
     check("total", total, gradient.numel(), torch.float32)
     check("gradient", gradient, gradient.numel(), *GRADIENTS)
     _chosen()[0].add(total, gradient, factor, fresh, _threads(threads))
 
 
 def sum_of_squares(data: Tensor, threads: int | None = None) -> float:
-    """Of an fp32, bf16 or fp16 tensor, in double: not finite only if an element is not.
+    """Return the sum of squares of an fp32, bf16 or fp16 tensor in double; it is finite if all elements are.
 
-    The library's answer does not depend on threads or instruction set; the reference's may differ in the last digits.
+    The result of the library does not depend on threads or instruction set; that of the reference may differ in the
+    last digits.
     """
     check("data", data, data.numel(), *GRADIENTS)
     return _chosen()[0].sum_of_squares(data, _threads(threads))
 
 
 def to_bf16(source: Tensor, out: Tensor, threads: int | None = None) -> Tensor:
-    """What `shardwell.kernels.rounding.to_bf16` does, for 1-D tensors in host memory."""
+    """Round like `shardwell.kernels.rounding.to_bf16`, for 1-D tensors in host memory."""
     check("source", source, source.numel(), torch.float32)
     check("out", out, source.numel(), torch.bfloat16)
     _chosen()[0].to_bf16(source, out, _threads(threads))
@@ -107,18 +108,18 @@ def to_bf16(source: Tensor, out: Tensor, threads: int | None = None) -> Tensor:
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """What `zlib.crc32` gives."""
+    """Return the same checksum as `zlib.crc32`."""
     return _chosen()[0].crc32(data, value)
 
 
 def compiled() -> Library | None:
-    """The library, if it runs."""
+    """Return the compiled library, or None if it is not in use."""
     backend = _chosen()[0]
     return backend if isinstance(backend, Library) else None
 
 
 def describe() -> KernelInfo:
-    """Which kernels run, and why not others."""
+    """Return the kernels in use, and the reason."""
     return _chosen()[1]
 
 
@@ -135,7 +136,7 @@ def _chosen() -> tuple[Backend, KernelInfo]:
 
 
 def choose(wish: str, isa: str) -> tuple[Backend, KernelInfo]:
-    """The backend for what the environment says."""
+    """Return the backend for the values of SHARDWELL_NATIVE and SHARDWELL_NATIVE_ISA."""
     if wish not in ("", "0", "1"):
         raise ShardwellError(f"SHARDWELL_NATIVE: found '{wish}', expected 0 (never), 1 (always) or nothing")
     if isa not in ("", *ISAS):

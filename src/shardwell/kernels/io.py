@@ -1,7 +1,7 @@
-"""Reads and writes of files, many at once, beside the caller: the library's queues as ctypes sees them.
+"""Asynchronous reads and writes of files, many at a time: the queues of the compiled library through ctypes.
 
-The structures mirror native/io.h. `kernels/io_reference.py` does the same in Python. Knows descriptors and addresses,
-and nothing of tensors.
+The structures mirror native/io.h. `kernels/io_reference.py` implements the same in Python. The module works on file
+descriptors and addresses, not on tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shardwell import kernels
 from shardwell.kernels.library import NAME, UnusableLibraryError, find
 
 IO_VERSION = 3
-SECTOR = 4096  # addresses, offsets and sizes of what is read or written are multiples of it
-ENDED_EARLY = -1  # an error beside errno's: fewer bytes moved than were asked for
+SECTOR = 4096  # addresses, offsets and sizes of reads and writes are multiples of it
+ENDED_EARLY = -1  # an error besides errno: fewer bytes were moved than requested
 THREADS, IO_URING = 0, 1  # engines of the library
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -26,12 +26,12 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 @dataclass(frozen=True)
 class IoQueueShape:
-    """How many blocks of which size are in flight at once."""
+    """The number and size of the blocks in flight."""
 
     block: int  # bytes of one read or write
-    lanes: int  # queues that do not wait for one another: one for each drive
+    lanes: int  # independent queues: one for each disk
     depth: int  # blocks in flight, for each ring of each lane
-    parallelism: int  # rings of each lane; where threads do the work, there are depth * parallelism
+    parallelism: int  # rings of each lane; with threads, there are depth * parallelism
     single_submit: bool = False
     overlap_events: bool = True
 
@@ -39,8 +39,8 @@ class IoQueueShape:
 class IoPart(NamedTuple):
     """Bytes that are contiguous in a file and in memory.
 
-    Address and offset are multiples of SECTOR; the size need not be: then the file is read or written up to the next
-    multiple of it, and the memory is not.
+    Address and offset are multiples of SECTOR. The size need not be: then the file is read or written up to the next
+    multiple of SECTOR, and the memory is not.
     """
 
     offset: int
@@ -51,31 +51,34 @@ class IoPart(NamedTuple):
 
 
 class IoOutcome(NamedTuple):
-    """How far a request has come, and the first of its errors."""
+    """The progress of a request, and the first of its errors."""
 
     is_done: bool
-    completed: int  # blocks of any request that the queue has ended so far: while it grows, the queue is alive
+    completed: int  # blocks of any request that the queue has ended so far: while it grows, the queue makes progress
     error: int = 0  # errno or ENDED_EARLY
-    part: int = 0  # that failed
-    offset: int = 0  # where, in its file
-    seconds: float = 0.0  # from when it was submitted until it was done
+    part: int = 0  # the part that failed
+    offset: int = 0  # where in its file it failed
+    seconds: float = 0.0  # from submission to the end
 
 
 class IoRequest(Protocol):
-    """What was submitted. Its memory must stay until it is done."""
+    """A submitted request. Its memory must stay allocated until it is done."""
 
     def wait(self, milliseconds: int) -> IoOutcome:
-        """Returns when it is done, or after that time."""
+        """Return when the request is done, or after that time."""
         ...
 
 
 class IoQueue(Protocol):
-    """Takes requests, which end in any order. Reads begin in order, urgent ones first, and so do writes, by turns."""
+    """Takes requests, which end in any order.
+
+    Reads begin in order, urgent ones first. Writes begin in order too, and alternate with reads.
+    """
 
     def submit(self, is_write: bool, parts: Sequence[IoPart], *, urgent: bool = False) -> IoRequest: ...
 
     def close(self) -> None:
-        """Waits for all that was submitted."""
+        """Wait for all requests, and close."""
         ...
 
 
@@ -106,7 +109,7 @@ class _Outcome(ctypes.Structure):
 
 
 class IoLibrary:
-    """The compiled queues."""
+    """The queues of the compiled library."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         if os.environ.get("SHARDWELL_NATIVE") == "0":
@@ -130,11 +133,11 @@ class IoLibrary:
             function.argtypes, function.restype = [_POINTER], None
 
     def uring_error(self) -> int:
-        """0 if this process may use io_uring, else errno."""
+        """Return 0 if this process may use io_uring, else errno."""
         return int(self._library.shardwell_io_uring())
 
     def open(self, engine: int, shape: IoQueueShape) -> LibraryQueue:
-        """Raises OSError if the system refuses."""
+        """Open a queue; raise OSError if the system refuses."""
         call = _Shape(engine=engine, **vars(shape))
         error = _INT()
         address = self._library.shardwell_io_open(ctypes.byref(call), ctypes.byref(error))
@@ -175,5 +178,5 @@ class LibraryRequest:
         return IoOutcome(bool(is_done), found.completed, found.error, found.part, found.offset, found.seconds)
 
     def __del__(self) -> None:
-        if self._process == os.getpid():  # in a fork, nobody would unlock what the threads had locked
+        if self._process == os.getpid():  # in a fork, no thread would release the locks that threads had held
             self._library.shardwell_io_forget(self._address)

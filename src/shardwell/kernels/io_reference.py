@@ -1,6 +1,6 @@
-"""Reads and writes of files, many at once: the queues of native/io.cpp as Python threads, for where it was not built.
+"""Asynchronous reads and writes of files: the queues of native/io.cpp as Python threads, where it was not built.
 
-The interpreter's lock is not held while a block moves.
+The GIL is not held while a block is moved.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from shardwell.kernels.io import ENDED_EARLY, SECTOR, IoOutcome, IoPart, IoQueueShape
 
-_LEAST = 512  # what a sector is to the least of drives
+_LEAST = 512  # the smallest sector size of any disk
 
 
 class ThreadRequest:
-    """Blocks that are still to move, and the first error among them."""
+    """The number of blocks that are not moved yet, and the first error among them."""
 
     def __init__(self, owner: ThreadQueue, num_blocks: int) -> None:
         self._owner = owner
@@ -36,6 +36,7 @@ class ThreadRequest:
             return IoOutcome(is_done, self._owner.completed, *self._error, self._seconds)
 
     def end(self, error: int, part: int, offset: int) -> None:
+        """Note the end of a block, and its error."""
         self._owner.completed += 1
         with self._changed:
             if error and not self._error[0]:
@@ -46,7 +47,7 @@ class ThreadRequest:
 
 
 class ThreadQueue:
-    """Each thread of a lane has one block in flight."""
+    """A queue in which each thread of a lane has one block in flight."""
 
     def __init__(self, shape: IoQueueShape) -> None:
         self.completed = 0
@@ -78,7 +79,7 @@ class _Block:
     request: ThreadRequest
     index: int  # of its part
     is_write: bool
-    part: IoPart  # all of it is one block
+    part: IoPart  # exactly one block
 
     def run(self) -> None:
         try:
@@ -89,7 +90,7 @@ class _Block:
 
 
 class _Lane:
-    """Blocks that wait. Reads and writes take turns where both do."""
+    """Blocks that wait. Reads and writes alternate if both wait."""
 
     def __init__(self) -> None:
         self._urgent, self._reads, self._writes = deque[_Block](), deque[_Block](), deque[_Block]()
@@ -107,7 +108,7 @@ class _Lane:
             self._changed.notify_all()
 
     def get(self) -> _Block | None:
-        """None if there will be no more."""
+        """Return the next block; None after `stop`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._urgent or self._reads or self._writes)
             reads = self._urgent or self._reads
@@ -123,7 +124,7 @@ def _serve(lane: _Lane) -> None:
 
 
 def _cut(part: IoPart, block: int) -> Iterator[IoPart]:
-    """Blocks of whole sectors, and what is left at the end."""
+    """Split a part into blocks of full sectors, and the remainder at the end."""
     whole = part.size // SECTOR * SECTOR
     for at in range(0, whole, block):
         yield part._replace(offset=part.offset + at, address=part.address + at, size=min(block, whole - at))
@@ -132,7 +133,7 @@ def _cut(part: IoPart, block: int) -> Iterator[IoPart]:
 
 
 def _move(part: IoPart, is_write: bool) -> tuple[int, int]:
-    """The error, and where in the file."""
+    """Move a block; return the error and its offset in the file."""
     with contextlib.ExitStack() as stack:
         memory = memoryview((ctypes.c_char * part.size).from_address(part.address)).cast("B")
         target = memory

@@ -1,6 +1,6 @@
-"""The compiled library: where it is, whether it fits, and its functions as ctypes sees them.
+"""The compiled library: its location, the check of its version, and its functions through ctypes.
 
-The structures mirror native/shardwell_native.h. Calls do not hold the interpreter's lock.
+The structures mirror native/shardwell_native.h. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwell.kernels.update_args import Moments8bitArgs, OutOfPlaceState, Spli
 
 ABI_VERSION = 6
 NAME = "libshardwell_native.so"
-ISAS = ("scalar", "avx2", "avx512")  # each with its number, the best last
+ISAS = ("scalar", "avx2", "avx512")  # the index is the number in the library, the best last
 
 _NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _FUNCTIONS: dict[type, str] = {
@@ -60,7 +60,7 @@ class _UpdateArgs(ctypes.Structure):
 
 
 class QuantizedRows(ctypes.Structure):
-    """Rows of numbers and their codes, along two dimensions."""
+    """Rows of values and their codes, along two dimensions."""
 
     _fields_: ClassVar = [
         ("outer", _SIZE),
@@ -81,7 +81,7 @@ class QuantizedRows(ctypes.Structure):
     message_stride: int
 
     def take(self, values: Tensor, data: Tensor) -> None:
-        """Tensors of three dimensions, the last in one piece."""
+        """Set the tensors, which have three dimensions, the last of them contiguous."""
         self.outer, self.inner, self.numel = values.shape
         self.values, self.number = values.data_ptr(), _NUMBERS[values.dtype]
         self.data = data.data_ptr()
@@ -90,14 +90,14 @@ class QuantizedRows(ctypes.Structure):
 
 
 class UnusableLibraryError(ShardwellError):
-    """There is no library, or not one that fits."""
+    """There is no library, or its version does not fit."""
 
 
 class Library:
-    """The backend that is compiled."""
+    """The compiled backend."""
 
     def __init__(self, path: str | os.PathLike[str], isa: str | None = None) -> None:
-        """`isa` is the best instruction set to use; what the machine lacks is not used."""
+        """`isa` is the best instruction set to use; sets that the machine lacks are not used."""
         try:
             self._library = ctypes.CDLL(os.fspath(path))
         except OSError as error:
@@ -157,17 +157,17 @@ class Library:
         return int(self._library.shardwell_crc32(value, view.ctypes.data, view.nbytes, self._isa))
 
     def code(self, name: str, call: QuantizedRows, threads: int) -> None:
-        """Encode, decode, or decode and sum up rows."""
+        """Quantise rows, dequantise them, or dequantise and sum them."""
         getattr(self._library, _CODERS[name])(ctypes.byref(call), self._isa, threads)
 
     def stream(self, out: Tensor, first: Tensor, second: Tensor | None, threads: int) -> None:
-        """For measuring memory: `out = first`, `out = first + 3 * second`, or, where they are the same, `out *= 3`."""
+        """Measure memory: `out = first`, `out = first + 3 * second`, or, if they are the same, `out *= 3`."""
         other = None if second is None else second.data_ptr()
         self._library.shardwell_stream(out.data_ptr(), first.data_ptr(), other, out.numel(), self._isa, threads)
 
 
 def find(folders: Iterable[str]) -> Path:
-    """The library among a package's folders; an editable install has one for sources and one for what was built."""
+    """Return the library in a package's folders; an editable install has one for sources and one for build outputs."""
     for folder in folders:
         if (path := Path(folder, NAME)).is_file():
             return path

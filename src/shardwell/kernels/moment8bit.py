@@ -1,4 +1,4 @@
-"""One of Adam's moments in 8 bits, as a value that others read and write like an fp32 tensor."""
+"""One of Adam's moments in 8 bits, which is read and written like an fp32 tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from shardwell.kernels import moments8
 from shardwell.kernels.update_args import BLOCK
 
-_CHUNK = 2**18  # elements at once, a multiple of BLOCK: temporaries stay small
+_CHUNK = 2**18  # elements at a time, a multiple of BLOCK, so that temporaries stay small
 
 
 @dataclass(frozen=True, eq=False)
 class Moment8bit:
-    """The codes of a 1-D stretch, and an exponent for each block of them."""
+    """The codes of a 1-D slice, and an exponent for each block of them."""
 
     codes: Tensor
     exponents: Tensor
@@ -37,6 +37,7 @@ class Moment8bit:
 
     @classmethod
     def of(cls, values: Tensor, *, is_second: bool) -> Moment8bit:
+        """Return the moment with these values."""
         return cls.zeros(values.numel(), is_second=is_second).copy_(values)
 
     @property
@@ -55,7 +56,7 @@ class Moment8bit:
         return self.codes.numel()
 
     def __getitem__(self, span: slice) -> Tensor:
-        """The values, in memory of their own."""
+        """Return the values, in new memory."""
         start, stop, _ = span.indices(self.numel())
         first = start // BLOCK * BLOCK
         decode = moments8.decode_second if self.is_second else moments8.decode_first
@@ -63,12 +64,12 @@ class Moment8bit:
         return torch.cat(parts)[start - first :] if parts else torch.empty(0, device="cpu")
 
     def parts(self, span: slice) -> tuple[Tensor, Tensor]:
-        """Views of the codes and exponents of a span that begins with a block."""
+        """Return views of the codes and exponents of a span that begins at a block."""
         start, stop, _ = span.indices(self.numel())
         return self.codes[start:stop], self.exponents[start // BLOCK : -(-stop // BLOCK)]
 
     def copy_(self, values: Tensor) -> Moment8bit:
-        """Take over values; what has no code is rounded, up or down at random. Values of codes are what they were."""
+        """Set the values. Values without a code are rounded, up or down at random; values of codes stay the same."""
         encode = moments8.encode_second if self.is_second else moments8.encode_first
         for part in _chunks(0, self.numel()):
             wide = values[part].float()
@@ -77,9 +78,10 @@ class Moment8bit:
         return self
 
     def _raise_exponents(self, span: slice, values: Tensor) -> None:
-        """Where the greatest number of a block was rounded down when it became a code, its exponent shows no more.
+        """Use the next exponent in blocks whose values it represents exactly and the present one does not.
 
-        With the exponent above, values that were codes are codes again.
+        If the greatest value of a block was rounded down when it became a code, the exponent cannot be derived from the
+        values any more. With the next exponent, values that were codes are codes again.
         """
         wrong = _in_blocks(self[span] != values)
         if not bool(wrong.any()):
@@ -95,28 +97,28 @@ class Moment8bit:
         before[each] = other.codes[each]
 
     def cut(self, first: int, numel: int) -> Moment8bit:
-        """A stretch of it, in memory of its own."""
+        """Return a slice, in new memory."""
         return Moment8bit.of(self[first : first + numel], is_second=self.is_second)
 
     def clone(self) -> Moment8bit:
         return Moment8bit(self.codes.clone(), self.exponents.clone(), self.is_second)
 
     def detach(self) -> Moment8bit:
-        """Another one of the same memory."""
+        """Return another object on the same memory."""
         return Moment8bit(self.codes.detach(), self.exponents.detach(), self.is_second)
 
     def empty_like(self) -> Moment8bit:
         return Moment8bit(torch.empty_like(self.codes), torch.empty_like(self.exponents), self.is_second)
 
     def exchange(self, other: Moment8bit) -> None:
-        """Change places in memory."""
+        """Swap the memory of two moments."""
         for mine, its in ((self.codes, other.codes), (self.exponents, other.exponents)):
             before, mine.data = mine.data, its.data
             its.data = before
 
 
 def _in_blocks(flags: Tensor) -> Tensor:
-    """Whether one of a block is true."""
+    """Return for each block whether one of its flags is true."""
     return torch.nn.functional.pad(flags, (0, -flags.numel() % BLOCK)).view(-1, BLOCK).any(dim=1)
 
 

@@ -1,14 +1,14 @@
-"""Codecs for what travels: rows of numbers in a quarter or an eighth of the bytes, block by block.
+"""Block-wise quantisation for communication and storage: values in a quarter or an eighth of the bytes.
 
 Each block of 256 elements has a scale: its greatest magnitude over the largest code (127, 7 or 448), rounded up to
 bf16. An element is stored as the nearest code, ties to even, of itself times the inverse of the scale, and read as code
-* scale. Where this cannot be, the scale says so:
+* scale. The scale marks the blocks where this is not possible:
 
     a block of zeros, or of numbers so small that its scale would be below 2^-116     scale 0, all zeros
     a block with a NaN or an infinity                                                 scale NaN, all NaN
 
-The C++ kernels for host memory, the Triton kernels for CUDA and the torch reference give the same bits, whatever the
-number of threads; a NaN is a NaN. Knows tensors and devices, nothing of ranks.
+The C++ kernels for host memory, the Triton kernels for CUDA and the torch reference give the same bits for any number
+of threads; a NaN is a NaN. The module works on tensors and devices and does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["BLOCK", "Codec", "Kind"]
 
 
 class CodecKernels(Protocol):
-    """What each implementation has: functions of a kind and of tensors that fit and are not empty."""
+    """The functions that each implementation has. Their tensors were checked and are not empty."""
 
     def encode(self, kind: Kind, source: Tensor, out: Tensor) -> None: ...
 
@@ -47,7 +47,7 @@ class CodecKernels(Protocol):
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to store numbers: "int8", "int4" or "fp8" (e4m3)."""
+    """A quantised format: "int8", "int4" or "fp8" (e4m3)."""
 
     kind: Kind
 
@@ -57,17 +57,17 @@ class Codec:
 
     @staticmethod
     def takes(dtype: torch.dtype) -> bool:
-        """Whether numbers of that type can be encoded."""
+        """Return whether values of that dtype can be quantised."""
         return dtype in VALUES
 
     def num_bytes(self, numel: int) -> int:
-        """Of a row of so many elements, encoded: a multiple of 16."""
+        """Return the bytes of a quantised row of that many elements, a multiple of 16."""
         return num_code_bytes(self.kind, numel) + num_scale_bytes(numel)
 
     def encode(self, source: Tensor, out: Tensor) -> None:
-        """Encode rows: (..., m) of fp32, bf16 or fp16 into contiguous (..., num_bytes(m)) of bytes.
+        """Quantise rows: (..., m) of fp32, bf16 or fp16 into contiguous (..., num_bytes(m)) of bytes.
 
-        The dimensions before the last may lie in memory in any order: encoding a transposed view encodes and reorders.
+        The dimensions before the last may have any strides: a transposed view is quantised and reordered in one pass.
         """
         self._check("source", source, "out", out, out.device)
         if not out.is_contiguous():
@@ -76,13 +76,16 @@ class Codec:
             _kernels(out.device).encode(self.kind, source, out)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Decode rows: (..., num_bytes(m)) of bytes into (..., m) of fp32, or rounded to bf16 or fp16 as torch does."""
+        """Dequantise rows: (..., num_bytes(m)) of bytes into (..., m) of fp32, bf16 or fp16.
+
+        Values are rounded to bf16 and fp16 like in torch.
+        """
         self._check("out", out, "data", data, data.device)
         if out.numel() > 0 and not out.is_meta:
             _kernels(out.device).decode(self.kind, data, out)
 
     def decode_sum(self, data: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
-        """Write `factor` times the sum of k messages, or add it: (k, ..., num_bytes(m)) of bytes into (..., m) of fp32.
+        """Write, or add, `factor` times the sum of k messages: (k, ..., num_bytes(m)) of bytes into (..., m) of fp32.
 
         Messages are added in their order, in fp32.
         """
@@ -94,14 +97,14 @@ class Codec:
             _kernels(out.device).decode_sum(self.kind, data, out, factor, add)
 
     def error_bound(self, source: Tensor) -> Tensor:
-        """How far what is decoded to fp32 may be from each element: fp32, in the shape of the source.
+        """Return how far the dequantised fp32 value may be from each element: fp32, in the shape of the source.
 
             int8, int4    scale * (1/2 + 2^-16)
             fp8           |x| / 16 + scale / 1024
             scale 0       |x|
 
-        It is NaN in a block with a NaN or an infinity, and does not hold in a block that reaches over 2^127: what is
-        decoded may be an infinity there.
+        The bound is NaN in a block with a NaN or an infinity, and does not hold in a block that exceeds 2^127: the
+        dequantised value may be an infinity there.
         """
         return quantize_reference.error_bound(self.kind, source)
 

@@ -1,4 +1,4 @@
-"""The codecs in host memory, by the library of `shardwell.kernels`, which must be there."""
+"""Quantisation in host memory, by the compiled library of `shardwell.kernels`, which must be there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwell import kernels
 from shardwell.kernels.library import Library, QuantizedRows
 from shardwell.kernels.quantized_format import SHARE, Kind, rows_of
 
-_KINDS: tuple[Kind, ...] = tuple(SHARE)  # each with its number
+_KINDS: tuple[Kind, ...] = tuple(SHARE)  # the index is the number in the library
 
 
 def encode(kind: Kind, source: Tensor, out: Tensor) -> None:

@@ -1,7 +1,8 @@
-"""The codecs as torch operations, on any device: what the kernels must equal, and what runs where they are missing.
+"""Quantisation as torch operations, on any device: the reference for the kernels, and the fallback without them.
 
-The division is by a tensor: by a number, torch multiplies by the inverse on CUDA. No code needs to be clipped: a scale
-is rounded up, and what the division and the products are off is less than what rounding to a code takes away.
+The division is by a tensor, because torch multiplies by the inverse on CUDA if the divisor is a number. No code needs
+to be clipped: a scale is rounded up, and the error of the division and the products is less than what rounding to a
+code removes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 
 from shardwell.kernels.quantized_format import ALIGNMENT, BLOCK, LEAST_SCALE, SHARE, Kind, num_code_bytes
 
-_CHUNK = 2**18  # elements at once: temporaries stay small
+_CHUNK = 2**18  # elements at a time, so that temporaries stay small
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
 _NAN = 0x7FC0  # in bf16
 
@@ -22,7 +23,7 @@ _NAN = 0x7FC0  # in bf16
 @torch.no_grad()
 def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
     codes, scales = _parts(kind, out, source.shape[-1])
-    codes[..., -ALIGNMENT:] = 0  # with the padding
+    codes[..., -ALIGNMENT:] = 0  # including the padding
     scales[..., -ALIGNMENT:] = 0
     for span in _spans(source):
         values = _blocks(source[..., span].float())
@@ -60,7 +61,7 @@ def error_bound(kind: Kind, source: Tensor) -> Tensor:
 
 
 def _spans(values: Tensor) -> Iterator[slice]:
-    """Parts of all rows, that begin with a block."""
+    """Yield parts of all rows that begin at a block."""
     numel = values.shape[-1]
     num_rows = max(1, values.numel() // max(1, numel))
     step = max(1, _CHUNK // BLOCK // num_rows) * BLOCK
@@ -74,18 +75,18 @@ def _parts(kind: Kind, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def _bytes_of(kind: Kind, codes: Tensor, span: slice) -> Tensor:
-    """The codes of elements that begin with a block."""
+    """Return the codes of elements that begin at a block."""
     return codes[..., slice(span.start // 2, -(-span.stop // 2)) if kind == "int4" else span]
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """With zeros at the end, cut into blocks."""
+    """Return the values in blocks, padded with zeros."""
     blocks: Tensor = pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     return blocks
 
 
 def _upper_halves(kind: Kind, blocks: Tensor) -> Tensor:
-    """The scales as bits of bf16: the greatest value / the largest code, rounded up."""
+    """Return the scales as bits of bf16: the greatest value / the largest code, rounded up."""
     greatest = (blocks.view(torch.int32) & _MAGNITUDE).amax(-1)
     share = greatest.view(torch.float32) * SHARE[kind]
     upper = (share.view(torch.int32) + 0xFFFF) >> 16
@@ -98,7 +99,7 @@ def _wide(upper: Tensor) -> Tensor:
 
 
 def _codes(kind: Kind, blocks: Tensor, scale: Tensor) -> Tensor:
-    """As uint8. Where the scale says all, codes are 0."""
+    """Return the codes as uint8. They are 0 in blocks that the scale alone describes."""
     usable = scale > 0
     inverse = torch.ones_like(scale) / scale.where(usable, 1.0)
     scaled = (blocks * inverse.unsqueeze(-1)).where(usable.unsqueeze(-1), 0.0)
@@ -113,7 +114,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def _decoded(kind: Kind, data: Tensor, numel: int, span: slice) -> Tensor:
-    """fp32, in memory of its own."""
+    """Return fp32 values in new memory."""
     codes, scales = _parts(kind, data, numel)
     first, last = span.start // BLOCK, -(-span.stop // BLOCK)
     low, high = (scales[..., 2 * first + place : 2 * last : 2].int() for place in (0, 1))

@@ -1,4 +1,4 @@
-"""Numbers that rest in codes: the codes stand for fp32 numbers, and those are the truth."""
+"""Quantised storage: the fp32 values that the codes represent are the values of the parameters."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from shardwell.kernels.quantize import Codec
 from shardwell.kernels.quantized_format import BLOCK
 
-_ROUNDS = 3  # of encoding what was decoded, after which all scales stay as they are
+_ROUNDS = 3  # of quantising again what was dequantised, after which all scales are stable
 
 
 @torch.no_grad()
 def quantize_stably(codec: Codec, values: Tensor, codes: Tensor) -> None:
-    """Encode fp32 numbers (1D) so that what is decoded to fp32 gives the same codes again.
+    """Quantise fp32 values (1D) so that the dequantised fp32 values give the same codes again.
 
-    A codec rounds scales up, so the greatest number of a block may get less than the largest code, and what is decoded
-    of it a smaller scale. Such a block has the smaller one at once. What is beyond its end is cut off there: by no more
-    than the codec says that it is off.
+    A codec rounds scales up, so the greatest value of a block may get less than the largest code, and its dequantised
+    value a smaller scale. Such a block gets the smaller scale immediately. Values beyond its range are clamped, by no
+    more than the error bound of the codec.
     """
     seen = torch.empty_like(values)
     codec.encode(values, codes)

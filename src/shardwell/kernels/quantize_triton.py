@@ -1,8 +1,8 @@
-"""The codecs as Triton kernels: a program takes some blocks of a row.
+"""Quantisation as Triton kernels: a program handles some blocks of a row.
 
-They work on bits where a device or a compiler might round in another way, and no product and sum become one operation.
-Almost all programs have whole blocks only: those need no masks, and what they read and write lies at multiples of 16
-bytes. Where the rows of a tensor lie is said by strides of two dimensions.
+The kernels work on bits where a device or a compiler might round differently, and no product and sum are fused. Almost
+all programs have full blocks only, which need no masks and access memory at multiples of 16 bytes. The strides of two
+dimensions locate the rows of a tensor.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from triton.language.extra import libdevice
 
 from shardwell.kernels.quantized_format import BLOCK, SHARE, Kind, num_blocks, num_code_bytes, num_scale_bytes, rows_of
 
-_BLOCKS = 8  # that a program takes: as many as have 16 bytes of scales, or a multiple
+_BLOCKS = 8  # blocks of a program: as many as have 16 bytes of scales, or a multiple
 _ENCODING_WARPS, _DECODING_WARPS = 2, 4
-_FEW = 8  # messages up to which a kernel is compiled for their number: all of them are read at once
-_NARROW_CONVERSIONS = (8, 9)  # the first devices that have them for fp8
+_FEW = 8  # number of messages up to which a kernel is specialised: all of them are read at the same time
+_NARROW_CONVERSIONS = (8, 9)  # the first compute capability with fp8 conversions
 
 
 @triton.jit
 def _place(inner, num_groups, BLOCKS: tl.constexpr):
-    """The outer and inner number of the row, and the first block in it."""
+    """Return the outer and inner index of the row, and its first block."""
     program = tl.program_id(0)
     row = program // num_groups
     return (row // inner).to(tl.int64), (row % inner).to(tl.int64), (program % num_groups).to(tl.int64) * BLOCKS
@@ -36,7 +36,7 @@ def _greater(first, second):
 
 @triton.jit
 def _scale_bits(values, SHARE: tl.constexpr):
-    """Of bf16, one for each block; the bits of NaN where a number is not finite."""
+    """Return the bits of a bf16 scale for each block; those of NaN if a value is not finite."""
     share = tl.reduce(tl.abs(values), 1, _greater) * SHARE
     bits = share.to(tl.int32, bitcast=True)
     upper = (bits + 0xFFFF) >> 16
@@ -75,7 +75,7 @@ def _from_e4m3(codes, NARROW: tl.constexpr):
 
 @triton.jit
 def _from_integer(codes, SIGN: tl.constexpr):
-    """Integers whose sign is in this bit, in the low bits: as the last digits of 2^23 and more."""
+    """Convert integers whose sign is in this bit, in the low bits: they become the last digits of 2^23 and more."""
     return ((codes ^ SIGN) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + SIGN)
 
 
@@ -166,7 +166,7 @@ def _decoded(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The numbers of blocks of a row, zeros behind its end. Those of int4 lie in pairs along a last dimension."""
+    """Return the values of blocks of a row, with zeros behind its end. Values of int4 are pairs in a last dimension."""
     block = tl.arange(0, BLOCKS)
     size: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
     at = block[:, None] * size + tl.arange(0, size)[None, :]
@@ -322,7 +322,7 @@ def _launch_decode(kind: Kind, data: Tensor, out: Tensor, factor: float, *, is_s
 
 
 def _choices(kind: Kind, device: torch.device) -> dict[str, object]:
-    """What kernels are compiled for."""
+    """Return the constants that kernels are compiled for."""
     return {
         "KIND": kind,
         "NARROW": kind == "fp8" and torch.cuda.get_device_capability(device) >= _NARROW_CONVERSIONS,

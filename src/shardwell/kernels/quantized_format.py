@@ -1,11 +1,11 @@
-"""The form of an encoded row, and how rows lie in tensors: arithmetic for all implementations.
+"""The format of a quantised row, and how rows are laid out in tensors: arithmetic for all implementations.
 
 A row of m elements becomes its codes, then one scale for each block, both padded with zeros to a multiple of 16 bytes:
 
     codes     m bytes (int8, fp8) or m / 2 (int4: the first of two elements in the low four bits)
     scales    bf16, little endian, one for each block of 256 elements; the last block may be shorter
 
-Rows of codes begin at multiples of 16 bytes in memory too: a GPU then moves 16 bytes at once.
+Rows of codes begin at multiples of 16 bytes in memory too, so that a GPU moves 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["int8", "int4", "fp8"]
 
 BLOCK = 256  # elements that share a scale
 ALIGNMENT = 16  # bytes
-# 1 / the largest code (127, 7, 448), in fp32 and rounded down: what codes can say exactly gets the scale that says so.
+# 1 / the largest code (127, 7, 448), in fp32 and rounded down: values that codes can represent exactly get that scale.
 SHARE: dict[Kind, float] = {"int8": 0x1020408 * 2.0**-31, "int4": 0x1249248 * 2.0**-27, "fp8": 0x1249248 * 2.0**-33}
 LEAST_SCALE = 2.0**-116  # of a block that is not stored as zeros: below it, subnormal numbers would matter
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,12 +35,12 @@ def num_blocks(numel: int) -> int:
 
 
 def num_code_bytes(kind: Kind, numel: int) -> int:
-    """Of a row, with padding."""
+    """Return the bytes of a row's codes, with padding."""
     return _padded(-(-numel // 2) if kind == "int4" else numel)
 
 
 def num_scale_bytes(numel: int) -> int:
-    """The same of its scales."""
+    """Return the bytes of a row's scales, with padding."""
     return _padded(2 * num_blocks(numel))
 
 
@@ -50,10 +50,10 @@ def _padded(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class RowView:
-    """What a kernel walks over: rows of values and of data that lie along two dimensions."""
+    """The rows that a kernel iterates over: values and quantised data along two dimensions."""
 
     values: Tensor  # outer, inner, elements
-    data: Tensor  # outer, inner, bytes; of the first message where there are several
+    data: Tensor  # outer, inner, bytes; of the first message if there are several
 
     @property
     def numel(self) -> int:
@@ -61,7 +61,7 @@ class RowView:
 
 
 def rows_of(values: Tensor, data: Tensor) -> Iterator[RowView]:
-    """All rows of two tensors with the same leading dimensions; dimensions that lie in one piece become one."""
+    """Yield all rows of two tensors with the same leading dimensions; contiguous dimensions are merged."""
     merged: list[list[int]] = []  # size, and stride in each tensor
     for size, *strides in zip(values.shape[:-1], values.stride()[:-1], data.stride()[:-1], strict=True):
         if size == 1:
@@ -81,7 +81,7 @@ def rows_of(values: Tensor, data: Tensor) -> Iterator[RowView]:
 
 
 def check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, *dtypes: torch.dtype) -> None:
-    """Refuse what a kernel cannot take."""
+    """Raise if a kernel cannot take the tensor."""
     expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if tensor.dtype not in dtypes:
         raise ShardwellError(f"{name}: found {str(tensor.dtype).removeprefix('torch.')}, expected {expected}")
@@ -97,7 +97,7 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.devic
 
 
 def check_alignment(name: str, data: Tensor) -> None:
-    """Refuse rows of codes that do not begin at multiples of 16 bytes."""
+    """Raise if rows of codes do not begin at multiples of 16 bytes."""
     if data.is_meta or data.numel() == 0:
         return
     steps = [stride for size, stride in zip(data.shape[:-1], data.stride()[:-1], strict=True) if size > 1]

@@ -1,8 +1,8 @@
-"""The kernels as torch operations: what the library must equal, and what runs where it is missing.
+"""The kernels as torch operations: the reference for the library, and the fallback without it.
 
-Built from single additions, subtractions, multiplications and divisions, each rounded to fp32 on its own, and from
-products with sums that are rounded once, in the places where torch has them on CUDA. torch's own fused forms (`add`
-with `alpha`, `lerp`, `addcmul`, `addcdiv`) differ from machine to machine. Square roots are taken in double: torch's
+They consist of single additions, subtractions, multiplications and divisions, each rounded to fp32 on its own, and of
+fused multiply-adds that are rounded once, in the places where torch has them on CUDA. torch's own fused forms (`add`
+with `alpha`, `lerp`, `addcmul`, `addcdiv`) differ from machine to machine. Square roots are computed in double: torch's
 own in fp32 are off by one bit in 0.6 % of cases where MKL computes them.
 
 The library gives the same bits, except for the payload of a NaN.
@@ -32,12 +32,12 @@ from shardwell.kernels.rules import (
 )
 from shardwell.kernels.update_args import Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs
 
-_CHUNK = 2**18  # elements at once, a multiple of the block of 8-bit moments: temporaries stay small
+_CHUNK = 2**18  # elements at a time, a multiple of the block of 8-bit moments, so that temporaries stay small
 _BELOW_MIDDLE = 2**28 - 1  # bits of a double that are 0 in the middle of two fp32 numbers
 
 
 class Reference:
-    """The backend that is always there."""
+    """The backend that is always available."""
 
     isa = "torch"
 
@@ -162,16 +162,16 @@ def _coupled(gradient: Tensor, master: Tensor, weight: float) -> Tensor:
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    """From the nearer end, as torch's."""
+    """Interpolate from the nearer end, like torch."""
     difference = end - start
     return _fma(difference, weight, start) if weight < 0.5 else _fma(difference, weight - 1, end)
 
 
 def _fma(first: Tensor, second: Tensor | float, third: Tensor) -> Tensor:
-    """The product plus `third`, rounded to fp32 once.
+    """Return the product plus `third`, rounded to fp32 once.
 
-    In double the product is exact. The sum may be rounded twice, which matters where it first becomes the middle of two
-    fp32 numbers.
+    In double the product is exact. The sum may be rounded twice, which matters if the first rounding gives the middle
+    of two fp32 numbers.
     """
     product = first.double() * second
     total = product + third
@@ -183,7 +183,7 @@ def _fma(first: Tensor, second: Tensor | float, third: Tensor) -> Tensor:
 
 
 def _to_odd(first: Tensor, second: Tensor, total: Tensor) -> Tensor:
-    """A sum in double; if it is not exact, that of its neighbours whose last bit is odd, which is no middle."""
+    """Return a sum in double; if it is not exact, its neighbour with an odd last bit, which is no middle."""
     part = total - first
     error = (first - (total - part)) + (second - part)
     even = total.view(torch.int64) & 1 == 0

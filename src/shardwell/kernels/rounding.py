@@ -1,12 +1,12 @@
-"""fp32 and bf16: one rounding for every stage, kernel and tier.
+"""Conversion between fp32 and bf16: one rounding for every stage, kernel and tier.
 
 A bf16 number is the upper half of an fp32 number. Rounding half away from zero, `(bits + 0x8000) >> 16`, makes the
-lower half recoverable as a signed 16-bit remainder, so a bf16 parameter and 16 more bits *are* the fp32 master:
+lower half recoverable as a signed 16-bit remainder, so a bf16 parameter and 16 more bits *are* the fp32 master weight:
 
     master bits = (high bits << 16) + remainder        with remainder in [-0x8000, 0x7fff]
 
-Round-to-nearest-even has one preimage too many for that, and a NaN with a full payload would round to -0.0, so NaN
-is treated apart: its high half is the canonical NaN of its sign.
+Round-to-nearest-even has one preimage too many for that. A NaN with a full payload would round to -0.0, so NaN is
+treated separately: its bf16 part is the canonical NaN of its sign.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def split(master: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def join(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
-    """The inverse of `split`: fp32 `out` from bf16 `high` and int16 `low`.
+    """Write fp32 `out` from bf16 `high` and int16 `low`: the inverse of `split`.
 
-    If `high` was changed since, `out` still rounds to it.
+    If `high` was changed since the split, `out` still rounds to it.
     """
     if out.is_meta:
         return out
@@ -67,8 +67,8 @@ def join(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
     bits.copy_(high.view(torch.int16))
     bits.bitwise_left_shift_(16)
     bits.add_(low)
-    # A NaN stays one, whatever is added. Any other NaN is a zero with a negative remainder or an infinity with a
-    # positive one: no half of each other, the upper one was set by hand.
+    # A NaN stays a NaN, whatever is added. Any other NaN is a zero with a negative remainder or an infinity with a
+    # positive one: the two parts do not belong together, because the bf16 part was edited.
     nan = torch.isnan(out)
     if nan.any():
         out.copy_(torch.where(nan, high.to(out.dtype), out))

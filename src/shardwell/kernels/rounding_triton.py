@@ -1,4 +1,4 @@
-"""The functions of `rounding` and of `sharding/edits.py` that look at every number, as Triton kernels of one pass."""
+"""The elementwise functions of `rounding` and of `sharding/edits.py` as Triton kernels of one pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _join(high, low, out, numel, BLOCK: tl.constexpr):
     upper = tl.load(high + at, mask=inside).to(tl.int16, bitcast=True).to(tl.int32) << 16
     is_nan = (upper & 0x7FFFFFFF) > 0x7F800000
     bits = tl.where(is_nan, upper, upper + tl.load(low + at, mask=inside).to(tl.int32))
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, upper, bits)  # no half of each other: see `rounding.join`
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, upper, bits)  # parts do not match: see `rounding.join`
     tl.store(out + at, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
@@ -89,12 +89,14 @@ def join(high: Tensor, low: Tensor, out: Tensor) -> None:
 
 
 def adopt(masters: Tensor, values: Tensor) -> None:
+    """Overwrite master weights where `values` is not their rounded value."""
     if masters.numel():
         halves = values.dtype is torch.bfloat16 and masters.dtype is torch.float32
         _adopt[_grid(masters.numel())](masters, values, masters.numel(), HALVES=halves, BLOCK=_BLOCK)
 
 
 def digest(values: Tensor) -> Tensor:
+    """Return a hash of the values and their positions."""
     words = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
     out = torch.zeros(1, dtype=torch.int64, device=values.device)
     if words.numel():

@@ -1,6 +1,6 @@
-"""The rules that the kernels know, and the coefficients of one step of each.
+"""The update rules that the kernels implement, and the coefficients of one step of each.
 
-Coefficients are computed as torch does, mostly in double, and rounded to fp32 here, for the library and the reference
+Coefficients are computed as in torch, mostly in double, and rounded to fp32 here, for the library and the reference
 alike. The structures mirror those of native/shardwell_native.h.
 """
 
@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Like = Literal["cuda", "cuda_fused", "cpu"]
-LIKES: tuple[Like, ...] = ("cuda", "cuda_fused", "cpu")  # each with its number
+LIKES: tuple[Like, ...] = ("cuda", "cuda_fused", "cpu")  # the index is the number in the library
 
 
 class _Numbers(ctypes.Structure):
-    """fp32 fields, and int32 flags."""
+    """A structure of fp32 fields and int32 flags."""
 
 
 class AdamCoefficients(_Numbers):
+    """The coefficients of one step of Adam."""
+
     _fields_: ClassVar = [
         ("beta1", ctypes.c_float),
         ("weight1", ctypes.c_float),
@@ -44,6 +46,8 @@ class AdamCoefficients(_Numbers):
 
 
 class SgdCoefficients(_Numbers):
+    """The coefficients of one step of SGD."""
+
     _fields_: ClassVar = [
         ("rate", ctypes.c_float),
         ("momentum", ctypes.c_float),
@@ -61,6 +65,8 @@ class SgdCoefficients(_Numbers):
 
 
 class AdagradCoefficients(_Numbers):
+    """The coefficients of one step of Adagrad."""
+
     _fields_: ClassVar = [("rate", ctypes.c_float), ("eps", ctypes.c_float), ("coupled", ctypes.c_float)]
     rate: float
     eps: float
@@ -68,6 +74,8 @@ class AdagradCoefficients(_Numbers):
 
 
 class LionCoefficients(_Numbers):
+    """The coefficients of one step of Lion."""
+
     _fields_: ClassVar = [
         ("weight1", ctypes.c_float),
         ("weight2", ctypes.c_float),
@@ -84,8 +92,9 @@ class LionCoefficients(_Numbers):
 class AdamRule:
     """Adam in torch's formulation; AdamW if the weight decay is decoupled. State: first and second moment.
 
-    torch itself rounds in three ways, and `like` says whose bits to give: those of its foreach operations on CUDA (the
-    default there), of its fused kernel there, whose coefficients are less exact, or of its operations on the CPU.
+    torch itself rounds in three ways, and `like` selects whose bits to reproduce: those of its foreach operations on
+    CUDA (the default there), of its fused kernel there, whose coefficients are less exact, or of its operations on the
+    CPU.
     """
 
     lr: float
@@ -101,6 +110,7 @@ class AdamRule:
         return 2
 
     def numbers(self) -> AdamCoefficients:
+        """Return the coefficients of the step."""
         beta1, beta2 = self.betas
         numbers = AdamCoefficients(
             beta1=beta1,
@@ -128,7 +138,7 @@ def _fp32(value: float) -> float:
 
 @dataclass(frozen=True)
 class SgdRule:
-    """SGD. State: the momentum, if there is one; `first` says that it holds nothing yet."""
+    """SGD. State: the momentum, if there is one; `first` means that it holds nothing yet."""
 
     lr: float
     momentum: float = 0.0
@@ -142,6 +152,7 @@ class SgdRule:
         return 1 if self.momentum else 0
 
     def numbers(self) -> SgdCoefficients:
+        """Return the coefficients of the step."""
         return SgdCoefficients(
             rate=-self.lr,
             momentum=self.momentum,
@@ -167,13 +178,14 @@ class AdagradRule:
         return 1
 
     def numbers(self) -> AdagradCoefficients:
+        """Return the coefficients of the step."""
         rate = -self.lr / (1 + (self.step - 1) * self.lr_decay)
         return AdagradCoefficients(rate=rate, eps=self.eps, coupled=self.weight_decay)
 
 
 @dataclass(frozen=True)
 class LionRule:
-    """Lion, as `shardwell.optim.lion`. State: the momentum."""
+    """Lion, as in `shardwell.optim.lion`. State: the momentum."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.99)
@@ -184,6 +196,7 @@ class LionRule:
         return 1
 
     def numbers(self) -> LionCoefficients:
+        """Return the coefficients of the step."""
         beta1, beta2 = self.betas
         return LionCoefficients(
             weight1=1 - beta1, weight2=1 - beta2, rate=-self.lr, decay=1 - self.lr * self.weight_decay

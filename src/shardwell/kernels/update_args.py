@@ -1,4 +1,4 @@
-"""What one call reads and writes: 1-D tensors in host memory, checked when they are put together."""
+"""The arguments of one kernel call: 1-D tensors in host memory, checked when they are put together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIXTEEN = (torch.bfloat16, torch.float16)
 
 
 class SplitMaster(NamedTuple):
-    """An fp32 master as `shardwell.kernels.rounding.split` leaves it."""
+    """Fp32 master weights as bf16 plus remainder, as `shardwell.kernels.rounding.split` writes them."""
 
     high: Tensor  # bf16
     low: Tensor  # int16
@@ -24,16 +24,16 @@ class SplitMaster(NamedTuple):
 
 @dataclass(frozen=True)
 class Moments8bitArgs:
-    """Adam's moments in 8 bits: a code for each element, an exponent for each block of 256. Zeros are zero.
+    """Adam's moments in 8 bits: a code for each element, an exponent for each block of 256. Zeros stay zero.
 
-    With M the greatest first and V the greatest second moment of a block, what is stored is off by at most
+    With M the greatest first and V the greatest second moment of a block, the stored value is off by at most
 
         first moment m     |m| / 8 + M / 2^17
         second moment v    v / 8, or up to V / 2^30 where v is smaller than that
 
-    and right on average: numbers are rounded up or down at random, in proportion, by a hash of the stretch's seed and
-    the element's place. A second moment that is too small for its block is stored as the least that is not: steps
-    become smaller by that, never larger. A NaN or an infinity spoils its block.
+    and is right on average: values are rounded up or down at random, in proportion, by a hash of the call's seed and
+    the element's index. A second moment that is too small for its block is stored as the least value that is not, which
+    makes steps smaller, never larger. A NaN or an infinity invalidates its block.
     """
 
     codes: tuple[Tensor, Tensor]  # uint8
@@ -51,7 +51,7 @@ class Moments8bitArgs:
 
 
 class OutOfPlaceState(NamedTuple):
-    """Where an update goes if not in place: other memory, in the form of the old master and state."""
+    """The memory for an update that is not in place, in the form of the old master weights and state."""
 
     master: Tensor | SplitMaster
     state: tuple[Tensor, ...] | Moments8bitArgs = ()
@@ -59,11 +59,11 @@ class OutOfPlaceState(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateArgs:
-    """Elements to update.
+    """The elements of one update.
 
-    The gradient is multiplied by `factor`. Master and state are updated in place; with `new`, they are only read, and
-    that is written. The new parameter is written to `out` in 16 bits as well: bf16 rounds like `rounding.py`, fp16
-    like torch. `seed` is that of the rounding of 8-bit moments; give each step its own.
+    The gradient is multiplied by `factor`. Master weights and state are updated in place; with `new` they are only
+    read, and `new` is written. The new parameter is also written to `out` in 16 bits: bf16 is rounded like
+    `rounding.py`, fp16 like torch. `seed` is that of the rounding of 8-bit moments and must differ from step to step.
     """
 
     gradient: Tensor
@@ -114,7 +114,7 @@ def _form(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitA
 
 
 def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
-    """Refuse what a kernel cannot take."""
+    """Raise if a kernel cannot take the tensor."""
     expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise ShardwellError(

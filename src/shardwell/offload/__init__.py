@@ -1,1 +1,1 @@
-"""ZeRO-Offload and ZeRO-Infinity: everything that is stored below the device, in host memory or on NVMe drives."""
+"""ZeRO-Offload and ZeRO-Infinity: everything that is stored below the device, in host memory or on NVMe disks."""

@@ -1,4 +1,4 @@
-"""Which cores do the updates on the host: those near this rank's GPU, less two for launching and loading data."""
+"""The cores that do the updates on the host: those near this rank's GPU, less two for launching and loading data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEFT = 2  # for the thread that launches, and for a data loader
 
 
 def allowed_cores() -> list[int]:
-    """That this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -22,9 +22,9 @@ def allowed_cores() -> list[int]:
 def update_cores(
     rank: int, buses: Sequence[str], allowed: Sequence[int] | None = None, system: Path = _SYSTEM
 ) -> list[int]:
-    """For a rank of this machine; `buses` are the PCI addresses of the GPUs of all its ranks.
+    """Return the cores of a rank of this machine; `buses` are the PCI addresses of the GPUs of all its ranks.
 
-    Ranks whose GPUs hang on the same memory node share its cores. What the system does not tell counts as one node.
+    Ranks whose GPUs are on the same NUMA node share its cores. What the system does not report counts as one node.
     """
     cores = list(allowed_cores() if allowed is None else allowed)
     nodes = [_node_of(bus, system) for bus in buses]
@@ -38,7 +38,7 @@ def update_cores(
 
 
 def _node_of(bus: str, system: Path) -> int:
-    """-1 if that is not known."""
+    """Return the NUMA node of a GPU; -1 if it is not known."""
     try:
         return int((system / "bus/pci/devices" / bus.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -57,6 +57,6 @@ def _cores_of(node: int, system: Path) -> set[int]:
 
 
 def stay_on(cores: Sequence[int]) -> None:
-    """Keep the calling thread, and those that it starts, on some cores."""
+    """Keep the calling thread, and the threads that it starts, on some cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

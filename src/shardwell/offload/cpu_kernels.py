@@ -14,7 +14,7 @@ from shardwell import kernels
 from shardwell.errors import ShardwellError
 from shardwell.optim.lion import Lion
 
-Options = dict[str, Any]  # of a parameter group
+Options = dict[str, Any]  # hyperparameters of a parameter group
 Born = Callable[[Tensor, Options], dict[str, Any]]
 RuleOf = Callable[[Options, dict[str, Any]], kernels.Rule]
 
@@ -23,24 +23,24 @@ _NOT_THERE = ("amsgrad", "maximize", "differentiable")
 
 @dataclass(frozen=True)
 class HostKernel:
-    """One kind of optimizer."""
+    """The host kernel of one type of optimizer."""
 
     keys: tuple[str, ...]  # of the state, in the order that the rule takes
-    rule: RuleOf  # of the step that comes
-    birth: Born  # the state before the first step
+    rule: RuleOf  # of the next step
+    birth: Born  # returns the state before the first step
     threads: int = 1
-    eight_bits: bool = False  # of Adam's moments
-    beside_gpu: bool = False  # whose torch would round otherwise than that of the CPU
+    eight_bits: bool = False  # Adam's moments are 8-bit
+    beside_gpu: bool = False  # there is a GPU, on which torch rounds differently from the CPU
 
     def born(self, master: Tensor, options: Options) -> dict[str, Any]:
-        """The state before the first step."""
+        """Return the state before the first step."""
         if not self.eight_bits:
             return self.birth(master, options)
         zeros = {key: kernels.Moment8bit.zeros(master.numel(), is_second=key == _MOMENTS[1]) for key in _MOMENTS}
         return {"step": torch.tensor(0.0, device="cpu"), **zeros}
 
     def packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """State as it is kept here, from state as torch keeps it."""
+        """Convert state from torch's format to the format that is kept here."""
         if not self.eight_bits:
             return state
         kept = {
@@ -58,9 +58,9 @@ class HostKernel:
         target: UpdateTarget,
         span: slice = slice(None),
     ) -> None:
-        """Compute one step over a stretch of masters, or a span of it; `advance` makes it count."""
+        """Compute one step over a slice of master weights, or a span of it; `advance` counts the step."""
         rule, spare, out = self._rule(target.options, state), target.new, target.out[span]
-        if isinstance(master, kernels.SplitMaster):  # the upper half is the parameter
+        if isinstance(master, kernels.SplitMaster):  # the bf16 part is the parameter
             halves = kernels.SplitMaster(master.high[span], master.low[span])
             kept, seed = self._kept(state, span), _seed(state, span)
             kernels.update(
@@ -77,7 +77,7 @@ class HostKernel:
             out.copy_(stepped)
 
     def _rule(self, options: Options, state: dict[str, Any]) -> kernels.Rule:
-        """With the bits that torch's optimizer would give on the device."""
+        """Return the rule that gives the bits that torch's optimizer would give on the device."""
         rule = self.rule(options, state)
         if not isinstance(rule, kernels.AdamRule) or not self.beside_gpu:
             return rule
@@ -99,13 +99,13 @@ class HostKernel:
 
 
 def _seed(state: dict[str, Any], span: slice) -> int:
-    """Of rounding: another one for each step and each part of a stretch."""
+    """Return the seed of the rounding: a different one for each step and each part of a slice."""
     return int(state.get("step", 0)) + (span.start or 0)
 
 
 @dataclass(frozen=True)
 class SpareState:
-    """Memory like that of a stretch of masters and of its state."""
+    """Memory like that of a slice of master weights and of its state."""
 
     master: Tensor
     state: dict[str, Any]
@@ -113,18 +113,18 @@ class SpareState:
 
 @dataclass(frozen=True)
 class UpdateTarget:
-    """How a step is taken, and where it goes."""
+    """The hyperparameters of a step, and where its results are written."""
 
     options: Options
     factor: float  # of the gradient
     out: Tensor  # new parameters, in the compute dtype
-    new: SpareState | None = None  # new masters and state; None: in place
+    new: SpareState | None = None  # new master weights and state; None: in place
 
 
 def kernel_for(
     inner: Optimizer, threads: int, *, eight_bits: bool = False, beside_gpu: bool = False
 ) -> HostKernel | None:
-    """How to step on the host what `inner` steps; None if that is not known."""
+    """Return the kernel that steps on the host what `inner` steps; None if there is none."""
     if eight_bits and not isinstance(inner, torch.optim.Adam):
         raise ShardwellError(
             f'shardwell.moments "8bit" is for Adam and AdamW; the optimizer is {type(inner).__name__}: use "fp32"'

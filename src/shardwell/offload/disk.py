@@ -1,8 +1,8 @@
-"""The disk tier: bytes that rest on one or several drives, and come and go beside the caller.
+"""The disk tier: bytes that are stored on one or several NVMe disks, with asynchronous reads and writes.
 
-An extent is a stretch of the tier, striped over the paths. Reads and writes go straight between the drives and host
-memory, around the page cache, many blocks at once. Two transfers of the same bytes are in no order: whoever reads what
-is still being written waits for the ticket first.
+An extent is a contiguous range of the tier, striped over the paths. Reads and writes go directly between the disks and
+host memory, bypass the page cache, and have many blocks in flight. Two transfers of the same bytes are not ordered: a
+reader of bytes that are still being written must wait for the write first.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Tell = Callable[[ShardwellError], object]
 
 @dataclass(frozen=True)
 class FileRegion:
-    """Where the stripes of an extent lie that are in one file."""
+    """The part of an extent that is in one file."""
 
-    lane: int  # the number of the file
+    lane: int  # the index of the file
     offset: int
     size: int
 
 
 @dataclass(frozen=True, eq=False)
 class DiskExtent:
-    """A stretch of the tier. Stripe number i is in region i % len(regions), behind those before it."""
+    """A range of the tier. Stripe i is in region i % len(regions), after the earlier stripes of that region."""
 
     num_bytes: int
     stripe: int
     regions: tuple[FileRegion, ...]
 
     def places(self, start: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """(lane, offset in its file, offset in memory, size) of the pieces of a stretch, in order."""
+        """Yield (file index, offset in the file, offset in memory, size) of the pieces of a range, in order."""
         end = start + size
         while start < end:
             stripe, inside = divmod(start, self.stripe)
@@ -61,7 +61,7 @@ class DiskExtent:
 
 
 class DiskTransfer:
-    """A read or write on its way. The memory must not be touched until it is done."""
+    """A read or write in flight. The memory must not be touched until it is done."""
 
     def __init__(
         self,
@@ -73,14 +73,15 @@ class DiskTransfer:
     ) -> None:
         self.extent = extent
         self._tell = tell
-        self._about = about  # what `check` needs to tell what went wrong
-        self._memory: Tensor | None = memory  # stays alive as long as the drives work on it
+        self._about = about  # the arguments of `check`, for the error message
+        self._memory: Tensor | None = memory  # stays alive as long as the disks access it
         self._request: IoRequest | None = request
         self._outcome: IoOutcome | None = None
         self._is_stuck = False
 
     @property
     def is_done(self) -> bool:
+        """Whether it has ended, successfully or not."""
         request = self._request
         if request is not None:
             self._note(request.wait(0))
@@ -88,29 +89,31 @@ class DiskTransfer:
 
     @property
     def has_passed(self) -> bool:
+        """The same as `is_done`, as a task handle has it."""
         return self.is_done
 
     @property
     def has_succeeded(self) -> bool:
+        """Whether it has ended without an error."""
         return self.is_done and self._outcome is not None and not self._outcome.error
 
     @property
     def seconds(self) -> float:
-        """From when it was asked for until it was done; 0 if it is not."""
+        """The seconds from the request to its end; 0 if it has not ended."""
         return self._outcome.seconds if self.is_done and self._outcome is not None else 0.0
 
     def synchronize(self) -> None:
-        """Block until it is done, well or not."""
+        """Block until it is done, successfully or not."""
         self.end()
 
     def wait(self) -> None:
-        """Block until it is done; raises a ShardwellError if it failed, or if the drives have stopped answering."""
+        """Block until it is done. Raise a ShardwellError if it failed, or if the disks have stopped answering."""
         self.end()
         with _told(self._tell):
             check(self._outcome or IoOutcome(False, 0), *self._about)
 
     def end(self) -> bool:
-        """Block until it is done, well or not; False if the drives have stopped answering."""
+        """Block until it is done, successfully or not. Return False if the disks have stopped answering."""
         request = self._request
         if request is not None and not self._is_stuck:
             outcome = settle(request, self._about[3])
@@ -120,16 +123,16 @@ class DiskTransfer:
 
     def _note(self, outcome: IoOutcome) -> None:
         if outcome.is_done:
-            self._outcome = outcome  # first: another thread may look
+            self._outcome = outcome  # first: another thread may read it
             self._request = self._memory = None
 
 
 class DiskTier:
-    """Files of this process alone, one on each path; they are gone when it ends, however it ends."""
+    """Private files of this process, one on each path. They are removed when the process ends, however it ends."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], settings: AioSettings | None = None) -> None:
         self.settings = settings or AioSettings()
-        self.tell: Tell | None = None  # whom to tell of errors before they go up, on any thread
+        self.tell: Tell | None = None  # is called with an error before it is raised, on any thread
         self.paths = tuple(Path(path) for path in paths)
         if not self.paths:
             raise ShardwellError("the disk tier has no path; name a directory on a local drive")
@@ -150,16 +153,16 @@ class DiskTier:
 
     @property
     def num_bytes(self) -> int:
-        """Reserved on the disks."""
+        """The bytes that are reserved on the disks."""
         return sum(file.size for file in self._files)
 
     @property
     def is_direct(self) -> bool:
-        """No path goes through the page cache."""
+        """Whether all paths bypass the page cache."""
         return all(file.is_direct for file in self._files)
 
     def allocate(self, num_bytes: int) -> DiskExtent:
-        """Space for so many bytes, reserved, not filled. A full disk is an error that changes nothing."""
+        """Reserve space for that many bytes, without filling it. A full disk raises an error and changes nothing."""
         if num_bytes < 0:
             raise ShardwellError(f"an extent of {num_bytes} bytes; expected 0 or more")
         with self._lock:
@@ -180,18 +183,18 @@ class DiskTier:
             return extent
 
     def read(self, extent: DiskExtent, start: int, memory: Tensor, *, urgent: bool = False) -> DiskTransfer:
-        """Begin to fill `memory` with what the extent holds from byte `start` on; what is urgent comes first."""
+        """Start to read the extent from byte `start` on into `memory`. Urgent reads have precedence."""
         return self._begin(False, extent, start, memory, urgent)
 
     def write(self, extent: DiskExtent, start: int, memory: Tensor) -> DiskTransfer:
-        """Begin to keep `memory` in the extent, from byte `start` on.
+        """Start to write `memory` to the extent, from byte `start` on.
 
-        Its size must be a multiple of SECTOR unless it ends where the extent does: drives write whole sectors.
+        The size must be a multiple of SECTOR unless it ends where the extent does, because disks write full sectors.
         """
         return self._begin(True, extent, start, memory)
 
     def free(self, extent: DiskExtent) -> None:
-        """Take an extent back, once its transfers have ended."""
+        """Free an extent, once its transfers have ended."""
         with self._lock:
             self._check_extent(extent)
             if not all(transfer.end() for transfer in self._pending if transfer.extent is extent):
@@ -200,7 +203,7 @@ class DiskTier:
             self._give(extent.regions)
 
     def close(self) -> None:
-        """Wait for what is on its way, and give everything back to the disks."""
+        """Wait for transfers in flight, and free all space."""
         with self._lock:
             self._extents.clear()
             self._finalizer()
@@ -258,7 +261,7 @@ def _told(tell: Tell | None) -> Iterator[None]:
 
 
 def _share(num_bytes: int, stripe: int, place: int, num_places: int) -> int:
-    """The bytes of an extent, in whole sectors, that one of its regions holds."""
+    """Return the bytes of an extent, in full sectors, that one of its regions holds."""
     num_stripes = -(-num_bytes // stripe)
     share = max(0, -((place - num_stripes) // num_places)) * stripe
     is_last = num_stripes > 0 and (num_stripes - 1) % num_places == place
@@ -266,7 +269,7 @@ def _share(num_bytes: int, stripe: int, place: int, num_places: int) -> int:
 
 
 def _check(is_write: bool, extent: DiskExtent, start: int, memory: Tensor) -> int:
-    """The size of a transfer; raises if the drives cannot do it."""
+    """Return the size of a transfer; raise if the disks cannot do it."""
     size = memory.numel() * memory.element_size()
     end = start + size
     if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -286,7 +289,7 @@ def _check(is_write: bool, extent: DiskExtent, start: int, memory: Tensor) -> in
     return size
 
 
-_left: list[object] = []  # drives that wake up again may still write to the memory of transfers
+_left: list[object] = []  # disks that answer again may still write to the memory of transfers
 
 
 def _shut(process: int, queue: IoQueue, files: list[DiskFile], pending: deque[DiskTransfer]) -> None:

@@ -1,8 +1,8 @@
-"""A file that no one else can open and that leaves nothing behind, with its space handed out in regions.
+"""A file that no other process can open and that leaves nothing behind, with space that is allocated in regions.
 
-The file has no name (O_TMPFILE; where the file system cannot do that, the name is removed at once), so its bytes are
-gone with the process, however it ends. Space is reserved before it is promised: a full disk is an error here, and not
-in the middle of a step.
+The file has no name (O_TMPFILE; where the file system does not support that, the name is removed immediately), so its
+bytes are freed with the process, however it ends. Space is reserved before it is handed out: a full disk is an error
+here, and not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwell.kernels.io import ENDED_EARLY, SECTOR
 from shardwell.memory.statistics import human
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
-_NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # what systems say that lack O_TMPFILE
+_NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # errors of systems that lack O_TMPFILE
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV)
 _FULL = "free space there, or add a path on another drive"
 _REMEDIES = {
@@ -38,7 +38,7 @@ _LOOK = "look for the drive in the kernel's log (dmesg), and use another path"
 
 
 def disk_error(path: Path, doing: str, error: int) -> ShardwellError:
-    """What went wrong where, what is free there, and what to do."""
+    """Return an error that says what failed where, what is free there, and what to do."""
     reason = "fewer bytes moved than were asked for" if error == ENDED_EARLY else os.strerror(error)
     free = free_bytes(path)
     found = "what is free there cannot be told" if free is None else f"{human(free)} are free there"
@@ -46,7 +46,7 @@ def disk_error(path: Path, doing: str, error: int) -> ShardwellError:
 
 
 def free_bytes(path: Path) -> int | None:
-    """What this user may still write; None if the path does not answer."""
+    """Return the bytes that this user may still write; None if the path does not answer."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -55,15 +55,15 @@ def free_bytes(path: Path) -> int | None:
 
 
 class DiskFile:
-    """One file in a directory. Regions are aligned to SECTOR, and what is freed is handed out again."""
+    """One file in a directory. Regions are aligned to SECTOR, and freed regions are reused."""
 
     descriptor: int
-    is_direct: bool  # reads and writes go around the page cache
+    is_direct: bool  # reads and writes bypass the page cache
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
         self.size = 0
-        self._vacant: list[tuple[int, int]] = []  # (offset, size), sorted; none touches another or the end
+        self._vacant: list[tuple[int, int]] = []  # (offset, size), sorted; no region touches another or the end
         try:
             self.descriptor = _open_unnamed(self.path)
         except OSError as error:
@@ -72,7 +72,7 @@ class DiskFile:
         _tell(self.path, self.is_direct)
 
     def take(self, size: int) -> int:
-        """The offset of a region of so many bytes, which the disk has reserved."""
+        """Return the offset of a region of that many bytes, which the disk has reserved."""
         size = rounded(size)
         fitting = [(length, offset) for offset, length in self._vacant if length >= size]
         if fitting:
@@ -86,7 +86,7 @@ class DiskFile:
         return offset
 
     def give(self, offset: int, size: int) -> None:
-        """Takes a region back. What is free at the end is returned to the disk."""
+        """Free a region. Free space at the end of the file is returned to the disk."""
         size = rounded(size)
         if size == 0:
             return
@@ -98,13 +98,13 @@ class DiskFile:
                 merged.append((start, length))
         if sum(merged[-1]) == self.size:
             self.size, _ = merged.pop()
-            with contextlib.suppress(OSError):  # it is only not given back yet
+            with contextlib.suppress(OSError):  # the space is only returned later
                 os.ftruncate(self.descriptor, self.size)
         self._vacant = merged
 
     def close(self) -> None:
         if self.descriptor >= 0:
-            with contextlib.suppress(OSError):  # its bytes are of no use to anyone
+            with contextlib.suppress(OSError):  # the contents are not needed
                 os.close(self.descriptor)
             self.descriptor = -1
 
@@ -112,7 +112,7 @@ class DiskFile:
         more = size - self.size
         doing = f"reserving {human(more)}"
         free = free_bytes(self.path)
-        if free is not None and more > free:  # the system would fill the disk before it says so
+        if free is not None and more > free:  # the system would fill the disk before it reports the error
             raise disk_error(self.path, doing, errno.ENOSPC)
         try:
             os.posix_fallocate(self.descriptor, self.size, more)
@@ -129,7 +129,7 @@ class DiskFile:
 
 
 def rounded(size: int) -> int:
-    """Up to whole sectors."""
+    """Round a size up to full sectors."""
     return -(-size // SECTOR) * SECTOR
 
 
@@ -162,7 +162,7 @@ _told: set[Path] = set()
 
 
 def _tell(path: Path, is_direct: bool) -> None:
-    """What is odd about a path, once."""
+    """Warn once about a path that is in memory or cannot bypass the page cache."""
     kind = file_system(path)
     if path in _told or (is_direct and kind not in _MEMORY_FILE_SYSTEMS):
         return
@@ -177,7 +177,7 @@ def _tell(path: Path, is_direct: bool) -> None:
 
 
 def file_system(path: Path) -> str:
-    """Its kind, as the kernel calls it."""
+    """Return the type of a path's file system, as the kernel names it."""
     try:
         device = os.stat(path).st_dev
         name = f"{os.major(device)}:{os.minor(device)}"

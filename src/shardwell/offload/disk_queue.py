@@ -1,7 +1,7 @@
-"""Who moves the bytes of the disk tier: io_uring, threads of the compiled library, or threads of Python.
+"""The engine that moves the bytes of the disk tier: io_uring, threads of the compiled library, or threads of Python.
 
-Which is the fastest depends on kernel, drive and cores, so it is measured, once for each set of paths. SHARDWELL_IO
-(io_uring, threads, python) decides instead.
+Which one is the fastest depends on kernel, disk and cores, so it is measured, once for each set of paths. The
+environment variable SHARDWELL_IO (io_uring, threads, python) overrides the measurement.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from shardwell.memory.statistics import human
 from shardwell.offload.disk_file import DiskFile, disk_error, free_bytes, rounded
 
 ENGINES = ("io_uring", "threads", "python")
-JOBS = ("read", "write", "mixed")  # the last: as many reads as writes, at once
+JOBS = ("read", "write", "mixed")  # mixed: as many reads as writes, at the same time
 _MAX_THREADS = 64  # for each path
 _LARGEST_BLOCK = 1 << 30
 _HUGE_PAGE = 2 << 20
 _TRIAL_BYTES = 64 << 20
 _MARGIN = 1.05
-_TICK = 200  # ms after which Python looks at signals and at the clock
+_TICK = 200  # ms after which Python checks signals and the clock
 
 
 @dataclass(frozen=True)
 class AioSettings:
-    """The keys of the `aio` block, and what the block does not have."""
+    """The keys of the `aio` block, and settings that the block does not have."""
 
     block_size: int = 1 << 20  # bytes of one read or write, and of a stripe
-    queue_depth: int = 8  # blocks in flight at once, for each path
+    queue_depth: int = 8  # blocks in flight, for each path
     intra_op_parallelism: int = 1  # rings with queue_depth blocks each; threads: times queue_depth
-    single_submit: bool = False  # io_uring: a system call for each block, not for as many as there are
-    overlap_events: bool = True  # io_uring: a new block for each one that ends; else all in flight end first
+    single_submit: bool = False  # io_uring: one system call for each block, not for as many as there are
+    overlap_events: bool = True  # io_uring: submit a block for each one that ends; else all in flight end first
     engine: str = "auto"  # or one of ENGINES
-    patience: float = 300.0  # seconds in which not one block ends, until that is an error
+    patience: float = 300.0  # seconds without the end of any block, until that is an error
 
     def __post_init__(self) -> None:
         if self.block_size % SECTOR or not SECTOR <= self.block_size <= _LARGEST_BLOCK:
@@ -65,34 +65,34 @@ class AioSettings:
 
 @dataclass(frozen=True)
 class IoEngineChoice:
-    """An engine, and why it is the one."""
+    """An engine, and the reason for it."""
 
     engine: str
     why: str
 
 
 def aligned(num_bytes: int, device: Device | None = None) -> Tensor:
-    """Host memory that a drive, and a GPU if it is named, can copy to and from: bytes, not filled.
+    """Return uninitialised bytes of host memory that a disk, and `device` if it is given, can copy to and from.
 
-    The address is a multiple of SECTOR. Large memory is asked for in huge pages: the system pins every page for every
-    transfer, and with small ones spends three times the processor time on it.
+    The address is a multiple of SECTOR. Large memory uses huge pages: the system pins every page for every transfer,
+    and with small pages spends three times the processor time on it.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     page = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else SECTOR
     mapped = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if page == _HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     if device is not None:
-        device.pin(memory)  # all of it: torch asks by the start of the storage
+        device.pin(memory)  # all of it: torch looks pinned memory up by the start of the storage
     start = -memory.data_ptr() % page
     return memory[start : start + num_bytes]
 
 
 def unusable() -> dict[str, str]:
-    """The engines that cannot run here, and why."""
+    """Return the engines that cannot run here, with the reason."""
     try:
         error = IoLibrary().uring_error()
     except UnusableLibraryError as problem:
@@ -101,7 +101,7 @@ def unusable() -> dict[str, str]:
 
 
 def open_queue(engine: str, num_paths: int, settings: AioSettings) -> IoQueue:
-    """A lane for each path."""
+    """Open a queue that has one file index (`lane`) for each path."""
     parallelism, depth = settings.intra_op_parallelism, settings.queue_depth
     if engine != "io_uring":
         depth, parallelism = min(depth * parallelism, _MAX_THREADS), 1
@@ -120,7 +120,7 @@ def open_queue(engine: str, num_paths: int, settings: AioSettings) -> IoQueue:
 
 
 def settle(request: IoRequest, patience: float) -> IoOutcome:
-    """How a request ended, or how it stands once the queue has stood still for so long."""
+    """Return how a request ended, or its state once the queue has made no progress for `patience` seconds."""
     outcome = request.wait(0)
     moved = time.monotonic()
     while not outcome.is_done:
@@ -133,13 +133,13 @@ def settle(request: IoRequest, patience: float) -> IoOutcome:
     return outcome
 
 
-Job = dict[bool, Sequence[IoPart]]  # what is written, and what is not but read, at once
-Speeds = Mapping[str, float]  # bytes a second, by the name of a job
+Job = dict[bool, Sequence[IoPart]]  # the parts that are written (True) and read (False) at the same time
+Speeds = Mapping[str, float]  # bytes per second, by the name of a job
 _choices: dict[tuple[object, ...], IoEngineChoice] = {}
 
 
 def choose(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
-    """The engine that was asked for, or the fastest one."""
+    """Return the engine that was asked for, or the fastest one."""
     wish, source = settings.engine, "engine"
     if wish == "auto" and (named := os.environ.get("SHARDWELL_IO")):
         wish, source = named, "SHARDWELL_IO"
@@ -168,11 +168,15 @@ def _faster(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
 
 
 def fastest(speeds: Mapping[str, Speeds]) -> str:
-    """For reads and writes at once, as in training. io_uring costs the processor less: others must be well ahead."""
+    """Return the fastest engine for simultaneous reads and writes, as in training.
+
+    io_uring needs less processor time, so another engine must be faster by a margin.
+    """
     return max(speeds, key=lambda engine: speeds[engine]["mixed"] * (_MARGIN if engine == "io_uring" else 1.0))
 
 
 def told(speeds: Speeds) -> str:
+    """Return the speeds as text, in GB/s."""
     return ", ".join(f"{job} {speed / 1e9:.2f}" for job, speed in speeds.items()) + " GB/s"
 
 
@@ -184,10 +188,10 @@ def measure(
     jobs: Sequence[str] = JOBS,
     rounds: int = 3,
 ) -> dict[str, dict[str, float]]:
-    """Bytes a second of each engine and job, the best of some rounds in turn: so many bytes to and from each path."""
+    """Measure the bytes per second of each engine and job, over `num_bytes` for each path; the best round counts."""
     size = max(rounded(num_bytes), settings.block_size)
     memory = aligned(size * len(paths))
-    memory.view(torch.int64).random_(generator=torch.Generator())  # some drives know zeros, and have no work with them
+    memory.view(torch.int64).random_(generator=torch.Generator())  # some disks detect zeros and store nothing
     files: list[DiskFile] = []
     try:
         for path in paths:
@@ -197,7 +201,7 @@ def measure(
             IoPart(0, memory.data_ptr() + lane * size, size, file.descriptor, lane) for lane, file in enumerate(files)
         ]
         all_jobs: dict[str, Job] = {"read": {False: parts}, "write": {True: parts}, "mixed": _halves(parts)}
-        _time(engines[0], all_jobs["write"], files, settings)  # the first write to new space costs more than the others
+        _time(engines[0], all_jobs["write"], files, settings)  # the first write to new space costs more than later ones
         best = {engine: dict.fromkeys(jobs, 0.0) for engine in engines}
         for _ in range(rounds):
             for engine, job in itertools.product(engines, jobs):
@@ -210,7 +214,7 @@ def measure(
 
 
 def _halves(parts: Sequence[IoPart]) -> Job:
-    """The first half of each part is read, the rest is written."""
+    """Split each part: the first half is read, the rest is written."""
     reads = [part._replace(size=rounded(part.size // 2)) for part in parts]
     writes = [
         IoPart(whole.offset + half.size, whole.address + half.size, whole.size - half.size, whole.file, whole.lane)
@@ -225,7 +229,7 @@ def _time(engine: str, job: Job, files: Sequence[DiskFile], settings: AioSetting
     requests = {is_write: queue.submit(is_write, parts) for is_write, parts in job.items()}
     outcomes = {is_write: settle(request, settings.patience) for is_write, request in requests.items()}
     seconds = time.perf_counter() - begin
-    if all(outcome.is_done for outcome in outcomes.values()):  # else threads hang in the system, and closing would too
+    if all(outcome.is_done for outcome in outcomes.values()):  # else threads hang in the system, and so would close()
         queue.close()
     for is_write, outcome in outcomes.items():
         check(outcome, is_write, job[is_write], [file.path for file in files], settings.patience)
@@ -233,7 +237,7 @@ def _time(engine: str, job: Job, files: Sequence[DiskFile], settings: AioSetting
 
 
 def check(outcome: IoOutcome, is_write: bool, parts: Sequence[IoPart], paths: Sequence[Path], patience: float) -> None:
-    """Raises if a request did not end well."""
+    """Raise if a request did not end successfully."""
     verb = "writing" if is_write else "reading"
     if not outcome.is_done:
         where = ", ".join(str(paths[lane]) for lane in sorted({part.lane for part in parts}))

@@ -1,9 +1,9 @@
-"""Updating ahead of the norm: units whose row does not wait are stepped while backward still runs.
+"""Updates before the norm: units whose spec does not wait for the norm are stepped while backward still runs.
 
-*At once*: the update is final, and the gradients are freed. *Shadow*: what it overwrites is kept until the norm shows
-that nothing was clipped and everything was finite; otherwise the unit goes back to its untouched old state and is
-stepped again with the factor. Both give the bits that a step after the norm gives, because it is the same step. Until
-then nobody sees a shadow: who looks at the unit, or changes something of it, takes its update back first.
+*At once*: the update is final, and the gradients are freed. *Shadow* (speculation): what the update overwrites is kept
+until the norm shows that nothing was clipped and everything was finite; otherwise the unit returns to its untouched old
+state and is stepped again with the factor. Both give the bits of a step after the norm, because it is the same step.
+Until then a speculative update is invisible: code that reads or changes the unit revokes the update first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwell.sharding.spec import CommitPolicy
 
 
 class InlineSpeculativeState:
-    """The masters of some shards, and their optimizer state, as they were."""
+    """A copy of the master weights of some shards, and of their optimizer state, before a speculative update."""
 
     def __init__(self, shards: list[ParamSlice], states: dict[Tensor, Any]) -> None:
         self._groups = {shard.group for shard in shards}
@@ -44,6 +44,7 @@ class InlineSpeculativeState:
             yield
 
     def restore(self, states: dict[Tensor, Any]) -> None:
+        """Write the copies back."""
         with self._opened(changes=True):
             for tensor, before in self._masters:
                 tensor.copy_(before)
@@ -55,14 +56,14 @@ class InlineSpeculativeState:
 
 @dataclass(frozen=True)
 class InlineStep:
-    """One unit's update in line before the norm was known."""
+    """The update of one unit on the training thread, before the norm was known."""
 
-    shadow: InlineSpeculativeState | None  # None: it is final
-    options: list[Options]  # that it was done with
+    shadow: InlineSpeculativeState | None  # None: the update is final
+    options: list[Options]  # the hyperparameters that it was done with
 
 
 class EarlyUpdates:
-    """The units that were updated in line before the norm of this boundary was known."""
+    """The units that were updated on the training thread before the norm of this boundary was known."""
 
     def __init__(
         self,
@@ -73,15 +74,15 @@ class EarlyUpdates:
     ) -> None:
         self._inner, self._scratch, self._shards_of, self._update = inner, scratch, shards_of, update
         self._steps: dict[int, InlineStep] = {}  # by unit
-        self.norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: of gradients that are gone, see `norm_of`
+        self.norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: of freed gradients, see `norm_of`
 
     def update(self, unit: Unit) -> None:
-        """Step a unit whose gradients are complete, if its row does not wait for the norm."""
+        """Step a unit whose gradients are complete, if its spec does not wait for the norm."""
         commit = commit_of(unit)
         shards = [shard for shard in self._shards_of(unit) if shard.gradient is not None]
         if commit is CommitPolicy.AFTER_NORM or not shards:
             return
-        self.take_back(unit)  # a gradient came late: what was done was done with too little
+        self.take_back(unit)  # a gradient came late: the update was computed without it
         if unit.index in self._steps:
             raise ShardwellError(
                 f"unit '{unit.name}' got another gradient after its update at once; commit after the norm"
@@ -95,7 +96,7 @@ class EarlyUpdates:
             self._scratch.free(group.gradients.discard_result())
 
     def commit(self, may_step: bool, factor: Tensor | None) -> set[int]:
-        """The norm is known: keep what was done, or take it back. Returns the units that need no further step."""
+        """Keep or revoke the updates, now that the norm is known. Return the units that need no further step."""
         is_clipped = bool(self._steps) and factor is not None and float(factor) < 1.0
         options = hyperparameters_of(self._inner)
         steps, self._steps = self._steps, {}
@@ -106,12 +107,12 @@ class EarlyUpdates:
         return set(steps)
 
     def forget_gradients(self) -> None:
-        """This boundary is over; what did not become final is taken back."""
+        """End this boundary, and revoke the updates that are not final."""
         self.commit(False, None)
         self.norms = {}
 
     def take_back(self, unit: Unit) -> None:
-        """As if a unit had not gone ahead, unless its update is final."""
+        """Revoke a unit's update, unless it is final."""
         step = self._steps.get(unit.index)
         if step is not None and step.shadow is not None:
             del self._steps[unit.index]
@@ -119,17 +120,17 @@ class EarlyUpdates:
 
 
 def commit_of(unit: Unit) -> CommitPolicy:
-    """A unit's policy: that of its groups below the device, if there are any."""
+    """Return the commit policy of a unit: that of its groups below the device, if there are any."""
     commits = {group.row.commit for group in unit.trainable} - {CommitPolicy.AFTER_NORM}
     return next(iter(commits), CommitPolicy.AFTER_NORM)
 
 
 @dataclass(frozen=True)
 class PublishAfter:
-    """An update that no step has published, for who needs the unit: he waits for it, and all ranks are sent it."""
+    """An update that no step has published: code that needs the unit waits for it and publishes it to all ranks."""
 
     unit: Unit
-    arrival: HostPending | None  # None: it was done in line, or on other ranks only
+    arrival: HostPending | None  # None: the update ran on the training thread, or on other ranks only
 
     @property
     def is_done(self) -> bool:
@@ -146,9 +147,9 @@ class PublishAfter:
 
 @dataclass(frozen=True)
 class Revocable:
-    """An update that is not the truth yet, for who needs the unit: he takes it back, and sees what was before.
+    """An update that is not committed yet: code that needs the unit revokes it and sees the values from before.
 
-    A rank can do so alone: nobody was sent anything, and the step comes to the same.
+    A rank can do so alone: nothing was published, and the result of the step is the same.
     """
 
     unit: Unit
@@ -164,7 +165,7 @@ class Revocable:
 
 
 class NothingPending:
-    """Nothing to wait for, in place of an update that other ranks wait for: what follows comes as late as theirs."""
+    """Nothing to wait for, in place of an update of other ranks, so that all ranks defer publishing alike."""
 
     is_done = True
 
@@ -174,15 +175,15 @@ class NothingPending:
 
 
 class UnpublishedUnits:
-    """Units with updates that were begun and not published yet: the same on all ranks."""
+    """The units with updates that have begun and are not published yet. All ranks have the same ones."""
 
     def __init__(self, ways_back: list[Callable[[Unit], None]], habit: AutoCommit) -> None:
-        """`ways_back`: how those who update ahead of the norm take back what is not final."""
+        """`ways_back` are the functions that revoke updates that are not final."""
         self._ways_back, self._habit = ways_back, habit
         self._units: dict[int, Unit] = {}
 
     def begin(self, unit: Unit, arrival: HostPending | None, *, is_complete: bool) -> None:
-        """Gradients of a unit were reduced, and it may have gone ahead of the norm."""
+        """Note that a unit's gradients were reduced, and that it may have been updated before the norm."""
         commit = commit_of(unit)
         if self._habit.watch(unit, arrival, is_complete=is_complete):
             if commit is CommitPolicy.IMMEDIATE:
@@ -195,12 +196,12 @@ class UnpublishedUnits:
             self.add(unit, arrival)
 
     def take_back(self, unit: Unit) -> None:
-        """Somebody looks at a unit before the step: what was done ahead is undone, unless it is final."""
+        """Revoke a unit's early update, unless it is final, because the unit is read before the step."""
         for take_back in self._ways_back:
             take_back(unit)
 
     def add(self, unit: Unit, arrival: HostPending | None) -> None:
-        """An update was begun: whoever looks from now on waits for it, and sees no second copy of what was before."""
+        """Note an update that has begun: reads wait for it, and the secondary shard of old values is dropped."""
         self._note(unit)
         unit.is_ahead = True
         unit.await_update(PublishAfter(unit, arrival))
@@ -211,15 +212,16 @@ class UnpublishedUnits:
         self._units[unit.index] = unit
 
     def remove(self, unit: Unit) -> None:
-        """The caller publishes it now."""
+        """Remove a unit that the caller publishes now."""
         if self._units.pop(unit.index, None) is not None:
             unit.is_ahead = False
             unit.await_update(None)
 
     def give_up(self, end: Callable[[Unit], HostPending | None], *, together: bool) -> None:
-        """No step will publish them any more: `end` says what there is to wait for.
+        """Give up on a step that publishes the units. `end` returns what there is to wait for.
 
-        They are published here, or if other ranks do not come here, by who needs them.
+        With `together` they are published here. Otherwise, because other ranks do not come here, code that needs them
+        does it.
         """
         units, self._units = self._units, {}
         for unit in units.values():

@@ -1,6 +1,7 @@
-"""Gradients on their way down: to where they wait, through slots, or into sums over micro-steps.
+"""Gradients that are copied to the host: to where they wait, through slots, or into sums over micro-steps.
 
-What is updated at once stays on the device until a porter has one of a few pinned slots for it.
+Gradients of units that are updated immediately stay on the device until the copy thread has one of a few pinned slots
+for them.
 """
 
 from __future__ import annotations
@@ -27,52 +28,52 @@ from shardwell.sharding.spec import ReduceAt
 
 _NOW = -1  # more urgent than any unit
 _ALIGNMENT = 64  # bytes
-_NUM_LEAVING = 1  # gradients that are being copied while the next unit's are made
-_SHARE_ABOVE = 1 / 32  # of the device: gradients that may wait there for the host
+_NUM_LEAVING = 1  # gradients that may still be copied while the next unit's are computed
+_SHARE_ABOVE = 1 / 32  # share of device memory for gradients that wait there for the host
 
 
 @dataclass
 class GradientTransfer:
-    """A unit's gradients on their way down."""
+    """A unit's gradients in flight to the host."""
 
-    gradients: dict[ShardedGroup, Tensor]  # 1D: where they are now
-    down: Event = field(default_factory=Event)  # passed when they are in host memory
-    slot: Tensor | None = None  # pinned memory that they lie in, and that is not theirs for good
-    is_above: bool = False  # they are still on the device
-    away: SwappedGradients | None = None  # they are on disk, or on their way there
+    gradients: dict[ShardedGroup, Tensor]  # 1D: where the gradients are now
+    down: Event = field(default_factory=Event)  # passed when the gradients are in host memory
+    slot: Tensor | None = None  # staging memory that the gradients are in
+    is_above: bool = False  # the gradients are still on the device
+    away: SwappedGradients | None = None  # the gradients are on disk, or in flight to it
 
 
 class GradientOffloader:
-    """The gradients of an engine's units that are stepped on the host."""
+    """Copies the gradients of units that are stepped on the host."""
 
     def __init__(self, context: EngineContext, units: list[Unit], worker: Worker, threads: int, num_slots: int) -> None:
         self._context, self._worker, self._threads = context, worker, threads
-        self._parcels: dict[int, GradientTransfer] = {}  # by unit: gradients that nobody took yet
-        self._leaving: deque[tuple[Event | TaskHandle, Tensor]] = deque()  # device memory that is still read
+        self._parcels: dict[int, GradientTransfer] = {}  # by unit: gradients that no update has taken yet
+        self._leaving: deque[tuple[Event | TaskHandle, Tensor]] = deque()  # device memory that copies still read
         self.pinned = PinnedAllocator(context.device, context.account)
         self.largest = max(
             sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
         )
-        self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to bring down before they are updated
+        self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to copy to the host before they are updated
         self._porter = Worker("shardwell porter", gate=self._ahead)
         self._above = ByteThrottle(max(2 * self.largest, int(_SHARE_ABOVE * context.device.capacity_bytes())))
-        self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the porter
-        self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: what is to be added
+        self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the copy thread
+        self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: gradients to be added
         self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait
-        self._totals: dict[ShardedGroup, Tensor] = {}  # gradients of several micro-steps, added up
-        self._adding: dict[ShardedGroup, TaskHandle] = {}  # of this boundary: the last that was added
-        self._last_sum: Waitable = Event()  # passed when all that is to be added, and what it is added to, is there
+        self._totals: dict[ShardedGroup, Tensor] = {}  # sums of gradients over micro-steps
+        self._adding: dict[ShardedGroup, TaskHandle] = {}  # of this boundary: the last addition to each sum
+        self._last_sum: Waitable = Event()  # passed when all summands and sums are in memory
         self._waiting = None if context.disk is None else GradientSwapper(context.disk, context, worker, _NOW)
         for unit in units:
             self.enter(unit)
 
     def enter(self, unit: Unit) -> None:
-        """Take in a unit."""
+        """Add a unit."""
         for group in unit.trainable:
             group.gradients.hands_over = group.is_stepped_on_host and group.row.reduce_at is ReduceAt.MICRO_STEP
 
     def leave(self, group: ShardedGroup) -> None:
-        """Let go of a group, whose state will rest elsewhere."""
+        """Remove a group whose state will be stored elsewhere."""
         group.gradients.hands_over = False
         if self._waiting is not None:
             self._waiting.leave(group.unit)
@@ -82,7 +83,7 @@ class GradientOffloader:
             self._context.account.remove(StateKind.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
 
     def forget(self) -> None:
-        """The next micro-step begins new sums."""
+        """Drop the gradients of this boundary; the next micro-step begins new sums."""
         self._adding.clear()
         self._let_go(0)
         if self._waiting is not None:
@@ -92,7 +93,7 @@ class GradientOffloader:
         self._parcels.clear()
 
     def bring_down(self, unit: Unit, *, waits: bool) -> None:
-        """Take a unit's averaged gradients; those of a unit that `waits` for the norm are moved to the host now."""
+        """Take a unit's averaged gradients. Those of a unit that `waits` for the norm are copied to the host now."""
         self._let_go(_NUM_LEAVING)
         on_disk = self._waits_on_disk(unit) if waits else None
         above = {
@@ -108,7 +109,7 @@ class GradientOffloader:
             self._parcels[unit.index] = GradientTransfer(above, is_above=True)
             for group in above:
                 group.gradients.discard_result()
-            self._free_kept(unit.name)  # it waits no more; its last update has ended, or it had not been used
+            self._free_kept(unit.name)  # not needed: its last update has ended, or did not use it
             return
         parcel = self._parcels[unit.index] = GradientTransfer(dict(above))
         if on_disk is not None:
@@ -123,13 +124,13 @@ class GradientOffloader:
             self._leaving.append((parcel.down, above[group]))
 
     def _waits_on_disk(self, unit: Unit) -> GradientSwapper | None:
-        """Who keeps its gradients on disk, if they wait there."""
+        """Return the swapper that keeps the unit's gradients, if they wait on disk."""
         return self._waiting if self._waiting is not None and self._waiting.has(unit) else None
 
     def _copy_down(
         self, parcel: GradientTransfer, above: dict[ShardedGroup, Tensor], into: dict[ShardedGroup, Tensor]
     ) -> Event:
-        """Start copying gradients into tensors."""
+        """Start to copy gradients into tensors."""
         with self._context.device.copy_stream.after_current(), torch.no_grad():
             for group, gradient in above.items():
                 parcel.gradients[group] = into[group]
@@ -144,7 +145,7 @@ class GradientOffloader:
         memory: Tensor,
         lane: contextlib.AbstractContextManager[None],
     ) -> None:
-        """Start copying gradients to pinned memory."""
+        """Start to copy gradients to pinned memory."""
         sizes = _sizes(above)
         with lane, torch.no_grad():
             parts = memory[: sum(sizes)].split(sizes)
@@ -165,7 +166,10 @@ class GradientOffloader:
             self.pinned.drop(kept, unit)
 
     def _let_go(self, but: int) -> None:
-        """Free what was copied from, but for the last ones: who gets that memory next is ordered behind the copy."""
+        """Free the memory that was copied from, except for the last `but` copies.
+
+        The next user of the memory is ordered behind the copy.
+        """
         while len(self._leaving) > but:
             passed, memory = self._leaving[0]
             if isinstance(passed, Event):
@@ -176,16 +180,16 @@ class GradientOffloader:
             self._leaving.popleft()
 
     def take(self, unit: Unit, found: dict[ShardedGroup, Tensor]) -> tuple[GradientTransfer, list[TaskHandle]]:
-        """The gradients for an update, of groups whose results were found; and what some of them are the sum of."""
+        """Return the gradients for an update, and the additions that some of them are the sum of."""
         parcel = self._parcels.pop(unit.index, None) or GradientTransfer({})
         for group, result in found.items():
-            parcel.gradients.setdefault(group, result)  # what is added up here came in no parcel
+            parcel.gradients.setdefault(group, result)  # sums are not in the transfer
         on_disk = self._waits_on_disk(unit)
         parcel.away = None if on_disk is None else on_disk.of(unit)
         return parcel, [self._adding[group] for group in found if group in self._adding]
 
     def down_after(self, parcel: GradientTransfer, added: list[TaskHandle]) -> Waitable:
-        """Passed when all of a parcel is in host memory."""
+        """Return what passes when all gradients of a transfer are in host memory."""
         return self._last_sum if added else parcel.down
 
     def carry(
@@ -196,9 +200,9 @@ class GradientOffloader:
         then: Callable[[], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        """Have gradients brought down that are still on the device, as soon as there is a slot for them.
+        """Copy gradients that are still on the device to the host, as soon as there is a slot for them.
 
-        Then `then` is called, or `fail`. Who works on them calls `begin` and `end`.
+        Then `then` is called, or `fail` on an error. The code that works on the gradients calls `begin` and `end`.
         """
 
         def load() -> None:
@@ -221,18 +225,18 @@ class GradientOffloader:
         self._porter.submit(load, urgency=urgency, after=after)
 
     def begin(self, parcel: GradientTransfer) -> None:
-        """The worker begins with a parcel: the next one may come down."""
+        """Note that the worker begins with these gradients: the next ones may be copied to the host."""
         if parcel.slot is not None:
             self._ahead.release()
         parcel.down.synchronize()
 
     def end(self, parcel: GradientTransfer, after: Event) -> None:
-        """The memory that gradients came in may be used again after the mark."""
+        """Release the memory of gradients, which may be used again after the event."""
         if parcel.slot is not None:
             self._slots.give(parcel.slot, after)
 
     def give_up(self, parcel: GradientTransfer) -> None:
-        """Free gradients that are still on the device: nobody will bring them down."""
+        """Free gradients that are still on the device and will not be copied."""
         if parcel.is_above:
             parcel.is_above = False
             self._free(_above(parcel))
@@ -245,7 +249,7 @@ class GradientOffloader:
     # ------------------------------------------------------------------------------------------------------ sums
 
     def add_up(self, unit: Unit) -> None:
-        """Add what a micro-step gave to the sums on the host, if there is something that belongs there."""
+        """Add the gradients of a micro-step to the sums on the host, for groups that have one."""
         self._let_go(_NUM_LEAVING)
         handed = {group: group.gradients.take_micro_step() for group in unit.trainable}
         new = {group: one for group, one in handed.items() if one is not None}
@@ -289,7 +293,7 @@ class GradientOffloader:
         parts: list[tuple[Tensor, Tensor, float, bool]],
         needs: Sequence[Callable[[], None]],
     ) -> None:
-        """`needs` are called first, and raise if there is no sound sum to add to."""
+        """Add gradients to sums. `needs` are called first, and raise if a sum is not valid."""
         try:
             for wait in needs:
                 wait()
@@ -300,11 +304,11 @@ class GradientOffloader:
                 self._inbox.give(parcel.slot, Event())
 
     def adds_up(self, group: ShardedGroup) -> bool:
-        """Whether its gradients of this boundary are added up here."""
+        """Return whether the group's gradients of this boundary are summed on the host."""
         return group in self._adding
 
     def norm_later(self, group: ShardedGroup, gradient: Tensor) -> Callable[[], float]:
-        """Have the norm of gradients computed once they are added up; returns what waits for it."""
+        """Queue the norm of gradients, computed once they are summed, and return a function that waits for it."""
         found: list[float] = []
         added = self._adding[group]
         ticket = self._worker.submit(
@@ -322,7 +326,7 @@ class GradientOffloader:
 
 
 def _back(added: TaskHandle, on_disk: GradientSwapper, unit: Unit) -> Callable[[], None]:
-    """What brings sums back once the last gradients are added."""
+    """Return a function that brings sums back to memory once the last gradients are added."""
 
     def arrive() -> None:
         added.wait()
@@ -340,15 +344,16 @@ def _sizes(gradients: dict[ShardedGroup, Tensor]) -> list[int]:
 
 
 def _param_bytes(group: ShardedGroup) -> int:
-    """Of this rank's part, in the compute dtype."""
+    """Return the bytes of this rank's part in the compute dtype."""
     return aligned_size((group.own[1] - group.own[0]) * group.precision.compute.itemsize)
 
 
 def aligned_size(num_bytes: int) -> int:
+    """Round a size up to the alignment of staging memory."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _copied_down(gradients: Tensor, memory: Tensor) -> Tensor:
-    """Start copying gradients into pinned memory, on the caller's lane; returns the copy: 1D, in their dtype."""
+    """Start to copy gradients into pinned memory on the current stream; return the copy: 1D, in their dtype."""
     copy = memory.view(gradients.dtype)[: gradients.numel()]
     return copy.copy_(gradients, non_blocking=True)

@@ -1,12 +1,13 @@
-"""Gradients that wait on disk, for their norm or for those of further micro-steps.
+"""Gradients that wait on disk, for their norm or for the gradients of further micro-steps.
 
     device   | backward 3 | backward 2 | backward 1 |               | forward 1 | ...
-    slots         | 3 comes down | 2 comes down | 1 comes down |
-    drive                        | write 3      | write 2      | ... | read 1 with its state, for the update | ...
+    slots         | copy 3       | copy 2       | copy 1       |
+    disk                         | write 3      | write 2      | ... | read 1 with its state, for the update | ...
 
-Each unit's are in a chest. They come down into one of a few slots, and are written from there; sums of micro-steps are
-read into one first. An update has them read into the seat of the unit. Who looks at them, or adds to them on the
-device, has them back in ordinary memory, where they stay until the next step has its own.
+The gradients of each unit are swapped tensors. They are copied from the device into one of a few slots and written from
+there; sums of micro-steps are read into a slot first. An update reads them into the update buffer of the unit. If the
+user reads them, or adds to them on the device, they are brought back to ordinary memory and stay there until the next
+step has its own.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.offload.worker import TaskHandle, Worker
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 
-NUM_SLOTS = 3  # one that gradients come into, two that are written or read
+NUM_SLOTS = 3  # one that gradients are copied into, two that are written or read
 
 
 @dataclass
 class SwappedGradients:
-    """A unit's gradients."""
+    """The gradients of one unit."""
 
     chest: SwappedTensors
     tensors: dict[ShardedGroup, Tensor] = field(default_factory=dict)  # 1D
-    written: TaskHandle | None = None  # of the last time that they were sent away
+    written: TaskHandle | None = None  # the task that swapped them out last
     num_bytes: int = 0  # on disk
 
     def ready(self) -> SwappedTensors:
-        """Wait until they are being written, and nobody has them; raises what went wrong."""
+        """Wait until they are being written and are not in use; raise the error of the swap."""
         if self.written is not None:
             self.written.wait()
         return self.chest
@@ -52,12 +53,12 @@ class _Seated:
 
     away: SwappedGradients
     slot: Tensor
-    after: Waitable  # when they are complete
-    added: TaskHandle | None = None  # of what completes them, if that may fail
+    after: Waitable  # passed when they are complete
+    added: TaskHandle | None = None  # the task that completes them, if it may fail
 
 
 class GradientSwapper:
-    """The gradients of an engine's units that wait on disk. All calls are the training loop's."""
+    """The gradients of an engine's units that wait on disk. Only the training loop calls it."""
 
     def __init__(self, tier: DiskTier, context: EngineContext, worker: Worker, urgency: int) -> None:
         self._tier, self._context, self._worker, self._urgency = tier, context, worker, urgency
@@ -69,13 +70,13 @@ class GradientSwapper:
 
     @staticmethod
     def has(unit: Unit) -> bool:
-        """Whether a unit's gradients wait here, if they have to."""
+        """Return whether the gradients of a unit are stored on disk while they wait."""
         return any(group.is_stepped_on_host and group.row.gradients.tier is Tier.DISK for group in unit.trainable)
 
     def write(
         self, unit: Unit, above: dict[ShardedGroup, Tensor], copy: Callable[[dict[ShardedGroup, Tensor]], Event]
     ) -> None:
-        """Keep new gradients; `copy` starts to copy those into tensors, and says when that is done."""
+        """Store new gradients. `copy` starts the copy into tensors and returns the event of its end."""
         away, _, slot = self._seat(unit, {group: gradient.dtype for group, gradient in above.items()}, blank=True)
         self._seated = _Seated(away, slot, copy(away.tensors))
         self.send_away()
@@ -83,10 +84,10 @@ class GradientSwapper:
     def add(
         self, unit: Unit, groups: Iterable[ShardedGroup], *, after: Waitable, fresh: bool
     ) -> tuple[dict[ShardedGroup, Tensor], list[DiskTransfer]]:
-        """Sums of a unit's gradients: in memory once these reads have ended, until `send_away` is called.
+        """Return the sums of a unit's gradients and the reads that bring them into memory, until `send_away` is called.
 
-        They are complete when the worker is done with what it is given until then, and `after` has passed. `fresh`:
-        there are none yet.
+        They are complete when the worker has done what it is given until then, and `after` has passed. With `fresh`
+        there are no sums yet.
         """
         before = {} if fresh else self._tensors_of(unit)
         away, reads, slot = self._seat(unit, dict.fromkeys((*before, *groups), torch.float32), blank=fresh)
@@ -94,12 +95,12 @@ class GradientSwapper:
         return away.tensors, reads
 
     def completed_by(self, added: TaskHandle) -> None:
-        """What is in memory is worth writing only if this piece of work of the worker's has succeeded."""
+        """Write what is in memory only if this task of the worker succeeds."""
         assert self._seated is not None
         self._seated = replace(self._seated, added=added)
 
     def send_away(self) -> None:
-        """Write what is in memory, behind what the worker was given to do with it."""
+        """Write what is in memory, after the tasks of the worker that use it."""
         seated, self._seated = self._seated, None
         if seated is None:
             return
@@ -117,13 +118,13 @@ class GradientSwapper:
         seated.away.written = self._worker.submit(put_back, urgency=self._urgency, after=seated.after)
 
     def of(self, unit: Unit) -> SwappedGradients | None:
-        """What an update has to read; None if there is nothing."""
+        """Return the gradients that an update has to read; None if there are none."""
         self.send_away()
         away = self._units.get(unit.name)
         return away if away is not None and away.num_bytes else None
 
     def bring_back(self, name: str) -> None:
-        """Have a unit's gradients in ordinary memory."""
+        """Bring a unit's gradients back to ordinary memory."""
         self.send_away()
         away = self._units[name]
         if away.num_bytes:
@@ -146,7 +147,7 @@ class GradientSwapper:
     def _seat(
         self, unit: Unit, wanted: dict[ShardedGroup, torch.dtype], *, blank: bool
     ) -> tuple[SwappedGradients, list[DiskTransfer], Tensor]:
-        """Begin to bring a unit's tensors into a slot; with `blank` they are not read."""
+        """Start to bring a unit's tensors into a slot; with `blank` they are not read."""
         self.send_away()
         away = self._units.get(unit.name)
         if away is None:
@@ -171,7 +172,7 @@ class GradientSwapper:
 
 
 def _tensor(before: Tensor | None, group: ShardedGroup, dtype: torch.dtype) -> Tensor:
-    """The same as before if it fits, or one that has no memory yet."""
+    """Return the same tensor as before if it fits, or one that has no memory yet."""
     numel = group.own[1] - group.own[0]
     if before is not None and before.dtype is dtype and before.numel() == numel:
         return before

@@ -1,4 +1,4 @@
-"""The part of an optimizer's steps that runs on the host: which units go ahead of the norm, and with which factor."""
+"""The part of an optimizer step on the host: which units are updated before the norm, and with which factor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def host_updates(
     *,
     eight_bits: bool,
 ) -> HostUpdateQueue | None:
-    """Who steps beside the training loop, if there is something below the device that can be stepped so."""
+    """Return the queue of host updates, or None if no state below the device can be stepped by a kernel."""
     mine = [unit for unit in units if any(group.is_stepped_on_host for group in unit.trainable)]
     if not mine:
         if eight_bits and any(unit.trainable for unit in units):
@@ -68,7 +68,7 @@ def host_updates(
 
 
 class HostExecutor:
-    """The units whose optimizer state rests on the host or on disk."""
+    """Steps the units whose optimizer state is stored on the host or on disk."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class HostExecutor:
         self.host = host
         self._inner, self._shards, self._context = inner, shards, context
         self._scale, self._clip = scale, clip
-        self._norms: dict[int, list[tuple[Norm, bool]]] = {}  # by unit: norms of gradients that went down
+        self._norms: dict[int, list[tuple[Norm, bool]]] = {}  # by unit: norms of gradients that were copied to the host
 
     # ------------------------------------------------------------------------------------------------- backward
 
     def take(self, unit: Unit, *, is_complete: bool) -> None:
-        """A unit's gradients of this boundary are reduced: bring them down; update it if that need not wait."""
+        """Copy a unit's reduced gradients of this boundary to the host, and update the unit if it need not wait."""
         commit = next((group.row.commit for group in unit.trainable if group.is_stepped_on_host), None)
         if commit is None:
             return
-        self.host.take_back(unit)  # a gradient came late: what was done was done with too little
+        self.host.take_back(unit)  # a gradient came late: the update was computed without it
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
         shards = [s for s in self._shards.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
@@ -100,7 +100,7 @@ class HostExecutor:
             self._start_ahead(unit, commit)
 
     def gradients_change(self, unit: Unit) -> None:
-        """Their norm is another one now. An update at once that was begun with them cannot begin again."""
+        """Drop the norm of a unit whose gradients change. An immediate update that has begun cannot begin again."""
         if self.host.is_queued(unit):
             raise ShardwellError(
                 f"the update of unit '{unit.name}' has begun with the gradients that backward gave. To change them "
@@ -114,7 +114,11 @@ class HostExecutor:
         return commit is CommitPolicy.IMMEDIATE
 
     def _norm_of(self, shard: ParamSlice) -> tuple[Norm, bool]:
-        """On the device it is cheap, and the same bits as without offload; what is added up is there no more."""
+        """Return the norm of a shard's gradient.
+
+        It is computed on the device if the gradient is there, which is cheap and gives the same bits as without
+        offload. Sums over micro-steps are on the host only.
+        """
         assert shard.gradient is not None
         if not self.host.descent.adds_up(shard.group):
             return norm_of(shard)
@@ -129,7 +133,7 @@ class HostExecutor:
         self.host.start(unit, self._shards.of(unit), hyperparameters_of(self._inner), factor, assumed)
 
     def _own_norm(self, unit: Unit) -> tuple[Callable[[], float], Event]:
-        """Of a unit's gradients on this rank, and when it is known."""
+        """Return the norm of a unit's gradients on this rank, and the event after which it is known."""
         norms = [norm for norm, _ in self._norms[unit.index]]
         later = [norm for norm in norms if not isinstance(norm, Tensor)]
         here = sum_of_squares([norm for norm in norms if isinstance(norm, Tensor)], self._context.device).sqrt()
@@ -139,26 +143,27 @@ class HostExecutor:
     # ----------------------------------------------------------------------------------------------------- step
 
     def norms(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
-        """Of the gradients that went down; and whether every rank has the same."""
+        """Yield the norms of gradients that were copied to the host, and whether every rank has the same gradient."""
         for norm, is_whole in self._norms.get(unit.index, []):
             yield norm if isinstance(norm, Tensor) else self._context.device.scalar(norm(), torch.float64), is_whole
 
     def norms_at_once(self, unit: Unit) -> list[Norm] | None:
-        """Of the gradients that a unit was updated with at once; None if it waits for the norm of all."""
+        """Return the norms of the gradients of an immediate update; None if the unit waits for the global norm."""
         commits = {group.row.commit for group in unit.trainable if group.is_stepped_on_host}
         if CommitPolicy.IMMEDIATE not in commits or not self.host.is_queued(unit):
             return None
         return [norm for norm, _ in self._norms[unit.index]]
 
     def has_norms(self, unit: Unit) -> bool:
+        """Return whether the norms of the unit's gradients of this boundary are here."""
         return unit.index in self._norms
 
     def step(
         self, units: Iterable[Unit], norm: Tensor, shards_of: Callable[[Unit], Iterable[ParamSlice]]
     ) -> Iterator[Unit]:
-        """Queue the updates of this boundary, and what becomes of those that were done ahead of the norm.
+        """Queue the updates of this boundary, and settle the updates that were computed before the norm.
 
-        Yields the units that are updated. One that got no gradient, which all ranks know, is left where it rests.
+        Yields the units that are updated. A unit without a gradient, which all ranks agree on, is left out.
         """
         read = self._context.device.read_async(norm)
         factor = ClipFromNorm(lambda: float(read.get()), read.event, self._scale.value, self._clip)
@@ -167,20 +172,21 @@ class HostExecutor:
                 self.host.settle(unit, factor, hyperparameters_of(self._inner))
                 yield unit
             elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
-                self.host.descent.bring_down(unit, waits=True)  # those that nobody added to at the boundary
+                self.host.descent.bring_down(unit, waits=True)  # gradients that no micro-step added to at the boundary
                 self.host.start(unit, list(shards_of(unit)), hyperparameters_of(self._inner), factor)
                 yield unit
 
     def give_up(self, unit: Unit) -> HostPending | None:
-        """The step of this boundary will not come: what was done in other memory is not applied."""
+        """Note that this boundary has no step: speculative updates are not applied."""
         self.host.give_up(unit)
         return self.host.arrival(unit)
 
     def forget_gradients(self) -> None:
+        """Drop the gradients and norms of this boundary."""
         self._norms.clear()
         self.host.forget_gradients()
 
-    # ------------------------------------------------------------------------------------------------ residence
+    # ------------------------------------------------------------------------------------------------ placement
 
     def leave(self, unit: Unit) -> None:
         """Forget a unit, and free what was kept for its updates."""
@@ -191,9 +197,9 @@ class HostExecutor:
 
     @torch.no_grad()
     def move_up(self, unit: Unit, scalar: Callable[[Tensor, Any, float], Any]) -> None:
-        """Let a unit's optimizer state rest on the device from now on. `scalar` makes a number of a state."""
+        """Store a unit's optimizer state on the device from now on. `scalar` makes a scalar entry of the state."""
         unit.wait()
-        self.host.forget_guesses()  # of units that will need none
+        self.host.forget_guesses()  # units on the device need none
         where = self._context.device.torch_device
         if self.host.store is not None:
             self.host.store.empty(unit)
@@ -209,14 +215,14 @@ class HostExecutor:
         self.host.drop_shadow(unit)
 
     def bytes_above(self, unit: Unit) -> int:
-        """What the device needs for a unit's state if it rests there: masters, moments, and the gradients that wait."""
+        """Return the bytes that a unit needs on the device: master weights, moments, and gradients that wait."""
         groups = [group for group in unit.trainable if group.is_stepped_on_host]
         per_element = 4 * (1 + len(self.host.kernel.keys))
         return sum((g.own[1] - g.own[0]) * (per_element + g.precision.compute.itemsize) for g in groups)
 
 
 def _on(where: torch.device, value: Any) -> Any:
-    """An entry of a state, on a device."""
+    """Return an entry of a state on a device."""
     if isinstance(value, Moment8bit):
         return value[:].to(where)
     return value.to(where) if isinstance(value, Tensor) else value
@@ -224,7 +230,7 @@ def _on(where: torch.device, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ClipFromNorm:
-    """Unscales, and clips if there is a bound; None if the norm is not finite."""
+    """A gradient factor that unscales, and clips if there is a bound. Its value is None if the norm is not finite."""
 
     norm: Callable[[], float]
     known: Event

@@ -1,28 +1,29 @@
-"""Updates on the host: optimizer state rests in host memory, gradients come down, 16-bit parameters go up.
+"""Updates on the host: optimizer state is in host memory, gradients are copied to it, 16-bit parameters to the device.
 
     device      | backward 3 | backward 2 | backward 1 | forward 1 | forward 2 | ...
-    down             | grads 3 | grads 2 | grads 1 |
+    to host          | grads 3 | grads 2 | grads 1 |
     worker               | update 3 | update 2 | update 1 |
-    up                           | params 3 | params 2 | params 1 |
+    to device                    | params 3 | params 2 | params 1 |
 
-A worker does the updates one after the other, of those that can be done the one that the next forward needs first. The
-training loop waits for a unit's update only when it needs the unit's parameters. When an update may run is its row's
-commit policy:
+A worker thread does the updates one after the other; of those that can be done, it takes the one that the next forward
+needs first. The training loop waits for a unit's update only when it needs the unit's parameters. The commit policy of
+the unit's spec decides when an update may run:
 
-- *at once*: as soon as the gradients are made; they stay on the device until a porter has one of a few pinned slots for
-  them, and the training loop waits while too many do
-- *after the norm*: when the norm of all gradients is known, under the next forward; gradients wait on the host,
-  or on disk (`offload/grad_swap.py`)
-- *shadow*: at once, but in other memory; when the norm shows that nothing was clipped and everything is finite, that
-  memory becomes the truth, otherwise the unit is stepped again, if it may be, from its untouched old state. Whoever
-  looks at the unit before that takes the update back, and it comes after the norm
+- *at once*: as soon as the gradients are computed. They stay on the device until the copy thread has one of a few
+  pinned slots for them, and the training loop waits while too many do.
+- *after the norm*: when the norm of all gradients is known, during the next forward. Gradients wait on the host, or on
+  disk (`offload/grad_swap.py`).
+- *shadow* (speculation): as soon as the gradients are computed, but into other memory. When the norm shows that nothing
+  was clipped and everything is finite, that memory becomes the master weights and state; otherwise the unit is stepped
+  again, if a step is allowed, from its untouched old state. Code that reads the unit before that revokes the update,
+  which then runs after the norm.
 
 All three step a unit by the same arithmetic, from the same state, with the same factor: they give the same bits.
 
-With accumulation the worker also adds up the gradients of the micro-steps, in host memory.
+With gradient accumulation the worker also sums the gradients of the micro-steps in host memory.
 
-Masters and state of a unit that rest on disk are first brought into a seat by a reader, and written back from there. In
-its spare time the reader brings what the next step will need first.
+Master weights and state that are stored on disk are first read into an update buffer by a reader thread, and written
+back from there. When it has nothing else to do, the reader reads what the next step will need first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from shardwell.sharding.edits import brought_down, edits_of, note_digest, take_o
 
 
 class GradientFactor(Protocol):
-    """What gradients are multiplied by, once it is known; None: the step is not applied."""
+    """The factor of the gradients, once it is known. The value None means that the step is not applied."""
 
     @property
     def known(self) -> Event: ...
@@ -65,7 +66,7 @@ class GradientFactor(Protocol):
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """The step is not applied."""
+    """The factor of a step that is not applied."""
 
     known: Event = field(default_factory=Event)
 
@@ -73,59 +74,61 @@ class SkippedStep:
         return None
 
 
-_CHUNK = 1 << 25  # elements that are updated and then sent up, while the next ones are updated
-_NOT_URGENT = 1 << 30  # more than the number of any unit
-_NUM_OUT = 2  # slots for parameters on their way up, where those of their gradients do not serve
+_CHUNK = 1 << 25  # elements that are updated and then copied to the device, while the next ones are updated
+_NOT_URGENT = 1 << 30  # larger than the index of any unit
+_NUM_OUT = 2  # slots for parameters that are copied to the device, where the memory of their gradients cannot be used
 
 
 @dataclass
 class HostUpdate:
-    """One unit's update at one boundary."""
+    """The update of one unit at one boundary."""
 
     unit: Unit
     shards: list[ParamSlice]
-    options: list[Options]  # of each shard: the hyperparameters of this step
+    options: list[Options]  # for each shard: the hyperparameters of this step
     parcel: GradientTransfer
-    added: list[TaskHandle]  # what the gradients are the sum of
-    after: Event  # what the device was given before: it still reads the old parameters
-    born: list[ParamSlice]  # those that had no state before
-    edits: list[tuple[ShardedGroup, Callable[[], bool]]]  # whose parameters may have been changed by hand
-    assumed: float | None = None  # the factor of an update that was done before the norm was known
-    shadow: SpeculativeState | None = None  # where that went
-    seat: UpdateBuffer | None = None  # where masters and state are that rest on disk
+    added: list[TaskHandle]  # the additions that the gradients are the sum of
+    after: Event  # passed when the device is done with earlier work, which reads the old parameters
+    born: list[ParamSlice]  # the shards that had no state before
+    edits: list[tuple[ShardedGroup, Callable[[], bool]]]  # groups whose parameters the user may have edited
+    assumed: float | None = None  # the factor that a speculative update assumes
+    shadow: SpeculativeState | None = None  # the memory of a speculative update
+    seat: UpdateBuffer | None = None  # holds master weights and state that are stored on disk
     up: Event = field(default_factory=Event)  # passed when the parameters are on the device
-    tickets: list[TaskHandle] = field(default_factory=list)  # of the update, and of what became of a speculation
-    final: GradientFactor | None = None  # of a speculation, when the norm is asked for
-    latest: list[Options] = field(default_factory=list)  # the hyperparameters of then, set before `final`
-    is_settled: bool = False  # the update was done with that
+    tickets: list[TaskHandle] = field(default_factory=list)  # of the update, and of the resolution of a speculation
+    final: GradientFactor | None = None  # of a speculation: the factor, set when the step begins
+    latest: list[Options] = field(default_factory=list)  # the hyperparameters at the step, set before `final`
+    is_settled: bool = False  # the update was done with `final`
 
     def gradient(self, shard: ParamSlice) -> Tensor:
+        """Return the part of the gradient that belongs to a shard."""
         return self.parcel.gradients[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
 
 @dataclass(frozen=True)
 class HostPending:
-    """An update that is on its way, for who needs the unit's parameters."""
+    """An update in flight, for code that needs the unit's parameters."""
 
     job: HostUpdate
 
     @property
     def is_done(self) -> bool:
-        """The host has done its part: whoever waits now does not hold up the training loop."""
+        """Whether the host has done its part, so that a wait does not block the training loop."""
         return all(ticket.has_passed for ticket in self.job.tickets)
 
     def wait_local(self) -> None:
-        """Wait, as a rank can alone."""
+        """Wait, without any collective."""
         self.wait()
 
     def wait(self) -> None:
+        """Wait until the update is done and its parameters are on the device."""
         for ticket in self.job.tickets:
             ticket.wait()
         self.job.up.wait()
 
 
 class HostUpdateQueue:
-    """The worker, and what is on its way."""
+    """The worker thread and the updates in flight."""
 
     def __init__(
         self,
@@ -148,22 +151,22 @@ class HostUpdateQueue:
         self.caution = SpeculationBackoff()
         if store is not None:
             store.measure(units, kernel)
-        self._order: list[Unit] = []  # in which units with seats are updated at this boundary
-        self._prepared: list[TaskHandle] = []  # of what the reader does for the next one
+        self._order: list[Unit] = []  # the order in which units with update buffers are updated at this boundary
+        self._prepared: list[TaskHandle] = []  # tasks of the reader for the next boundary
 
     @property
     def _states(self) -> dict[Tensor, Any]:
         return self._inner.state
 
     def forget_gradients(self) -> None:
-        """The next micro-step begins new sums; who waits for an update of this boundary has its arrival."""
+        """Drop the gradients of this boundary; updates in flight are held by their `HostPending`."""
         self._jobs.clear()
         self.descent.forget()
         self.caution.end_step()
         self._prepare_the_next()
 
     def _prepare_the_next(self) -> None:
-        """When nothing is left to read, the reader brings what the next step will update first."""
+        """Have the reader read ahead, when nothing else is left to read, what the next step updates first."""
         order, self._order = self._order, []
         if self._reader is not None and self.store is not None:
             self._prepared = [ticket for ticket in self._prepared if not ticket.has_passed]
@@ -173,16 +176,16 @@ class HostUpdateQueue:
 
     def _wait_for_guesses(self) -> None:
         for ticket in self._prepared:
-            with contextlib.suppress(ShardwellError):  # it came to nothing
+            with contextlib.suppress(ShardwellError):  # nothing was read ahead
                 ticket.wait()
 
     def bytes_in_advance(self) -> int:
-        """What was read for the next step already; waits until the reader has nothing left to do."""
+        """Return the bytes that were read ahead for the next step; wait until the reader has nothing left to do."""
         self._wait_for_guesses()
         return self.store.ready_bytes if self.store is not None else 0
 
     def forget_guesses(self) -> None:
-        """Units change: what was read in advance is given up."""
+        """Release what was read ahead, because units change."""
         self._wait_for_guesses()
         if self.store is not None:
             self.store.let_all_go()
@@ -197,11 +200,11 @@ class HostUpdateQueue:
         factor: GradientFactor,
         assumed: float | None = None,
     ) -> None:
-        """Queue a unit's update; `options` are those of each parameter group.
+        """Queue the update of a unit; `options` has the hyperparameters of each parameter group.
 
-        With `assumed` it is done with that factor in other memory, until it is known whether `factor` is another.
+        With `assumed` the update is speculative: it uses that factor, in other memory, until `factor` is known.
         """
-        unit.cancel_prefetch()  # what was fetched ahead will be old, and the reader would wait for what is being read
+        unit.cancel_prefetch()  # a prefetch would become stale, and the reader would wait for it
         ready = [s for s in shards if s.group.is_stepped_on_host and s.label >= 0 and s.gradient is not None]
         born = [shard for shard in ready if shard.tensor not in self._states]
         for shard in born:
@@ -223,13 +226,13 @@ class HostUpdateQueue:
             self._pass_on(job, factor, begin)
 
     def _born(self, shard: ParamSlice, options: Options) -> dict[str, Any]:
-        """The state before the first step."""
+        """Return the state before the first step."""
         if shard.group.chest is None:
             return self.kernel.born(shard.tensor, options)
         return blank(self.kernel.born(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
 
     def _fetch(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
-        """The reader's work: bring masters and state from the disk."""
+        """Read master weights and state from disk. This runs on the reader thread."""
         assert self.store is not None
         try:
             job.seat = self.store.seat(job.unit, job.shards, self._gradients_of(job))
@@ -239,7 +242,7 @@ class HostUpdateQueue:
         self._pass_on(job, factor, after)
 
     def _gradients_of(self, job: HostUpdate) -> SwappedTensors | None:
-        """What they wait in on disk; the seat that the reader was let in for is given up if they are lost."""
+        """Return the swapped tensors of the gradients; if they are lost, release the reader's update buffer."""
         assert self.store is not None
         try:
             return None if job.parcel.away is None else job.parcel.away.ready()
@@ -248,7 +251,7 @@ class HostUpdateQueue:
             raise
 
     def _pass_on(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
-        """To the worker, or to the porter first."""
+        """Pass the update to the worker, or to the copy thread first."""
         if not job.parcel.is_above:
             self._submit(job, factor, after)
             return
@@ -300,7 +303,7 @@ class HostUpdateQueue:
 
     @torch.no_grad()
     def _take_over_edits(self, job: HostUpdate) -> None:
-        """What was changed by hand since the last update is the truth that this one begins with."""
+        """Take values that the user edited since the last update as the master weights of this update."""
         for group, may_be in job.edits:
             if may_be():
                 take_over_in_place(group, brought_down(group, job.after))
@@ -314,8 +317,8 @@ class HostUpdateQueue:
                 target, gradient = UpdateTarget(options, factor, out, new), job.gradient(shard)
                 for span in _chunks(shard.tensor.numel()):
                     self.kernel.step(_master(shard), gradient, self._states[shard.tensor], target, span)
-                    job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one lane: in order
-                    if slot is None:  # who is let in may need one
+                    job.up = shard.group.send_up(out[span], shard.start + span.start, job.after)  # one stream: in order
+                    if slot is None:  # a task that is let in may need one
                         self._worker.let_in(job.unit.index)
             self._note_digests(job)
         finally:
@@ -326,13 +329,13 @@ class HostUpdateQueue:
         with self._context.device.upload_stream.after(job.up):
             for group, _ in job.edits:
                 note_digest(group)
-        job.up = self._context.device.upload_stream.record()  # who waits for it compares with them next
+        job.up = self._context.device.upload_stream.record()  # code that waits for `up` compares the digests next
 
     def _outs(self, job: HostUpdate) -> tuple[list[Tensor], Tensor | None]:
-        """Where each shard's updated parameters are written, 1D in the compute dtype; and the slot that they are in.
+        """Return a 1D output in the compute dtype for each shard's updated parameters, and the slot that holds them.
 
-        In host memory that is where they rest. Otherwise it is the memory that their gradients came in, unless those
-        are still needed or of another size.
+        Parameters in host memory are updated where they are stored. Otherwise the output is the memory of the
+        gradients, unless those are still needed or have another size.
         """
         dtypes = [shard.group.precision.compute for shard in job.shards]
         if not any(shard.group.at_rest.is_cuda for shard in job.shards):
@@ -352,17 +355,18 @@ class HostUpdateQueue:
             self.kernel.advance(self._states[shard.tensor])
 
     def is_queued(self, unit: Unit) -> bool:
-        """Whether its update of this boundary was queued; before the norm is known: ahead of that."""
+        """Return whether the unit's update of this boundary was queued, possibly before the norm is known."""
         return unit.index in self._jobs
 
     def arrival(self, unit: Unit) -> HostPending | None:
-        """What has to be waited for before a unit's parameters are used; None if nothing was queued."""
+        """Return what to wait for before a unit's parameters are used; None if nothing was queued."""
         job = self._jobs.get(unit.index)
         return None if job is None else HostPending(job)
 
-    # --------------------------------------------------------------------------------------------------- shadows
+    # ----------------------------------------------------------------------------------------------- speculation
 
     def may_speculate(self, shards: list[ParamSlice]) -> bool:
+        """Return whether to speculate at this step, and whether a commit is possible for these shards."""
         mine = [shard for shard in shards if shard.group.is_stepped_on_host and shard.label >= 0]
         return self.caution.may_speculate and covers(mine)
 
@@ -375,27 +379,27 @@ class HostUpdateQueue:
         return shadow
 
     def drop_shadow(self, unit: Unit) -> None:
-        """Free a unit's other memory."""
+        """Free the memory of a unit's speculative updates."""
         shadow = self.shadows.pop(unit.index, None)
         if shadow is not None:
             shadow.strike_out()
 
     def settle(self, unit: Unit, factor: GradientFactor, options: list[Options]) -> None:
-        """Queue what follows when the norm is known: what was done stands, or is done again with these `options`."""
+        """Queue the resolution of a speculation: the update is kept, or is done again with these `options`."""
         job = self._jobs[unit.index]
         if job.assumed is not None and job.final is None:
             self._settle(job, factor, [options[shard.label] for shard in job.shards])
 
     def give_up(self, unit: Unit) -> None:
-        """What was done in other memory is not applied."""
+        """Do not apply a unit's speculative update."""
         job = self._jobs.get(unit.index)
         if job is not None and job.assumed is not None and job.final is None:
             self._settle(job, SkippedStep(), job.options)
 
     def take_back(self, unit: Unit) -> None:
-        """Somebody looks at a unit before the step: what was done in other memory is as if it had not begun.
+        """Revoke a unit's speculative update, as if it had not begun, because the unit is read before the step.
 
-        Its gradients stay where they are. Waits until the old parameters are on the device again.
+        Its gradients stay where they are. The call waits until the old parameters are on the device again.
         """
         job = self._jobs.get(unit.index)
         if job is None or job.assumed is None or job.final is not None:
@@ -415,7 +419,7 @@ class HostUpdateQueue:
     @torch.no_grad()
     def _resolve(self, job: HostUpdate, factor: GradientFactor) -> None:
         if job.is_settled or not job.tickets[0].has_passed:
-            return  # or will be: the update comes later, and knows the factor by then
+            return  # or it will be settled: the update runs later, and knows the factor by then
         job.tickets[0].wait()
         known = factor()
         shadow, job.shadow = job.shadow, None
@@ -433,7 +437,7 @@ class HostUpdateQueue:
             self._restore(job)
 
     def _restore(self, job: HostUpdate) -> None:
-        """Send the old parameters up again."""
+        """Copy the old parameters to the device again."""
         outs, slot = self._outs(job)
         for shard, out in zip(job.shards, outs, strict=True):
             narrow(shard.tensor, out)
@@ -444,7 +448,7 @@ class HostUpdateQueue:
 
 
 def _master(shard: ParamSlice) -> Tensor | kernels.SplitMaster:
-    """Where it rests: halves are never joined here."""
+    """Return the master weights as they are stored: bf16 plus remainder is never joined here."""
     if shard.group.split_master is None:
         return shard.tensor
     high, low = shard.group.split_master

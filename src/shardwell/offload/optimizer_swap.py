@@ -1,13 +1,14 @@
-"""Optimizer state that rests on disk, and the seats in host memory where units are updated.
+"""Optimizer state that is stored on disk, and the update buffers in host memory where units are updated.
 
     reader   | read 3 | read 2      | read 1      | read 3, for the next step ...
     worker            | update 3    | update 2    | update 1    |
-    drive                           | write 3     | write 2     | write 1 |
+    disk                            | write 3     | write 2     | write 1 |
 
-Masters are in chests of their groups, as are parameters that rest on disk too, state in one chest for each unit. A
-seat holds all of that for one unit. There are a few of them, so that the next unit is read and the last one written
-while this one is updated. When nothing is left to read, all but one of them are filled for the updates that come first
-in the next step: masters and state only, because parameters are needed elsewhere until then.
+Each group has swapped tensors for its master weights and for parameters that are stored on disk too; each unit has
+swapped tensors for its optimizer state. An update buffer holds all of that for one unit. There are a few buffers, so
+that the next unit is read and the last one written while this one is updated. When nothing is left to read, all but one
+buffer are filled for the first updates of the next step: with master weights and state only, because parameters are
+needed elsewhere until then.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, is_elementwise
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 
-FEWEST_SEATS = 3  # one being read, one updated, one written
+FEWEST_SEATS = 3  # one to read into, one to update, one to write from
 
 
 @dataclass(frozen=True)
 class UpdateBuffer:
-    """Where a unit's masters and state are while it is updated."""
+    """The memory that holds a unit's master weights and state during its update."""
 
     memory: Tensor
     chests: list[SwappedTensors] = field(default_factory=list)
     reads: list[DiskTransfer] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # of what each chest has of the memory
-    used_up: set[SwappedTensors] = field(default_factory=set)  # chests that nobody reads again
+    sizes: list[int] = field(default_factory=list)  # bytes of the memory that each of `chests` takes
+    used_up: set[SwappedTensors] = field(default_factory=set)  # swapped tensors that are not needed again
 
     def wait(self) -> None:
-        """Until everything is there; raises what went wrong on the way."""
+        """Wait until everything is read, and raise the error of a failed read."""
         for read in self.reads:
             read.wait()
 
 
 class OptimizerSwapper:
-    """The optimizer state of an engine's units on disk."""
+    """The optimizer state on disk of an engine's units."""
 
     def __init__(
         self, tier: DiskTier, inner: Optimizer, shards: ParamSlices, context: EngineContext, num_seats: int
@@ -62,31 +63,31 @@ class OptimizerSwapper:
         self._num_seats = max(FEWEST_SEATS, num_seats)
         self._seats = StagingPool(AlignedAllocator(context.device, context.account), self._num_seats, 0)
         self.free_seats = threading.Semaphore(self._num_seats)
-        self._ready: dict[int, UpdateBuffer] = {}  # that were filled in advance, by unit
-        self._lock = threading.Lock()  # over those
+        self._ready: dict[int, UpdateBuffer] = {}  # by unit: buffers that were filled ahead
+        self._lock = threading.Lock()  # guards `_ready`
 
     def has(self, unit: Unit) -> bool:
-        """Whether its optimizer state rests on disk."""
+        """Return whether the unit's optimizer state is stored on disk."""
         return any(group.chest is not None for group in unit.trainable)
 
     def seats(self, unit: Unit) -> bool:
-        """Whether something of it has to be in a seat to be updated."""
+        """Return whether an update of the unit needs an update buffer."""
         return any(group.swapped_tensors for group in unit.trainable)
 
     def take_in(self, unit: Unit) -> None:
-        """Keep the state that a unit has now. What is new is written, unless it is blank."""
+        """Store the state that a unit has now. New tensors are written, unless they are blank."""
         if self.has(unit):
             self._chest_of(unit).register(list(self._tensors(unit)))
 
     def take_over(self, units: Iterable[Unit]) -> None:
-        """Keep the state that somebody else gave the optimizer; his tensors keep their memory."""
+        """Store state that other code gave the optimizer; the tensors of that code keep their memory."""
         for state in self._inner.state.values():
             state.update({key: v.detach() for key, v in state.items() if isinstance(v, Tensor | Moment8bit)})
         for unit in units:
             self.take_in(unit)
 
     def copies(self, units: Iterable[Unit]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """What is stepped, and a copy of its state, for all that rests on disk."""
+        """Yield each stepped tensor with a copy of its state, for all state on disk."""
         for unit in units:
             with self.opened(unit, changes=False):
                 for shard in self._shards.of(unit):
@@ -95,7 +96,7 @@ class OptimizerSwapper:
 
     @contextlib.contextmanager
     def opened(self, unit: Unit, *, changes: bool) -> Iterator[None]:
-        """Have a unit's state in memory. May be nested."""
+        """Return a context in which a unit's state is in memory. It may be nested."""
         if not self.has(unit):
             yield
             return
@@ -111,13 +112,13 @@ class OptimizerSwapper:
                 chest.close(changed=changes)
 
     def empty(self, unit: Unit) -> None:
-        """Leave a unit's state in ordinary memory for good."""
+        """Leave a unit's state in ordinary memory permanently."""
         if self.has(unit):
             self._chest_of(unit).restore()
             del self._chests[unit.index]
 
     def forget(self, unit: Unit) -> None:
-        """Give up a unit's state."""
+        """Discard a unit's state."""
         chest = self._chests.pop(unit.index, None)
         if chest is not None:
             chest.free()
@@ -137,17 +138,17 @@ class OptimizerSwapper:
 
     @property
     def most_ready(self) -> int:
-        """Seats that may be filled in advance: whoever comes first must find one."""
+        """The number of update buffers that may be filled ahead: the next update must find a free one."""
         return self._num_seats - 1
 
     @property
     def ready_bytes(self) -> int:
-        """What they hold."""
+        """The bytes that buffers filled ahead hold."""
         with self._lock:
             return sum(sum(seat.sizes) for seat in self._ready.values())
 
     def measure(self, units: list[Unit], kernel: HostKernel) -> None:
-        """Make seats as large as the largest of these units needs, once it has state."""
+        """Size the update buffers for the largest of these units, with its state."""
 
         def size(group: ShardedGroup) -> int:
             numel = group.own[1] - group.own[0] if group.chest is not None else 0
@@ -158,7 +159,7 @@ class OptimizerSwapper:
         self._seats.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
 
     def prepare(self, unit: Unit) -> None:
-        """Begin to bring state and masters of a unit into a seat that the caller has, for an update that will come."""
+        """Start to read a unit's state and master weights ahead, into an update buffer that the caller has acquired."""
         with self._lock:
             is_idle = unit.index in self._ready or len(self._ready) >= self.most_ready
         if is_idle or not self.has(unit):
@@ -167,23 +168,24 @@ class OptimizerSwapper:
         chests = self._state_chests(unit)
         seat = self._taken(sum(chest.num_bytes for chest in chests))
         self._fill(seat, chests[:1])
-        self._fill(seat, chests[1:], waits=False)  # who has those may want the first
+        self._fill(seat, chests[1:], waits=False)  # a holder of these may be waiting for the first
         for chest in chests:
             chest.reclaim = partial(self.let_go, unit.index)
         with self._lock:
             self._ready[unit.index] = seat
 
     def let_go(self, index: int) -> None:
-        """Somebody else wants what was brought in advance of a unit."""
+        """Release what was read ahead for a unit, because another caller wants it."""
         if (seat := self._prepared(index)) is not None:
             self.clear(seat, changed=False)
 
     def let_all_go(self) -> None:
+        """Release everything that was read ahead."""
         for index in list(self._ready):
             self.let_go(index)
 
     def _prepared(self, index: int) -> UpdateBuffer | None:
-        """Take back a seat that was filled in advance."""
+        """Take back a buffer that was filled ahead."""
         with self._lock:
             seat = self._ready.pop(index, None)
         for chest in seat.chests if seat is not None else ():
@@ -191,15 +193,15 @@ class OptimizerSwapper:
         return seat
 
     def seat(self, unit: Unit, shards: list[ParamSlice], gradients: SwappedTensors | None = None) -> UpdateBuffer:
-        """Begin to bring what rests on disk of a unit into a seat, to update these shards; waits until one is free.
+        """Start to read what a unit stores on disk into an update buffer, to update these shards.
 
-        So with gradients that wait on disk too.
+        The call waits until a buffer is free. Gradients that wait on disk are read into it too.
         """
         blank = {
             group.swapped_shard.chest
             for group in unit.trainable
             if group.swapped_shard is not None and group.split_master is None and _all_of(group, shards)
-        }  # parameters that are written anew
+        }  # parameters that are overwritten completely
         state = self._state_chests(unit)
         pages = [group.swapped_shard.chest for group in unit.trainable if group.swapped_shard is not None]
         waiting = [gradients] if gradients is not None else []
@@ -212,19 +214,22 @@ class OptimizerSwapper:
             seat = self._taken(size)
             self._fill(seat, state)
         else:
-            self.free_seats.release()  # the caller has another one
+            self.free_seats.release()  # the caller has acquired another one
         self._fill(seat, pages, blank)
         seat.used_up.update(waiting)
         self._fill(seat, waiting)
         return seat
 
     def _state_chests(self, unit: Unit) -> list[SwappedTensors]:
-        """Of state and masters. State first: who cuts both has that open, and nobody moves his masters meanwhile."""
+        """Return the swapped tensors of state and master weights.
+
+        State comes first: code that slices both has the state open, and so no other thread moves its master weights.
+        """
         masters = [group.chest for group in unit.trainable if group.chest is not None]
         return [self._chest_of(unit), *masters] if self.has(unit) else masters
 
     def _taken(self, num_bytes: int) -> UpdateBuffer:
-        """An empty seat; the caller has been let in."""
+        """Return an empty update buffer; the caller has acquired `free_seats`."""
         try:
             return UpdateBuffer(self._seats.take(num_bytes))
         except BaseException:
@@ -239,7 +244,7 @@ class OptimizerSwapper:
         *,
         waits: bool = True,
     ) -> None:
-        """Begin to bring chests into the rest of a seat; those that are blank are not read."""
+        """Start to swap tensors into the rest of an update buffer; tensors in `blank` are not read."""
         try:
             for chest in chests:
                 start, size = sum(seat.sizes), chest.num_bytes
@@ -253,13 +258,13 @@ class OptimizerSwapper:
             raise
 
     def clear(self, seat: UpdateBuffer, *, changed: bool) -> None:
-        """Send what is in a seat away, and write it if it changed; the seat is free when that has ended."""
+        """Swap out what an update buffer holds, and write it if it changed; the buffer is free when that has ended."""
         transfers = list(seat.reads)
 
         def put_back(chest: SwappedTensors) -> None:
             transfers.extend(chest.swap_out(changed=changed and chest not in seat.used_up))
 
-        with contextlib.ExitStack() as last_first:  # all of it, also if a drive fails
+        with contextlib.ExitStack() as last_first:  # all of it, even if a disk fails
             last_first.callback(self.free_seats.release)
             last_first.callback(lambda: self._seats.give(seat.memory, AllOf(transfers)))
             for chest in seat.chests:
@@ -271,12 +276,12 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_of(group: ShardedGroup, shards: list[ParamSlice]) -> bool:
-    """Whether shards are all that this rank has of a group, padding included."""
+    """Return whether shards are all that this rank has of a group, including padding."""
     return sum(shard.tensor.numel() for shard in shards if shard.group is group) == group.own[1] - group.own[0]
 
 
 def blank(state: dict[str, Any], shard: ParamSlice) -> dict[str, Any]:
-    """The state of a shard, from that of its first element: the same for all of them, in the memory of one."""
+    """Expand the state of a shard's first element to the shard: equal elements, in the memory of one."""
     numel = shard.tensor.numel()
     spread: dict[str, Any] = {}
     for key, value in state.items():

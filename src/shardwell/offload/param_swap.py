@@ -1,13 +1,13 @@
-"""Parameters that rest on disk pass through pinned memory on their way to the device.
+"""Parameters that are stored on disk: they pass through pinned staging buffers on the way to the device.
 
-    drive    | read 4 | read 5  | read 6  |
-    bus               | lift 4  | lift 5  | lift 6   |
-    links                       | gather 4 | gather 5 | gather 6 |
-    device                                 | use 4    | use 5    | use 6 |
+    disk     | read 4 | read 5  | read 6  |
+    bus               | copy 4  | copy 5  | copy 6   |
+    links                       | all-gather 4 | all-gather 5 | all-gather 6 |
+    device                                     | use 4        | use 5        | use 6 |
 
-A page is what rests; there are a few slots that pages are read into. Who will need a page soon says so ahead. The
-device waits for them, and for nothing else that is read: they come first. A rank that is alone gathers straight from a
-slot: there is nothing to do beside the copy.
+A swapped shard is stored on disk, and there are a few slots that shards are read into. The scheduler announces the
+shards that it will need soon. The device waits for these reads and for no others, so they have precedence. A single
+rank all-gathers straight from a slot, because there is no other work beside the copy.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from shardwell.offload.disk import DiskTier, DiskTransfer
 from shardwell.offload.staging import AlignedAllocator, StagingPool
 from shardwell.offload.swapped_tensors import SwappedTensors
 
-_MEMORY = 8  # units and pages back that a pace remembers
+_MEMORY = 8  # number of units and shards that the averages go back
 
 
 class ReadAheadDepth:
-    """How many units ahead a page is asked for: as many as are used while it comes.
+    """The number of units that a shard is read ahead: as many as are used during one read.
 
-    What units wait for pages is no time of use. So where the drives are what everybody waits for, they are asked as
-    early as slots allow.
+    Time that units wait for shards does not count as time of use. So if the disk is the bottleneck, reads start as
+    early as the number of slots allows.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._unit = 0.0  # seconds that a unit is used, on average
-        self._page = 0.0  # seconds until a page has come, the longest of late
-        self._since: float | None = None  # when the unit that is used came
+        self._unit = 0.0  # average seconds that a unit is used
+        self._page = 0.0  # seconds that a read takes, the longest of the recent ones
+        self._since: float | None = None  # when the unit in use was entered
 
     @property
     def depth(self) -> int:
+        """The number of units to read ahead."""
         return min(self._most, max(1, math.ceil(self._page / self._unit))) if self._unit else 1
 
     def enter(self) -> None:
-        """The next unit is used from now on."""
+        """Note that the next unit is used from now on."""
         now = time.monotonic()
         if self._since is not None:
             used = max(0.0, now - self._since)
@@ -51,33 +52,34 @@ class ReadAheadDepth:
         self._since = now
 
     def pause(self) -> None:
-        """No unit is used for a while."""
+        """Note that no unit is used for a while."""
         self._since = None
 
     def note(self, seconds: float, waited: float) -> None:
-        """A page has come, so long after it was asked for; so much of that somebody waited for it."""
+        """Note a finished read: the seconds from its request to its end, and how many of them the caller waited."""
         self._page = max(seconds, self._page * (1 - 1 / _MEMORY))
         if self._since is not None:
             self._since += waited
 
 
 class ReadBuffers:
-    """The slots of an engine. All but one of them may hold pages that nobody needs yet."""
+    """The slots of an engine. All but one of them may hold shards that were read ahead."""
 
     def __init__(self, tier: DiskTier, memory: AlignedAllocator, num_slots: int) -> None:
         self.tier = tier
         self._most_ahead = max(1, num_slots - 1)
         self.slots = StagingPool(memory, self._most_ahead + 1, 0)
-        self.num_ahead = 0  # pages that were asked for ahead and not used yet
+        self.num_ahead = 0  # shards that were read ahead and not used yet
         self.pace = ReadAheadDepth(self._most_ahead)
 
     @property
     def has_room(self) -> bool:
+        """Whether another shard may be read ahead."""
         return self.num_ahead < self._most_ahead
 
 
 class SwappedShard:
-    """One tensor on disk. Not for several threads at a time, but for the chest."""
+    """One tensor on disk. Only one thread may use it at a time; its `chest` may be used by several."""
 
     def __init__(self, pages: ReadBuffers, chest: SwappedTensors) -> None:
         self.chest = chest
@@ -85,7 +87,7 @@ class SwappedShard:
         self._coming: tuple[Tensor, list[DiskTransfer]] | None = None
 
     def expect(self) -> bool:
-        """Begin to read it, if there is a slot to spare and nobody has to wait for what is still being written."""
+        """Start to read it ahead, if a slot is free and the tensor is neither in use nor still being written."""
         if self._coming is not None or not self._pages.has_room or self.chest.is_busy:
             return False
         self._coming = self._begin()
@@ -94,7 +96,7 @@ class SwappedShard:
 
     @property
     def has_come(self) -> bool:
-        """It was asked for ahead, and to read it takes no time and raises nothing."""
+        """Whether it was read ahead, and `read` takes no time and raises nothing."""
         return self._coming is not None and all(transfer.has_succeeded for transfer in self._coming[1])
 
     def _begin(self) -> tuple[Tensor, list[DiskTransfer]]:
@@ -106,7 +108,7 @@ class SwappedShard:
             raise
 
     def read(self) -> Tensor:
-        """A slot (1D, bytes) that begins with what it holds; give that back."""
+        """Return a slot (1D, bytes) that begins with the contents. The caller gives the slot back with `give`."""
         if self._coming is not None:
             (slot, reads), self._coming = self._coming, None
             self._pages.num_ahead -= 1
@@ -125,11 +127,11 @@ class SwappedShard:
         return slot
 
     def give(self, slot: Tensor, after: Waitable) -> None:
-        """What was read is needed no more after the mark."""
+        """Give a slot back, which is free after the event."""
         self._pages.slots.give(slot, after)
 
     def forget(self) -> None:
-        """Nobody needs what was asked for ahead."""
+        """Drop what was read ahead."""
         if self._coming is not None:
             (slot, reads), self._coming = self._coming, None
             self._pages.num_ahead -= 1

@@ -1,11 +1,11 @@
-"""Which tier each unit's states rest on, from the bytes that they need and the bytes that there are.
+"""The tier that each unit's states are stored on, from the bytes that they need and the bytes that are free.
 
     device | unit 0 | unit 1 |
     host                     | unit 2 | unit 3 | unit 4 |
     disk                                                | unit 5 | unit 6 |
 
-Pure arithmetic, in units' forward order: the first ones are updated last and needed first, so they rest highest. All
-bytes are those of one rank.
+This is pure arithmetic over the units in forward order: the first units are updated last and needed first, so they are
+placed highest. All bytes are those of one rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FP32 = 4
 
 
 class TierPlacement(NamedTuple):
-    """Where the parameters of a unit rest, and where its masters and optimizer state do.
+    """The tiers of a unit's parameters, and of its master weights and optimizer state.
 
-    Gradients that such state waits for are on the host or on disk, if it is not on the device.
+    Gradients that an update waits for are on the host or on disk, if the optimizer state is not on the device.
     """
 
     parameters: Tier = Tier.DEVICE
@@ -40,17 +40,20 @@ class TierPlacement(NamedTuple):
 
     @property
     def depth(self) -> int:
+        """The lowest tier of parameters and optimizer state, as a number; 0 is the device."""
         return max(_DEPTHS.index(tier) for tier in (self.parameters, self.optimizer))
 
     @property
     def gradient_tier(self) -> Tier:
+        """The tier where gradients wait for the update."""
         return Tier.DEVICE if self.optimizer is Tier.DEVICE else self.gradients
 
 
 def tier_ladder(deepest: TierPlacement) -> list[TierPlacement]:
-    """The places that units may have, from the device down: both states go down together as far as each may.
+    """Return the placements that units may have, from the device down.
 
-    Last come the gradients of state on disk, if they may.
+    Parameters and optimizer state move down together, each as far as allowed. The last step down is that of the
+    gradients of state on disk, if they may be stored there.
     """
     limits = [_DEPTHS.index(tier) for tier in (deepest.parameters, deepest.optimizer)]
     found = [TierPlacement(*(_DEPTHS[min(rung, limit)] for limit in limits)) for rung in range(max(limits) + 1)]
@@ -59,29 +62,30 @@ def tier_ladder(deepest: TierPlacement) -> list[TierPlacement]:
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of a group have in common."""
+    """The properties that the parameters of a group have in common."""
 
     precision: GroupPrecision
     trains: bool
-    persistent: bool  # small, and whole on every rank
+    persistent: bool  # small, and unsharded on every rank
 
 
 @dataclass(frozen=True)
 class StateFormula:
-    """How many bytes parameters need on which tier."""
+    """The number of bytes that parameters need on each tier."""
 
     stage: int
     num_ranks: int
     shard_at_world_one: bool = False
     num_states: int = 2  # tensors that the optimizer keeps for each parameter
-    eight_bits: bool = False  # of those, below the device
-    accumulates: bool = False  # gradients over several micro-steps
-    commit: CommitPolicy = CommitPolicy.AFTER_NORM  # of updates below the device; on it, shadow is after the norm
-    ranks_per_copy: int = 0  # that split a second copy of the parameters, where they are fewest; 0: there is none
-    rest_codec: Codec | None = None  # of what is frozen
-    ranks_per_loss: int = 0  # that split what codes of gradients lose; 0: that is not kept
+    eight_bits: bool = False  # whether those below the device are 8-bit
+    accumulates: bool = False  # gradients are summed over several micro-steps
+    commit: CommitPolicy = CommitPolicy.AFTER_NORM  # of updates below the device; on it, speculation waits for the norm
+    ranks_per_copy: int = 0  # ranks that split a secondary shard, in the smallest node; 0: there is none
+    rest_codec: Codec | None = None  # of frozen parameters
+    ranks_per_loss: int = 0  # ranks that split the residual of quantised gradients; 0: it is not kept
 
     def row(self, kind: GroupKey, place: TierPlacement) -> ShardingSpec:
+        """Return the sharding spec of a group with this placement."""
         return spec_for(
             self.stage,
             persistent=kind.persistent,
@@ -97,22 +101,23 @@ class StateFormula:
         )
 
     def shard(self, kind: GroupKey, numel: int, row: ShardingSpec) -> int:
-        """A rank's share of the parameters, as it travels."""
+        """Return the bytes of a rank's shard of the parameters, as they are transferred."""
         if row.storage_codec is not None:
             return row.storage_codec.num_bytes(self.share(numel))
         return self.share(numel) * kind.precision.compute.itemsize
 
     def share(self, numel: int) -> int:
+        """Return the elements of a rank's shard."""
         return -(-numel // self.num_ranks)
 
     def moments(self, numel: int, kind: GroupKey, tier: Tier) -> int:
-        """The optimizer's state of some masters."""
+        """Return the bytes of the optimizer's state for some master weights."""
         narrow = self.eight_bits and tier is not Tier.DEVICE
         each = numel + Moment8bit.num_blocks(numel) if narrow else numel * kind.precision.master.itemsize
         return self.num_states * each
 
     def at_rest(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
-        """Parameters, masters and optimizer state between steps, as `ShardedGroup` holds them."""
+        """Return the bytes of parameters, master weights and optimizer state that a group holds between steps."""
         row = self.row(kind, place)
         stored = state_bytes(form_of(row, kind.precision, kind.trains), row, kind.precision, numel, self.num_ranks)
         if not kind.trains:
@@ -122,7 +127,10 @@ class StateFormula:
         return stored
 
     def second_copy(self, kind: GroupKey, numel: int, row: ShardingSpec) -> Bytes:
-        """From a forward to the next update; for good, of what is frozen."""
+        """Return the bytes of the secondary shard.
+
+        It exists from a forward to the next update, and permanently for frozen parameters.
+        """
         if row.secondary is None:
             return Counter()
         if row.storage_codec is not None:
@@ -130,7 +138,10 @@ class StateFormula:
         return Counter({Tier.DEVICE: -(-numel // self.ranks_per_copy) * kind.precision.compute.itemsize})
 
     def needs(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
-        """What rests, what waits for a step (gradients, a second copy), a second state where updates speculate."""
+        """Return the bytes of all states.
+
+        These are stored states, those that wait for a step (gradients, secondary shard), and speculative state.
+        """
         found = self.at_rest(kind, numel, place)
         if not kind.trains:
             return found
@@ -149,7 +160,7 @@ class StateFormula:
         return found
 
     def waiting(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
-        """Gradients that updates below the device wait for: for their norm, or for more of them."""
+        """Return the bytes of gradients that wait, below the device, for the norm or for more micro-steps."""
         if self.row(kind, place).optimizer.tier is Tier.DEVICE or not kind.trains:
             return 0
         if self.accumulates:
@@ -157,7 +168,7 @@ class StateFormula:
         return self.share(numel) * kind.precision.compute.itemsize if self.commit is not CommitPolicy.IMMEDIATE else 0
 
     def stepped(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
-        """Masters and optimizer state that are stepped below the device."""
+        """Return the bytes of master weights and optimizer state that are stepped below the device."""
         tier, own = self.row(kind, place).optimizer.tier, self.share(numel)
         if tier is Tier.DEVICE or not kind.trains:
             return 0
@@ -166,16 +177,17 @@ class StateFormula:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What the units of a model hold, in numbers: elements by kind."""
+    """The sizes of a model's units: elements by group."""
 
     units: dict[str, dict[GroupKey, int]]  # in forward order
     formula: StateFormula
 
     def trained(self) -> dict[str, int]:
-        """Elements that are trained, by unit."""
+        """Return the number of trained elements of each unit."""
         return {name: sum(numel for kind, numel in kinds.items() if kind.trains) for name, kinds in self.units.items()}
 
     def at_rest(self, places: Mapping[str, TierPlacement]) -> Bytes:
+        """Return the bytes of parameters, master weights and optimizer state between steps."""
         return total(
             self.formula.at_rest(kind, numel, places[name])
             for name, kinds in self.units.items()
@@ -183,29 +195,30 @@ class ModelStates:
         )
 
     def needs(self, name: str, place: TierPlacement) -> Bytes:
+        """Return the bytes of all states of a unit with this placement."""
         return total(self.formula.needs(kind, numel, place) for kind, numel in self.units[name].items())
 
     def stepped(self, name: str, place: TierPlacement) -> int:
-        """Masters and optimizer state of a unit that are stepped below the device."""
+        """Return the bytes of a unit's master weights and optimizer state that are stepped below the device."""
         return sum(self.formula.stepped(kind, numel, place) for kind, numel in self.units[name].items())
 
     def waiting(self, name: str, place: TierPlacement) -> int:
-        """Gradients of a unit that its update below the device waits for."""
+        """Return the bytes of a unit's gradients that wait below the device."""
         return sum(self.formula.waiting(kind, numel, place) for kind, numel in self.units[name].items())
 
     def shares(self) -> dict[str, int]:
-        """Elements of each unit that a rank holds where units are split."""
+        """Return the elements of each unit that a rank holds where units are sharded."""
         return {name: sum(self.formula.share(numel) for numel in kinds.values()) for name, kinds in self.units.items()}
 
     def held(self, name: str) -> int:
-        """A rank's share of a unit's parameters, as they travel."""
+        """Return the bytes of a rank's shard of a unit's parameters, as they are transferred."""
         formula = self.formula
         return sum(
             formula.shard(kind, numel, formula.row(kind, TierPlacement())) for kind, numel in self.units[name].items()
         )
 
     def sent(self, name: str, place: TierPlacement) -> int:
-        """Parameters of a unit, in the compute dtype, that are stepped below the device."""
+        """Return the bytes of a unit's parameters, in the compute dtype, that are stepped below the device."""
         return sum(
             self.formula.share(numel) * kind.precision.compute.itemsize
             for kind, numel in self.units[name].items()
@@ -214,6 +227,7 @@ class ModelStates:
 
 
 def total(parts: Iterable[Bytes]) -> Bytes:
+    """Return the sum of some byte counts."""
     found: Bytes = Counter()
     for part in parts:
         found.update(part)
@@ -222,20 +236,21 @@ def total(parts: Iterable[Bytes]) -> Bytes:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """A rung of the ladder for each unit, and the bytes that all of it needs."""
+    """A placement for each unit, as an index into the ladder, and the bytes that all of it needs."""
 
     rungs: list[int]
     needed: Bytes
 
     def fits(self, free: Mapping[Tier, float]) -> bool:
+        """Return whether the plan fits into the free bytes of each tier."""
         return all(size <= free.get(tier, 0) for tier, size in self.needed.items())
 
 
 def plan(needs: Sequence[Sequence[Bytes]], buffers: Sequence[Bytes], free: Mapping[Tier, float]) -> PlacementPlan:
-    """Place units as high as they fit, the first ones highest; no deeper than it must be.
+    """Place units as high as they fit, the first ones highest, and no lower than necessary.
 
-    `needs` has the bytes of each unit on each rung, `buffers` what is needed beside them if a rung is the deepest one.
-    The plan that is returned fits, or there is none that does.
+    `needs` has the bytes of each unit with each placement of the ladder, `buffers` the staging memory if a placement is
+    the lowest one in use. The returned plan fits, or there is none that does.
     """
     for depth in range(len(buffers)):
         found = _down_to(depth, needs, buffers[depth], free)
@@ -245,7 +260,7 @@ def plan(needs: Sequence[Sequence[Bytes]], buffers: Sequence[Bytes], free: Mappi
 
 
 def _down_to(depth: int, needs: Sequence[Sequence[Bytes]], buffers: Bytes, free: Mapping[Tier, float]) -> PlacementPlan:
-    """All units begin at the deepest rung, and are raised from the first on, while there is room above."""
+    """Start with all units at the lowest placement, and raise them from the first one on while there is room above."""
     needed = total([buffers, *(unit[depth] for unit in needs)])
     rungs = [depth] * len(needs)
     first = 0
@@ -261,6 +276,6 @@ def _down_to(depth: int, needs: Sequence[Sequence[Bytes]], buffers: Bytes, free:
 
 
 def table(needed: Bytes, free: Mapping[Tier, float]) -> str:
-    """What is needed and free on each tier that is used."""
+    """Describe what is needed and free on each tier in use."""
     used = [tier for tier in Tier if needed[tier] > 0]
     return ", ".join(f"{tier.value} {human(needed[tier])} (free {human(free.get(tier, 0))})" for tier in used)

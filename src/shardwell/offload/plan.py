@@ -1,4 +1,4 @@
-"""What rests on the host or on disk, when its updates commit, and whether it fits there."""
+"""The plan of what is stored on the host or on disk, when its updates commit, and whether it fits there."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shardwell.runtime.budget import available_bytes, bytes_by_path, tier_budget
 from shardwell.sharding import EngineContext, UnitSpec
 from shardwell.sharding.spec import CommitPolicy
 
-STEPS_UNTIL_KNOWN = 3  # until the device has shown what it needs
-_FILL = 0.75  # of what the device never needed so far, for optimizer state
-_SHARE = 0.5  # of the host memory that is left, for shadows
+STEPS_UNTIL_KNOWN = 3  # steps until the peak memory of the device is known
+_FILL = 0.75  # share of the device memory that was never used so far, for optimizer state
+_SHARE = 0.5  # share of the free host memory, for speculation
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
 
@@ -39,18 +39,19 @@ _COMMITS = {  # by the words of the configuration
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where each unit rests, and when those commit whose optimizer state rests on the host or on disk."""
+    """The tier of each unit, and the commit policy of units whose optimizer state is stored on the host or on disk."""
 
     commits: dict[str, CommitPolicy]  # by the name of the unit
     places: dict[str, TierPlacement]
     states: ModelStates
-    above: CommitPolicy = CommitPolicy.AFTER_NORM  # when those commit whose optimizer state rests on the device
+    above: CommitPolicy = CommitPolicy.AFTER_NORM  # the policy of units whose optimizer state is stored on the device
 
     def commit_of(self, name: str) -> CommitPolicy:
+        """Return the commit policy of a unit."""
         return self.commits.get(name, self.above)
 
     def again(self, states: ModelStates, settings: Config) -> OffloadPlan:
-        """The same for a model that has changed since. New units rest as deep as they may."""
+        """Return the plan for a model that has changed since. New units are stored on the lowest tier allowed."""
         policy = commit_policy(settings)
         if settings.shardwell.placement == "auto":
             places = {name: self.places.get(name, deepest(settings)) for name in states.units}
@@ -62,14 +63,17 @@ class OffloadPlan:
         )
 
     def fill_device(self, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:
-        """Move state up to the device, as much as it has room for; all ranks the same."""
+        """Move optimizer state to the device, as much as it has room for, the same on all ranks."""
         moved = optimizer.move_up(available_bytes(context, _FILL))
         commits = {name: commit for name, commit in self.commits.items() if name not in moved}
         raised = {name: self.places[name]._replace(optimizer=Tier.DEVICE) for name in moved}
         return replace(self, commits=commits, places=self.places | raised)
 
     def at_rest(self) -> Bytes:
-        """Bytes of parameters, masters and optimizer state on each tier of this rank, once there is state."""
+        """Return the bytes of parameters, master weights and optimizer state on each tier of this rank.
+
+        Optimizer state counts even before the first step creates it.
+        """
         return self.states.at_rest(self.places)
 
     def __str__(self) -> str:
@@ -87,24 +91,27 @@ class OffloadPlan:
 
 
 def deepest(settings: Config) -> TierPlacement:
-    """What the offload blocks name; gradients wait on disk where optimizer state rests there and they may."""
+    """Return the tiers that the offload blocks name.
+
+    Gradients wait on disk where optimizer state is stored there, unless the configuration keeps them on the host.
+    """
     zero = settings.zero_optimization
     gradients = Tier.HOST if settings.shardwell.gradients == "host" else Tier.DISK
     return TierPlacement(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device], gradients)
 
 
 def _like(place: TierPlacement, before: TierPlacement | None) -> TierPlacement:
-    """A place where gradients wait as they did before, if that is known."""
+    """Return a placement whose gradients wait where they did before, if that is known."""
     return place if before is None else place._replace(gradients=before.gradients)
 
 
 def _below(places: dict[str, TierPlacement]) -> list[str]:
-    """Units whose optimizer state rests below the device, from the model's end."""
+    """Return the units whose optimizer state is stored below the device, from the end of the model."""
     return [name for name in reversed(places) if places[name].optimizer is not Tier.DEVICE]
 
 
 def _check_reach(settings: Config) -> None:
-    """What is said of state below must not be said where no state can be."""
+    """Raise if options of state below the device are set, but no state can be there."""
     own, device = settings.shardwell, settings.zero_optimization.offload_optimizer.device
     if own.moments == "8bit" and device == "none":
         raise ConfigError(
@@ -119,7 +126,7 @@ def _check_reach(settings: Config) -> None:
 
 
 def plan_offload(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
-    """Decide, and raise before anything is allocated if it will not fit into host memory or on disk."""
+    """Return the plan; raise before anything is allocated if it does not fit into host memory or on disk."""
     _check_reach(settings)
     if settings.shardwell.placement == "auto":
         return _plan_places(states, cuts, settings, context)
@@ -127,7 +134,7 @@ def plan_offload(states: ModelStates, cuts: list[UnitSpec], settings: Config, co
 
 
 def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
-    """Units as high as there is room for."""
+    """Place the units on the highest tiers that have room."""
     rungs = _rungs(settings)
     needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
     buffers = [_buffers(states, rung, settings, context.device) for rung in rungs]
@@ -153,14 +160,17 @@ def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, co
 
 
 def _rungs(settings: Config) -> list[TierPlacement]:
-    """The places that units may have. Gradients wait on disk with all state that rests there, or as the last resort."""
+    """Return the placements that units may have.
+
+    Gradients wait on disk with all state that is stored there, or as the last resort.
+    """
     rungs = tier_ladder(deepest(settings))
     is_last_resort = settings.shardwell.gradients == "auto" or rungs[-1].gradient_tier is not Tier.DISK
     return rungs if is_last_resort else [*rungs[:-2], rungs[-1]]
 
 
 def _buffers(states: ModelStates, deep: TierPlacement, settings: Config, device: Device) -> Bytes:
-    """Host memory for what travels, if units rest as deep as this."""
+    """Return the host memory for staging buffers, if units are placed as low as this."""
     zero, units = settings.zero_optimization, states.units
     slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
     size = slots * max((states.sent(name, deep) for name in units), default=0)
@@ -175,7 +185,7 @@ def _buffers(states: ModelStates, deep: TierPlacement, settings: Config, device:
 
 
 def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
-    """What to change so that it fits."""
+    """Return what to change so that the model fits."""
     deep, over = deepest(settings), {tier for tier in Tier if needed[tier] > free[tier]}
     lower = {
         Tier.DEVICE: "lower shardwell.device_room",
@@ -193,7 +203,7 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
 
 
 def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext) -> OffloadPlan:
-    """A share of the units where the offload blocks say."""
+    """Place a share of the units where the offload blocks say."""
     mesh, device = context.world.mesh, context.device
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
@@ -219,7 +229,10 @@ def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext
 def _with_gradients_above(
     states: ModelStates, places: dict[str, TierPlacement], free: float, context: EngineContext
 ) -> dict[str, TierPlacement]:
-    """Places of units whose gradients need not wait on disk: they fit into half of what is free on every rank."""
+    """Return placements of units whose gradients need not wait on disk.
+
+    They fit into half of the host memory that is free on every rank.
+    """
     on_disk = {name: place for name, place in places.items() if place.gradient_tier is Tier.DISK}
     waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
     if not any(waiting.values()):
@@ -229,14 +242,14 @@ def _with_gradients_above(
 
 
 def _speculating(states: ModelStates, places: dict[str, TierPlacement], below: list[str], free: float) -> set[str]:
-    """The units whose second state fits into half of what is free."""
+    """Return the units whose speculative state fits into half of what is free."""
     sizes = {name: states.stepped(name, places[name]) + states.sent(name, places[name]) for name in below}
     return _that_fit(sizes, _SHARE * free)
 
 
 @dataclass(frozen=True)
 class ShortageReport:
-    """What there is to say if states do not fit where they are asked to rest."""
+    """The text of the error if states do not fit where they are asked to be stored."""
 
     states: ModelStates
     places: dict[str, TierPlacement]
@@ -244,7 +257,7 @@ class ShortageReport:
     mesh: RankGroup
 
     def needs(self, num_bytes: int) -> str:
-        """Bytes of one rank, for this node and for each parameter."""
+        """Describe the bytes of one rank, for this node and for each parameter."""
         numel = sum(sum(self.states.units[name].values()) for name, place in self.places.items() if place.depth)
         shares = self.mesh.size if self.settings.zero_optimization.stage else 1
         each = f"{num_bytes * shares / max(1, numel):.3g} bytes for each of {numel:,} parameters"
@@ -253,6 +266,7 @@ class ShortageReport:
 
     @property
     def ways(self) -> str:
+        """What to change so that the states fit."""
         smaller = ', or set shardwell.moments to "8bit"' if self.settings.shardwell.moments == "fp32" else ""
         return f"lower offload_optimizer.ratio, use more ranks{smaller}."
 
@@ -278,23 +292,24 @@ def _check_drives(short: ShortageReport, needed: int) -> None:
 
 
 def open_disk(settings: Config) -> DiskTier | None:
-    """The drives that something rests on, if it does."""
+    """Return the disk tier, or None if nothing is stored on disk."""
     if not _paths(settings):
         return None
     return DiskTier(_paths(settings), AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
 
 
 def _paths(settings: Config) -> list[Path]:
-    """All that are named for what rests on disk: it is striped over all of them."""
+    """Return all paths that are named for state on disk: it is striped over all of them."""
     zero = settings.zero_optimization
     named = [b.nvme_path or "" for b in (zero.offload_optimizer, zero.offload_param) if b.device == "nvme"]
     return [Path(path) for path in dict.fromkeys(part.strip() for part in ",".join(named).split(",")) if path]
 
 
 def _asked(states: ModelStates, settings: Config) -> dict[str, TierPlacement]:
-    """Parameters where they are asked to rest, and so the optimizer state of a share of the model, from its end.
+    """Return the placements asked for: those of parameters, and those of the optimizer state of a share of the model.
 
-    Updates of the first units come last, and the next forward waits for them.
+    The share is counted from the end of the model, because updates of the first units come last, and the next forward
+    waits for them.
     """
     asked, zero = deepest(settings), settings.zero_optimization
     places = dict.fromkeys(states.units, asked._replace(optimizer=Tier.DEVICE))
@@ -313,9 +328,9 @@ def _asked(states: ModelStates, settings: Config) -> dict[str, TierPlacement]:
 
 
 def settle_commit(settings: Config, recipe: OptimizerFactory | None) -> Config:
-    """The configuration with the only policy there is for an optimizer in whose steps ranks meet.
+    """Return the configuration with "after_norm", the only policy for an optimizer whose steps use collectives.
 
-    Whether a unit can go ahead of the norm each rank knows for itself: it may lack a gradient that others have.
+    Each rank decides alone whether a unit can be updated before the norm: it may lack a gradient that other ranks have.
     """
     own = settings.shardwell
     may_go_ahead = own.placement == "auto" or settings.zero_optimization.offload_optimizer.device != "none"
@@ -332,9 +347,9 @@ def settle_commit(settings: Config, recipe: OptimizerFactory | None) -> Config:
 
 
 def commit_policy(settings: Config) -> CommitPolicy:
-    """When updates on the host become the truth. Of what rests on disk there is no second state in memory.
+    """Return when updates on the host commit. State on disk has no speculative state in memory.
 
-    "auto" is never at once where a step may be left out: what is updated at once could not be.
+    "auto" is never immediate where a step may be skipped, because an immediate update cannot be skipped.
     """
     needs = {"gradient_clipping": settings.gradient_clipping > 0, "a loss scale": is_scaled(settings)}
     waits = [name for name, is_on in needs.items() if is_on]
@@ -352,7 +367,7 @@ def commit_policy(settings: Config) -> CommitPolicy:
 
 
 def _that_fit(sizes: dict[str, float] | dict[str, int], free: float) -> set[str]:
-    """Of the first that are given, those whose bytes fit."""
+    """Return the first names whose bytes fit together."""
     chosen: set[str] = set()
     for name, size in sizes.items():
         free -= size

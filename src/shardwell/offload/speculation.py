@@ -1,6 +1,7 @@
-"""Updates that are done before it is known that they may be: in other memory, with the old state left as it is.
+"""Speculative updates: they are computed before the norm is known, in other memory, and leave the old state as it is.
 
-They stand if at the step everything is as it was assumed: gradients, masters, state, hyperparameters, and a factor.
+They are committed if everything is at the step as was assumed: gradients, master weights, state, hyperparameters, and
+the factor.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Options = dict[str, Any]  # hyperparameters of a parameter group
 
 
 def hyperparameters_of(inner: Optimizer) -> list[Options]:
-    """The hyperparameters of now, by parameter group."""
+    """Return a copy of the current hyperparameters of each parameter group."""
 
     def as_it_is(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value  # schedules change those in place
+        return value.clone() if isinstance(value, Tensor) else value  # schedules change tensors in place
 
     groups = inner.param_groups
     return [{key: as_it_is(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
 def are_same(some: list[Options], others: list[Options]) -> bool:
-    """Whether two steps with these hyperparameters are the same."""
+    """Return whether two steps with these hyperparameters are the same."""
     return len(some) == len(others) and all(
         one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
         for one, other in zip(some, others, strict=True)
@@ -48,32 +49,32 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class SpeculativeState:
-    """A unit's second memory for masters and state. What is computed there becomes the truth by changing places."""
+    """The memory that a unit's speculative update writes to; a commit swaps it with the live memory."""
 
     def __init__(self, unit: Unit, shards: list[ParamSlice], states: dict[Tensor, Any], account: MemoryStats) -> None:
         self._shards = shards
         self._masters: dict[ShardedGroup, Tensor] = {
             shard.group: torch.zeros_like(shard.group.master) for shard in shards
-        }  # all of a group's: padding too
+        }  # of full groups, including padding
         self.spares = {shard: SpareState(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
         memory = [*self._masters.values(), *(value for spare in self.spares.values() for value in spare.state.values())]
         self._books = account, unit.name, sum(value.nbytes for value in memory)
         account.add(StateKind.STAGING, unit.name, Tier.HOST, self._books[2])
 
     def strike_out(self) -> None:
-        """Take it out of the books; it is freed when nobody holds it."""
+        """Remove the memory from the statistics. It is freed with the last reference to it."""
         account, unit, num_bytes = self._books
         account.remove(StateKind.STAGING, unit, Tier.HOST, num_bytes)
 
     def fits(self, shards: list[ParamSlice]) -> bool:
-        """Whether it was made for these; shards can be cut."""
+        """Return whether it was made for these shards; shards can be sliced again."""
         return len(shards) == len(self._shards) and all(a is b for a, b in zip(shards, self._shards, strict=True))
 
     def _stretch(self, shard: ParamSlice) -> Tensor:
         return self._masters[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
     def commit(self, states: dict[Tensor, Any]) -> None:
-        """Change places with what the optimizer holds."""
+        """Swap the memory with that of the optimizer."""
         for group, masters in self._masters.items():
             group.swap_masters(masters)
         for shard, spare in self.spares.items():
@@ -84,19 +85,20 @@ class SpeculativeState:
 
 
 class SpeculationBackoff:
-    """Whether to speculate: not for some steps after it failed, and for twice as many each time that it fails again."""
+    """Decides whether to speculate: not for some steps after a failure, and for twice as many after the next."""
 
     def __init__(self) -> None:
         self._pause, self._left = 1, 0
         self._tried = self._failed = False
-        self._may: bool | None = None  # this step
+        self._may: bool | None = None  # the decision for this step
 
     def note_failure(self) -> None:
-        """An update did not stand. Any thread may tell."""
+        """Note that an update was not committed. Any thread may call it."""
         self._failed = True
 
     @property
     def may_speculate(self) -> bool:
+        """Whether to speculate at this step."""
         if self._may is None:
             self._may = self._tried = self._decide()
         return self._may
@@ -113,11 +115,12 @@ class SpeculationBackoff:
         return False
 
     def end_step(self) -> None:
+        """Note the end of a step; the next one decides again."""
         self._may = None
 
 
 def covers(shards: list[ParamSlice]) -> bool:
-    """Whether shards cover all masters of their groups: only then can those change places."""
+    """Return whether shards cover all master weights of their groups: only then can the memory be swapped."""
     pieces = dict.fromkeys((shard.group for shard in shards), 0)
     for shard in shards:
         pieces[shard.group] += len(shard.pieces)
@@ -125,7 +128,7 @@ def covers(shards: list[ParamSlice]) -> bool:
 
 
 def _like(state: dict[str, Any]) -> dict[str, Any]:
-    """Memory like that of a state; its numbers are left out."""
+    """Return uninitialised memory like that of a state, without its scalars."""
     return {
         key: value.empty_like() if isinstance(value, Moment8bit) else torch.empty_like(value)
         for key, value in state.items()
@@ -134,7 +137,7 @@ def _like(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exchange(one: Any, other: Any) -> None:
-    """Change places in memory."""
+    """Swap the memory of two entries."""
     if isinstance(one, Moment8bit):
         one.exchange(other)
     else:

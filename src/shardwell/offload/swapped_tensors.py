@@ -1,7 +1,8 @@
-"""Tensors that rest on the disk tier: they keep identity, shape and dtype, and their memory comes and goes.
+"""Tensors that are stored on the disk tier: they keep identity, shape and dtype while they are swapped in and out.
 
-A tensor that is away is one number, repeated: NaN, so that whoever forgets to fetch it will notice, or what it was
-filled with when it was made, as long as nothing else was written.
+A tensor that is swapped out is one number, repeated. The number is NaN, so that code that uses the tensor without
+swapping it in is noticed, or the value that the tensor was filled with at its creation, as long as nothing else was
+written to it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _PATIENCE = 0.002  # seconds
 
 @dataclass(eq=False)
 class _Item:
+    """One tensor with its extent on disk."""
+
     tensor: Tensor  # 1D
     extent: DiskExtent
-    stand_in: Tensor  # the number that it is while it is away
+    stand_in: Tensor  # the value of the tensor while it is swapped out
     is_written: bool = False
 
     @property
@@ -36,41 +39,43 @@ class _Item:
 
 
 class SwappedTensors:
-    """Some tensors that come and go together: into memory of its own (`open`), or into somebody else's (`fetch`).
+    """Tensors that are swapped in and out together.
 
-    Who wants them while somebody else has them waits; who has them only in case he needs them is asked to let go.
+    They are swapped into memory of this object (`open`) or of the caller (`swap_in_to`). A caller that wants the
+    tensors while another one has them waits. A holder that only expects to need them is asked to release them
+    (`reclaim`).
     """
 
     def __init__(
         self, tier: DiskTier, account: MemoryStats, unit: str, on_move: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_move` is called when the tensors have other memory: who has views of them must cut them anew."""
+        """`on_move` is called when the tensors get other memory, so that views of them can be made again."""
         self._tier, self._account, self._unit, self._on_move = tier, account, unit, on_move
         self._items: list[_Item] = []
-        self._writes: list[DiskTransfer] = []  # may still be on their way
+        self._writes: list[DiskTransfer] = []  # writes that may still be in flight
         self._is_free = threading.Semaphore()
-        self.reclaim: Callable[[], None] | None = None  # has who only expects to need the tensors let go of them
+        self.reclaim: Callable[[], None] | None = None  # has a holder that only read ahead release the tensors
         self._holders = 0
         self._is_changed = False
-        self._opened = 0  # bytes of its own memory
+        self._opened = 0  # bytes of memory of this object
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory that the tensors need."""
+        """The bytes of memory that the tensors need."""
         return sum(rounded(item.num_bytes) for item in self._items)
 
     @property
     def is_busy(self) -> bool:
-        """Who wants the tensors now would wait."""
+        """Whether a caller that wants the tensors now would wait."""
         if not self._is_free.acquire(blocking=False):
             return True
         self._is_free.release()
         return not all(transfer.has_passed for transfer in self._writes)
 
     def register(self, tensors: Sequence[Tensor]) -> None:
-        """These are the contents from now on. New ones are written, unless they are a number, repeated.
+        """Set the contents. New tensors are written, unless they are one number, repeated.
 
-        Those that the chest had and that are not among them are forgotten.
+        Tensors that were registered before and are not among the new ones are forgotten.
         """
         wanted = {id(tensor): tensor for tensor in tensors if tensor.numel()}
         if wanted.keys() == {id(item.tensor) for item in self._items}:
@@ -87,7 +92,7 @@ class SwappedTensors:
         self._on_move()
 
     def _exchange(self, wanted: dict[int, Tensor]) -> list[_Item]:
-        """Forget what is not wanted; returns what is new, all of it or none."""
+        """Forget the tensors that are not wanted, and return the new ones; an error adds none of them."""
         self._forget([item for item in self._items if id(item.tensor) not in wanted])
         known = {id(item.tensor) for item in self._items}
         new: list[_Item] = []
@@ -101,7 +106,7 @@ class SwappedTensors:
         return new
 
     def _move_in(self, new: Sequence[_Item]) -> None:
-        """Write tensors that still have their memory, and take it; if some cannot be written, all keep theirs."""
+        """Write tensors that still have memory, and release it. If one cannot be written, all keep their memory."""
         try:
             for item in new:
                 if not is_one_number(item.tensor):
@@ -115,9 +120,10 @@ class SwappedTensors:
     def swap_in_to(
         self, memory: Tensor, *, blank: bool = False, urgent: bool = False, waits: bool = True
     ) -> list[DiskTransfer]:
-        """Begin to bring the tensors into aligned memory of at least `num_bytes`; they are there when all ended.
+        """Start to read the tensors into aligned memory of at least `num_bytes`, and return the transfers.
 
-        With `blank` nothing is read: all of it will be overwritten. Who does not wait gets an error if they are in use.
+        With `blank` nothing is read, because the caller overwrites all of it. With `waits=False` the call raises an
+        error if the tensors are in use.
         """
         if waits:
             self._acquire()
@@ -126,7 +132,7 @@ class SwappedTensors:
         reads: list[DiskTransfer] = []
         try:
             self._finish_writes(in_vain=blank)
-            if memory.numel() < self.num_bytes:  # others came first, and changed what it holds
+            if memory.numel() < self.num_bytes:  # another caller was first, and changed the contents
                 raise ShardwellError(f"{self._unit}: {memory.numel()} bytes, expected {self.num_bytes} or more")
             start = 0
             for item in self._items:
@@ -141,26 +147,29 @@ class SwappedTensors:
             return reads
         except BaseException:
             for transfer in reads:
-                transfer.end()  # nobody else knows of them
+                transfer.end()  # no caller knows of them
             self._leave()
             raise
 
     def swap_out(self, *, changed: bool) -> list[DiskTransfer]:
-        """Send the tensors away; what changed is being written: their memory is free when all of that has ended."""
+        """Detach the tensors from their memory, and start to write them if they changed.
+
+        The memory is free when the returned transfers have ended.
+        """
         self._writes = []
         try:
             for item in self._items if changed else ():
                 self._writes.append(self._write(item))
         except BaseException:
             for transfer in self._writes:
-                transfer.end()  # nobody else knows of them
+                transfer.end()  # no caller knows of them
             raise
         finally:
             self._leave()
         return self._writes
 
     def open(self) -> None:
-        """Bring the tensors into memory of the chest's own. May be nested."""
+        """Swap the tensors in, into memory of this object. Calls may be nested."""
         if not self._holders:
             memory = aligned(self.num_bytes)
             reads = self.swap_in_to(memory)
@@ -175,7 +184,7 @@ class SwappedTensors:
         self._holders += 1
 
     def close(self, *, changed: bool) -> None:
-        """Undo an `open`; returns when what changed is on the disk."""
+        """Undo an `open`. The call returns when changed tensors are on disk."""
         assert self._holders, f"{self._unit}: closed, but not open"
         self._is_changed = self._is_changed or changed
         self._holders -= 1
@@ -191,7 +200,7 @@ class SwappedTensors:
 
     @contextlib.contextmanager
     def swapped_in(self, *, changes: bool) -> Iterator[None]:
-        """Have the tensors in memory; what changes there counts."""
+        """Return a context in which the tensors are in memory; with `changes` they are written at its end."""
         self.open()
         try:
             yield
@@ -199,7 +208,7 @@ class SwappedTensors:
             self.close(changed=changes)
 
     def restore(self) -> None:
-        """Leave the tensors in ordinary memory for good, and forget them."""
+        """Leave the tensors in ordinary memory permanently, and forget them."""
         self.open()
         for item in self._items:
             item.tensor.data = item.tensor.data.clone()
@@ -210,7 +219,7 @@ class SwappedTensors:
         self._is_free.release()
 
     def free(self) -> None:
-        """Forget the tensors, as they are."""
+        """Forget the tensors, and leave them as they are."""
         if self.reclaim is not None:
             self.reclaim()
         self._forget(self._items)
@@ -235,7 +244,7 @@ class SwappedTensors:
         return transfer
 
     def _finish_writes(self, *, in_vain: bool = False) -> None:
-        """`in_vain`: nobody wants what was written, and it is no matter if that failed."""
+        """Wait for the writes. With `in_vain` their contents are not needed, and a failed write is no error."""
         for transfer in self._writes:
             if not (in_vain and transfer.end()):
                 transfer.wait()
@@ -254,7 +263,7 @@ class SwappedTensors:
 
 
 def is_one_number(tensor: Tensor) -> bool:
-    """Whether it is a number, repeated, in the memory of one."""
+    """Return whether the tensor is one number, repeated, in the memory of one element."""
     return tensor.numel() > 1 and tensor.stride() == (0,)
 
 

@@ -1,9 +1,9 @@
-"""A lane on the host: a thread that does one thing after the other, while those who gave it work go on.
+"""A worker: a host thread that does one task after the other, while the threads that submitted the tasks go on.
 
-It does what is most urgent of what can be done already. Work that needs something of a device or a drive has a mark
-for it; if nothing can be done yet, the thread waits for what was given first, because devices do things in order. If
-that wait was in vain, because a drive has stopped answering, the work begins all the same: it knows what to say. Long
-work can let in what is more urgent.
+The worker takes the most urgent of the tasks that are ready. A task that needs something of a device or a disk has an
+event for it. If no task is ready, the thread waits for the event of the task that was submitted first, because devices
+work in order. If that wait fails, because a disk has stopped answering, the task starts all the same, so that it raises
+the error. A long task can let in tasks that are more urgent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardwell.errors import ShardwellError
 from shardwell.memory.device import Event, Waitable
 from shardwell.offload.cores import stay_on
 
-_MOST_LET_IN = 8  # pieces of work that are begun and not done, because each let in the next
+_MOST_LET_IN = 8  # tasks that have begun and are not done, because each let in the next
 
 
 class TaskHandle:
-    """Work that a worker was given."""
+    """A handle to a task of a worker."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -31,19 +31,22 @@ class TaskHandle:
 
     @property
     def has_passed(self) -> bool:
+        """Whether the task has ended, successfully or not."""
         return self._done.is_set()
 
     @property
     def has_succeeded(self) -> bool:
+        """Whether the task has ended without an error."""
         return self.has_passed and self._error is None
 
     def wait(self) -> None:
-        """Block until it is done; raises what it raised."""
+        """Block until the task is done, and raise what it raised."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     def run(self, work: Callable[[], None]) -> None:
+        """Run the task, and keep its error for `wait`."""
         try:
             work()
         except BaseException as error:
@@ -52,7 +55,7 @@ class TaskHandle:
             self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        """It cannot be done."""
+        """Mark the task as failed."""
         self._error = error
         self._done.set()
 
@@ -60,14 +63,14 @@ class TaskHandle:
 @dataclass(eq=False)
 class _Task:
     number: int
-    urgency: int  # the lower, the sooner
+    urgency: int  # lower values are done sooner
     work: Callable[[], None]
     after: Waitable
     ticket: TaskHandle
 
 
 class _Agenda:
-    """What the thread has to do."""
+    """The tasks of a worker's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -82,7 +85,7 @@ class _Agenda:
             self.end()
 
     def end(self) -> None:
-        """What has not begun is not done any more."""
+        """Drop the tasks that have not begun."""
         with self._changed:
             self._is_over = True
             dropped, self._tasks = self._tasks, []
@@ -91,7 +94,7 @@ class _Agenda:
             task.ticket.fail(ShardwellError("the engine is gone, and with it what it had still to do"))
 
     def take(self) -> _Task | None:
-        """What is to be done now; None when it is over."""
+        """Return the next task; wait for one to become ready. Return None after `end`."""
         while True:
             with self._changed:
                 while not self._tasks:
@@ -108,7 +111,7 @@ class _Agenda:
                 return first
 
     def take_before(self, urgency: int) -> _Task | None:
-        """What is more urgent than that and can be done, if there is anything."""
+        """Return a ready task that is more urgent than that, if there is one."""
         with self._changed:
             task = self._best()
             if task is None or task.urgency >= urgency:
@@ -124,17 +127,21 @@ class _Agenda:
             return True
 
     def _best(self) -> _Task | None:
-        """Newer ones are asked first: if one can be done, so can an older one whose mark comes before its own."""
+        """Return the most urgent task that is ready.
+
+        Newer tasks are asked first: if one is ready, so is an older one whose event comes before its own.
+        """
         possible = [task for task in reversed(self._tasks) if task.after.is_done]
         return min(possible, key=lambda task: (task.urgency, task.number), default=None)
 
 
 class Worker:
-    """The thread starts with the first piece of work, and ends with this object or the process, after what it does."""
+    """A thread that starts with the first task, and ends after its current task with this object or the process."""
 
     def __init__(self, name: str, cores: Sequence[int] | None = None, gate: threading.Semaphore | None = None) -> None:
-        """With `cores`, the thread and those that it starts stay on them. With a `gate`, each piece of work is chosen
-        and done when that lets it.
+        """With `cores`, the thread and the threads that it starts stay on them.
+
+        With a `gate`, the thread acquires it before it selects and runs each task.
         """
         self._name, self._cores, self._gate = name, cores, gate
         self._agenda = _Agenda()
@@ -150,7 +157,7 @@ class Worker:
         after: Waitable | None = None,
         ticket: TaskHandle | None = None,
     ) -> TaskHandle:
-        """Have something done. Of equal urgency, what was given first is done first. A ticket may exist already."""
+        """Queue a task. Tasks of equal urgency are done in the order of submission. A ticket may exist already."""
         if self._thread is None:
             arguments = self._agenda, self._cores, self._gate
             self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
@@ -158,13 +165,13 @@ class Worker:
             self._thread.start()
             weakref.finalize(self, _end, self._agenda, self._gate).atexit = False
             atexit.unregister(_end_all)
-            atexit.register(_end_all)  # so that it comes before the finalizers of what the work needs
+            atexit.register(_end_all)  # so that it runs before the finalizers of what the tasks need
         task = _Task(next(self._numbers), urgency, work, after or Event(), ticket or TaskHandle())
         self._agenda.add(task)
         return task.ticket
 
     def let_in(self, urgency: int) -> None:
-        """Called by work: do now what is more urgent than that, unless too much was let in by others in turn."""
+        """Run, inside a task, the ready tasks that are more urgent than that, unless too many are nested."""
         if self._num_let_in == _MOST_LET_IN:
             return
         self._num_let_in += 1
@@ -189,18 +196,18 @@ def _serve(agenda: _Agenda, cores: Sequence[int] | None, gate: threading.Semapho
         del task  # what it holds must not outlive it here
 
 
-_threads: dict[threading.Thread, tuple[_Agenda, threading.Semaphore | None]] = {}  # that have not ended
+_threads: dict[threading.Thread, tuple[_Agenda, threading.Semaphore | None]] = {}  # threads that have not ended
 
 
 def _end(agenda: _Agenda, gate: threading.Semaphore | None) -> None:
-    """Nobody waits for the thread: garbage is collected in any thread, and what it does may need others to end."""
+    """End a thread without a wait: garbage is collected in any thread, and the task may need other threads to end."""
     agenda.end()
     if gate is not None:
         gate.release()
 
 
 def _end_all() -> None:
-    """A thread that outlives the interpreter takes the process down with it."""
+    """End all threads: a thread that outlives the interpreter crashes the process."""
     threads = dict(_threads)
     for agenda, gate in threads.values():
         _end(agenda, gate)
