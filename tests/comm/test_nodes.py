@@ -155,13 +155,13 @@ def events(block: dict[str, Any]) -> list[str]:
     engine.backward(engine(data[0]))
     engine.step()
     with contextlib.ExitStack() as patches:
-        for name in ("reduce", "advance", "finish"):
+        for name in ("reduce_scatter", "start_next_hop", "finish"):
             before = getattr(Gradients, name)
 
             def call(gradients: Gradients, *args: Any, before: Any = before, name: str = name, **kwargs: Any) -> Any:
                 is_on_its_way = gradients._pending is not None
                 answer = before(gradients, *args, **kwargs)
-                if {"reduce": True, "advance": answer, "finish": is_on_its_way}[name]:
+                if {"reduce_scatter": True, "start_next_hop": answer, "finish": is_on_its_way}[name]:
                     found.append(f"{name} {gradients._unit}")
                 return answer
 
@@ -174,12 +174,12 @@ def events(block: dict[str, Any]) -> list[str]:
 def test_the_second_hop_of_a_reduce_goes_on_beside_the_next_unit(ranks: Ranks, coded: bool) -> None:
     for found in ranks.run(4, on_nodes, 2, events, {"zero_quantized_gradients": coded}):
         assert [one for one in found if "blocks.2" in one or "blocks.1" in one or "blocks.0" in one][:6] == [
-            "reduce blocks.2",
-            "advance blocks.2",
-            "reduce blocks.1",
-            "advance blocks.1",
+            "reduce_scatter blocks.2",
+            "start_next_hop blocks.2",
+            "reduce_scatter blocks.1",
+            "start_next_hop blocks.1",
             "finish blocks.2",
-            "reduce blocks.0",
+            "reduce_scatter blocks.0",
         ]
 
 
