@@ -1,4 +1,4 @@
-"""shardwell: the Zero Redundancy Optimizer as one small engine on PyTorch.
+"""shardwell: the Zero Redundancy Optimizer as one engine on PyTorch.
 
 Public names are loaded when they are first used, so that the command line does not wait for torch.
 """

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwell.cli.demo_command import _draw
 from tests.cli.command import shardwell
 
 Run = tuple[subprocess.CompletedProcess[str], Path]
@@ -73,6 +75,14 @@ def test_the_trace_shows_gathers_at_stage_three_alone(numbers: dict[str, Any]) -
 def test_the_picture_is_a_png_and_its_place_is_printed(run: Run, numbers: dict[str, Any]) -> None:
     assert (run[1] / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "out/demo.png" in run[0].stdout
+
+
+def test_without_matplotlib_the_demo_says_what_the_picture_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'shardwell[demo]'" in _draw(tmp_path / "demo.png", [], 2, False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_stage_that_does_not_exist_is_one_clear_line() -> None:

@@ -105,7 +105,7 @@ def test_the_readme_has_the_commands_that_ci_runs() -> None:
     readme = (ROOT / "README.md").read_text()
     install, _, check = "pip install -c constraints.txt -e '.[test]' && .ci/check".partition(" && ")
     assert f"\n{install} && {check}\n" in readme
-    assert "\npip install -c constraints.txt . && shardwell demo\n" in readme
+    assert "\npip install -c constraints.txt '.[demo]' && shardwell demo\n" in readme
     lines = (ROOT / ".ci" / "run").read_text().replace(" --quiet", "").splitlines()
     assert lines[-2:] == [install, check]
 

@@ -16,7 +16,7 @@ from shardwell.version import __version__
 
 app = typer.Typer(
     name="shardwell",
-    help="The Zero Redundancy Optimizer as one small engine on PyTorch.",
+    help="The Zero Redundancy Optimizer as one engine on PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

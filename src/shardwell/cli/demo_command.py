@@ -59,8 +59,7 @@ def demo(
     _show(console, results, verdict, ranks, bf16, trace)
     out.mkdir(parents=True, exist_ok=True)
     save_json(out / "demo.json", results, verdict, ranks=ranks, steps=steps, bf16=bf16)
-    save_picture(out / "demo.png", results, ranks, bf16)
-    console.print(f"picture: {out / 'demo.png'}   numbers: {out / 'demo.json'}")
+    console.print(f"{_draw(out / 'demo.png', results, ranks, bf16)}   numbers: {out / 'demo.json'}")
     if not verdict.agrees:
         raise typer.Exit(1)
 
@@ -70,6 +69,17 @@ def _parse_stages(text: str) -> list[int]:
     if not wanted or any(part not in ("0", "1", "2", "3") for part in wanted) or len(set(wanted)) < len(wanted):
         raise ShardwellError(f"--stages {text}: expected some of 0,1,2,3, separated by commas, each once")
     return [int(part) for part in wanted]
+
+
+def _draw(path: Path, results: list[StageResult], ranks: int, bf16: bool) -> str:
+    """Draw the picture, and return where it is or what it needs."""
+    try:
+        save_picture(path, results, ranks, bf16)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        return "no picture, which needs matplotlib: pip install 'shardwell[demo]'"
+    return f"picture: {path}"
 
 
 def _train(job: str, stages: list[int], steps: int, ranks: int, events: Path, console: Console) -> list[StageResult]:
