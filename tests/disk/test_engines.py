@@ -83,7 +83,7 @@ def test_without_the_library_python_does_it(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_library_that_does_not_fit_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io.native, "__path__", [os.fspath(tmp_path)])
+    monkeypatch.setattr(io.kernels, "__path__", [os.fspath(tmp_path)])
     assert "was not built" in unusable()["threads"]
     (tmp_path / io.NAME).write_bytes(b"no library")
     assert "cannot be used" in unusable()["io_uring"]
