@@ -80,7 +80,7 @@ def writing_masters(engine: shardwell.Engine) -> None:
 
 def joining_masters(engine: shardwell.Engine) -> None:
     group = engine._scheduler.units[2].groups[0]
-    with failing(FlatBuffer, "grow", only=group._joined):
+    with failing(FlatBuffer, "allocate", only=group._joined):
         safe_get_full_fp32_param(group.parameters[0])
 
 
@@ -103,9 +103,9 @@ def remembering_masters(engine: shardwell.Engine) -> None:
 
 def making_room(engine: shardwell.Engine) -> None:
     for _ in range(7):  # more than there are slots
-        with failing(FlatBuffer, "grow"), pytest.raises(ShardwellError):
+        with failing(FlatBuffer, "allocate"), pytest.raises(ShardwellError):
             engine(batches(1, 4)[0])
-    with failing(FlatBuffer, "grow"):
+    with failing(FlatBuffer, "allocate"):
         engine(batches(1, 4)[0])
 
 
@@ -252,7 +252,7 @@ def one_has_no_room() -> tuple[str, str]:
     engine = engine_with({})
     train(engine)
     try:
-        with failing(FlatBuffer, "grow") if dist.get_rank() == 1 else contextlib.nullcontext():
+        with failing(FlatBuffer, "allocate") if dist.get_rank() == 1 else contextlib.nullcontext():
             whole_parameters(engine.module)
     except ShardwellError as error:
         return type(error).__name__, str(error)
