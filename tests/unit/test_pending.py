@@ -63,7 +63,7 @@ class Route:
     """A mesh of which nothing but its manner of waiting matters."""
 
     def __init__(self, *, host_waits: bool) -> None:
-        self.host_waits = host_waits
+        self.host_drives_progress = host_waits
 
 
 @pytest.mark.parametrize("host_waits", [False, True])

@@ -52,7 +52,7 @@ def test_the_most_urgent_first_and_of_equals_the_first() -> None:
 class InVain:
     """What a drive that has stopped answering is waited for with."""
 
-    has_passed = False
+    is_done = False
 
     def synchronize(self) -> None:
         pass
