@@ -58,6 +58,7 @@ class Heartbeats:
             self._store = store.clone()  # with a connection of its own: other threads may block while they hold theirs
         self._seen = (-1, False)
         self._since = time.monotonic()
+        self._location, self._look_after = "", INTERVAL  # where the thread was, and when to look again
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
         self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # their processes are not known yet
         self._next = 0.0
@@ -76,7 +77,7 @@ class Heartbeats:
         self._next = now + INTERVAL * max(1.0, self._size / _RANKS_PER_INTERVAL)
         seen = agreement.num_moves, agreement.is_waiting
         if seen != self._seen:
-            self._seen, self._since = seen, now
+            self._seen, self._since, self._look_after = seen, now, INTERVAL
         seconds = now - self._since
         words = {"moves": agreement.num_moves, "doing": self._doing(agreement, seconds), "seconds": seconds}
         other = _heart.waits_elsewhere(self)
@@ -105,7 +106,11 @@ class Heartbeats:
     def _doing(self, agreement: Agreement, seconds: float) -> str:
         if agreement.is_waiting:
             return f"waiting in '{agreement.last_token}'"
-        return thread_location(self._thread_id) if seconds >= INTERVAL else "busy"
+        if seconds < INTERVAL:
+            return "busy"
+        if seconds >= self._look_after:  # seldom: Python walks the threads while C++ may be starting others
+            self._location, self._look_after = thread_location(self._thread_id), 2 * seconds
+        return self._location
 
     def _learn_processes(self) -> None:
         for rank in list(self._asked):
