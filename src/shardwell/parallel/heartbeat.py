@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwell.parallel.thread_location import thread_location
+from shardwell.parallel.thread_location import main_thread_state, thread_location
 
 if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
@@ -52,13 +52,12 @@ class Heartbeats:
         """
         self.number, self._rank, self._size, self.home = number, rank, size, home
         self._agreement = weakref.ref(agreement)
-        self._thread_id = threading.get_ident()
+        self._thread_state = main_thread_state()
         self._store = store
         with contextlib.suppress(AttributeError, RuntimeError):  # not every store can be cloned
             self._store = store.clone()  # with a connection of its own: other threads may block while they hold theirs
         self._seen = (-1, False)
         self._since = time.monotonic()
-        self._location, self._look_after = "", INTERVAL  # where the thread was, and when to look again
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
         self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # their processes are not known yet
         self._next = 0.0
@@ -77,7 +76,7 @@ class Heartbeats:
         self._next = now + INTERVAL * max(1.0, self._size / _RANKS_PER_INTERVAL)
         seen = agreement.num_moves, agreement.is_waiting
         if seen != self._seen:
-            self._seen, self._since, self._look_after = seen, now, INTERVAL
+            self._seen, self._since = seen, now
         seconds = now - self._since
         words = {"moves": agreement.num_moves, "doing": self._doing(agreement, seconds), "seconds": seconds}
         other = _heart.waits_elsewhere(self)
@@ -106,11 +105,7 @@ class Heartbeats:
     def _doing(self, agreement: Agreement, seconds: float) -> str:
         if agreement.is_waiting:
             return f"waiting in '{agreement.last_token}'"
-        if seconds < INTERVAL:
-            return "busy"
-        if seconds >= self._look_after:  # seldom: Python walks the threads while C++ may be starting others
-            self._location, self._look_after = thread_location(self._thread_id), 2 * seconds
-        return self._location
+        return thread_location(self._thread_state) if seconds >= INTERVAL else "busy"
 
     def _learn_processes(self) -> None:
         for rank in list(self._asked):

@@ -1,31 +1,50 @@
-"""The place in the code where a thread is, looked up by another thread.
+"""The place in the code where the main thread is, looked up by another thread.
 
-`faulthandler` reads the frames of all threads without making objects of them. `sys._current_frames` makes frame
-objects, and they keep all local variables alive: what the other thread drops meanwhile would be freed later, in the
-thread that looks, by finalizers that do not expect this. And frames that return while they are inspected crash Python
-3.11.
+CPython's own dump of one thread's traceback reads the frames without making objects of them, in one call that holds the
+interpreter's lock. The other ways crash. `faulthandler` walks all threads, and CPython 3.11 shows a thread that C++ is
+starting before its state is filled in. `sys._current_frames` makes frame objects, which keep all local variables alive:
+what the main thread drops meanwhile would be freed later, in the thread that looks. And frames that return while they
+are inspected crash Python 3.11.
+
+Only the main thread is looked up: its state lives as long as the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import ctypes
 import os
 import re
 import sysconfig
 import tempfile
+import threading
 from pathlib import Path
 
 _HERE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (_HERE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-def thread_location(thread_id: int) -> str:
-    """Return where a thread is, in the user's code or in the engine's, by the user's line."""
+def main_thread_state() -> int | None:
+    """Return the address of the main thread's state; None in another thread, or where CPython hides its dump."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):
+        return None
+    get = ctypes.pythonapi.PyThreadState_Get
+    get.restype = ctypes.c_void_p
+    state: int | None = get()
+    return state
+
+
+def thread_location(state: int | None) -> str:
+    """Return where the main thread is, in the user's code or in the engine's, by the user's line.
+
+    `state` is what `main_thread_state` returned in that thread.
+    """
+    if state is None:
+        return "busy"
     inside = False
-    frames = _frames(thread_id)
+    frames = _FRAME.findall(_dumped(state))  # (file, line, function), the innermost first
     for number, (name, line, _) in enumerate(frames):
         inside = inside or name.startswith(_HERE)
         if not name.startswith((*_LIBRARIES, "<frozen")):
@@ -36,20 +55,12 @@ def thread_location(thread_id: int) -> str:
     return "in code that is nobody's"
 
 
-def _frames(thread_id: int) -> list[tuple[str, str, str]]:
-    """Return (file, line, function) of a thread's frames, the innermost first."""
-    text = _dumped()
-    threads = list(_THREAD.finditer(text))
-    for thread, after in zip(threads, [*threads[1:], None], strict=True):
-        if int(thread[1], 16) == thread_id:
-            return _FRAME.findall(text, thread.end(), len(text) if after is None else after.start())
-    return []
-
-
-def _dumped() -> str:
-    """Return the traceback of all threads that `faulthandler` writes; it needs a real file."""
+def _dumped(state: int) -> str:
+    """Return the traceback that CPython writes for one thread; it needs a real file."""
+    dump = ctypes.pythonapi._Py_DumpTraceback
+    dump.argtypes, dump.restype = [ctypes.c_int, ctypes.c_void_p], None
     with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+        dump(file.fileno(), state)
         file.seek(0)
         return file.read().decode(errors="replace")
     return ""
