@@ -6,8 +6,19 @@ A message says what was found, where, what was expected and what to do about it.
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """Return the text with lone surrogates and NUL as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+
+
 class ShardwellError(RuntimeError):
-    """Base of all errors raised by shardwell."""
+    """Base of all errors raised by shardwell.
+
+    Names from a model, a configuration or a file may be in the message: what no terminal or log takes is escaped.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(ShardwellError, ValueError):

@@ -2,8 +2,7 @@
 
     python -m tests.campaigns.configurations --count 20000 --seed 1 --minutes 30 --json results.json
 
-A worker process tries them, one after the other, and says which one it is at: one that crashes or hangs is known by
-that, and the next worker goes on behind it.
+They are tried in a worker process (`workers.py`).
 """
 
 from __future__ import annotations
@@ -11,17 +10,13 @@ from __future__ import annotations
 import copy
 import json
 import random
-import signal
-import subprocess
 import sys
-import time
-from types import FrameType
 from typing import Any
 
 from tests.campaigns.result import Result, command_line
+from tests.campaigns.workers import try_cases, work
 
 GOOD = ("works", "refused", "stopped")
-LIMIT = 30  # seconds for one configuration
 
 _BASES: list[dict[str, Any]] = [
     {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}},
@@ -161,62 +156,17 @@ def outcome_of(config: Any) -> str:
     return "works"
 
 
-class _Hang(BaseException):
-    pass
-
-
-def _ring(_signal: int, _frame: FrameType | None) -> None:
-    raise _Hang
-
-
-def work(seed: int, first: int, end: int) -> None:
-    """Try some of them; a line for each."""
-    signal.signal(signal.SIGALRM, _ring)
-    for number in range(first, end):
-        print(json.dumps({"begin": number}), flush=True)
-        signal.alarm(LIMIT)
-        try:
-            outcome = outcome_of(mutated(random.Random(f"{seed} {number}")))
-        except _Hang:
-            outcome = "hang"
-        signal.alarm(0)
-        print(json.dumps({"number": number, "outcome": outcome}), flush=True)
+def outcome_of_number(seed: int, number: int) -> str:
+    return outcome_of(mutated(random.Random(f"{seed} {number}")))
 
 
 def campaign(count: int, seed: int, seconds: float) -> Result:
-    result, begin, first = Result("configurations"), time.monotonic(), 0
-    while first < count and time.monotonic() - begin < seconds:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.campaigns.configurations",
-            "--worker",
-            str(seed),
-            str(first),
-            str(count),
-        ]
-        begun = -1
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
-            assert worker.stdout is not None
-            for line in worker.stdout:
-                said = json.loads(line)
-                begun = said.get("begin", begun)
-                if "outcome" in said:
-                    first = said["number"] + 1
-                    kind = said["outcome"].partition(":")[0]
-                    result.count(kind, "" if kind in GOOD else f"seed {seed}, number {begun}: {said['outcome']}")
-                if time.monotonic() - begin > seconds:
-                    worker.kill()
-                    break
-        if begun >= first and time.monotonic() - begin < seconds:
-            result.count("crash", f"seed {seed}, number {begun}: exit code {worker.returncode}")
-            first = begun + 1
-    result.seconds = round(time.monotonic() - begin, 1)
-    return result
+    result = Result("configurations")
+    return try_cases(result, "tests.campaigns.configurations", (count, seed, seconds), GOOD)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        work(*map(int, sys.argv[2:]))
+        work(outcome_of_number, *map(int, sys.argv[2:]))
     else:
         sys.exit(command_line(campaign, "tests.campaigns.configurations", __doc__))

@@ -52,6 +52,7 @@ class Settings:
     tier: str = "device"
     launcher: str = RUN
     seed: int = 0
+    deadline: float = float("inf")  # by time.monotonic: no kill after it
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ def run_with_kills(job: Job) -> list[Kill]:
     chance = random.Random(job.settings.seed)
     kills: list[Kill] = []
     for _ in range(job.settings.kills):
+        if kills and time.monotonic() > job.settings.deadline:
+            break
         life = job.next_life()
         before, old = job.log_size, {path.name for path in job.leftovers()}
         job.begin()
@@ -369,17 +372,17 @@ def campaign(count: int, seed: int, seconds: float) -> Result:
     while result.tried < count and time.monotonic() - begin < seconds:
         kills = min(KILLS_OF_A_JOB, count - result.tried)
         where = draw.choice(TIERS), draw.choice(LAUNCHERS)
-        settings = Settings(kills, draw.choice([2, 2, 3]), draw.randrange(4), *where, draw.randrange(1 << 30))
+        drawn = draw.choice([2, 2, 3]), draw.randrange(4), *where, draw.randrange(1 << 30)
+        settings = Settings(kills, *drawn, deadline=begin + seconds)
         with tempfile.TemporaryDirectory(prefix="shardwell-campaign-") as folder:
             try:
                 report = run_job(Path(folder), settings)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 result.count("job that failed", f"{settings}: {error}")
                 continue
+        kills = len(report.kills)
         for kill in report.kills:
-            result.count(
-                {"start": "while it started", "training": "in training", "save": "while it saved"}[kill.moment]
-            )
+            result.count(WORDS[kill.moment])
             result.took("the last survivor's end after a kill", kill.survived)
         result.bad += [f"{settings}: not so: {claim}: {problem}" for claim, problem in report.checks.items() if problem]
         result.figures.update(

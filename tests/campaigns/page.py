@@ -22,6 +22,7 @@ WORDS = {
     "kills": "ranks killed at random moments, in all tiers and under all launchers",
     "checkpoints": "checkpoints changed by chance, own and foreign, and loaded",
     "configurations": "configurations changed by chance, through `initialize` and two steps",
+    "io_faults": "calls on files that fail, in saves, loads and steps with states on disk",
     "ranks_that_differ": "jobs of which one rank differs in one thing",
     "strangers": "jobs on two hosts under attack by a third",
 }

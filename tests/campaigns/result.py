@@ -15,17 +15,19 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 import shardwell
 
 SHOWN = 20  # of what must not be, how many are printed
+EVERY = 2.0  # seconds between two writes of what came of it so far
 
 
 @dataclass
@@ -38,6 +40,9 @@ class Result:
     figures: Counter[str] = field(default_factory=Counter)  # what else is worth counting, by name
     slowest: dict[str, float] = field(default_factory=dict)  # the most seconds that something took, by name
     seconds: float = 0.0
+    kept_in: ClassVar[Path | None] = None  # what came of it so far is written there, for a campaign that is killed
+    command: ClassVar[str] = ""
+    _kept_at: ClassVar[float] = 0.0
 
     @property
     def tried(self) -> int:
@@ -48,6 +53,16 @@ class Result:
         self.outcomes[outcome] += 1
         if problem:
             self.bad.append(problem)
+        if time.monotonic() - Result._kept_at > EVERY:
+            self.keep()
+
+    def keep(self) -> None:
+        """Write what came of it so far, where that is asked for."""
+        Result._kept_at = time.monotonic()
+        if self.kept_in is not None:
+            temporary = self.kept_in.with_suffix(".new")
+            temporary.write_text(json.dumps(self.to_dict(self.command), indent=2) + "\n")
+            temporary.replace(self.kept_in)
 
     def took(self, what: str, seconds: float) -> None:
         self.slowest[what] = round(max(self.slowest.get(what, 0.0), seconds), 1)
@@ -87,14 +102,11 @@ def command_line(campaign: Campaign, module: str, words: str | None, arguments: 
     parser.add_argument("--jobs", type=int, default=1, help="campaigns beside each other")
     parser.add_argument("--json", type=Path, help="write what came of it to this file")
     asked = parser.parse_args(arguments)
-    if asked.jobs > 1:
-        result = _beside(module, asked)
-    else:
-        result = campaign(asked.count, asked.seed, 60 * asked.minutes)
-    if asked.json is not None:
-        command = f"python -m {module} --count {asked.count} --seed {asked.seed} --minutes {asked.minutes:g}"
-        command += f" --jobs {asked.jobs}" if asked.jobs > 1 else ""
-        asked.json.write_text(json.dumps(result.to_dict(command), indent=2) + "\n")
+    command = f"python -m {module} --count {asked.count} --seed {asked.seed} --minutes {asked.minutes:g}"
+    Result.command = command + (f" --jobs {asked.jobs}" if asked.jobs > 1 else "")
+    Result.kept_in = asked.json
+    result = _beside(module, asked) if asked.jobs > 1 else campaign(asked.count, asked.seed, 60 * asked.minutes)
+    result.keep()
     counts = {**result.outcomes, **result.figures}
     print(f"{result.tried} tried in {result.seconds:.0f} s:", ", ".join(f"{n:,} {what}" for what, n in counts.items()))
     print(*(f"  {problem}" for problem in result.bad[:SHOWN]), sep="\n")
@@ -102,7 +114,6 @@ def command_line(campaign: Campaign, module: str, words: str | None, arguments: 
 
 
 def _beside(module: str, asked: argparse.Namespace) -> Result:
-    result = Result(module.rpartition(".")[2])
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for job in range(asked.jobs):
@@ -110,11 +121,21 @@ def _beside(module: str, asked: argparse.Namespace) -> Result:
             command = [sys.executable, "-m", module, "--count", str(count), "--minutes", str(asked.minutes)]
             command += ["--seed", str(asked.seed * 1000 + job), "--json", f"{folder}/{job}.json"]
             jobs.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-        for number, job in enumerate(jobs):
-            job.wait()
-            path = Path(folder, f"{number}.json")
-            if path.exists():
-                result.add(json.loads(path.read_text()))
-            else:
-                result.count("ended", f"campaign {number} of {asked.jobs} ended with {job.returncode} and told nothing")
+        while any(job.poll() is None for job in jobs):
+            time.sleep(EVERY)
+            _sum(module, jobs, folder).keep()
+        return _sum(module, jobs, folder)
+
+
+def _sum(module: str, jobs: list[subprocess.Popen[bytes]], folder: str) -> Result:
+    """What all jobs have told so far."""
+    result = Result(module.rpartition(".")[2])
+    for number, job in enumerate(jobs):
+        path = Path(folder, f"{number}.json")
+        if path.exists():
+            result.add(json.loads(path.read_text()))
+        elif job.returncode is not None:
+            words = f"campaign {number} of {len(jobs)} ended with {job.returncode} and told nothing"
+            result.outcomes["ended"] += 1
+            result.bad.append(words)
     return result

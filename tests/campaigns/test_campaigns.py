@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.campaigns import page
 from tests.campaigns.result import Result, command_line
@@ -25,6 +28,14 @@ def test_a_mutated_configuration_works_or_is_refused_by_a_sentence(tmp_path: Pat
     assert found["bad"] == []
     assert found["outcomes"]["works"] > 0
     assert found["outcomes"]["refused"] > 0
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the library of faults with")
+def test_a_fault_of_a_file_is_told_or_changes_nothing(tmp_path: Path) -> None:
+    found = run("io_faults", tmp_path, 80)
+    assert found["bad"] == []
+    assert found["outcomes"]["told"] > 0
+    assert found["outcomes"]["unharmed"] > 0
 
 
 def test_a_rank_that_differs_is_named_and_one_that_honestly_differs_trains(tmp_path: Path) -> None:

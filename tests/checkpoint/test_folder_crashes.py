@@ -232,3 +232,14 @@ def test_a_file_system_that_cannot_sync_directories_is_used_without(
     monkeypatch.setattr(os, "fsync", refuse)
     save(folder, "a", 1)
     assert load(folder) == 1
+
+
+@pytest.mark.parametrize("stage", ["begin", "discard"])
+def test_what_could_not_be_removed_after_an_error_goes_with_the_next_save(tmp_path: Path, stage: str) -> None:
+    folder = Folder(tmp_path)
+    begun = folder.begin("a") if stage == "discard" else None
+    with failing_from(0 if begun is not None else 1, disk_error, forever=True), pytest.raises(CheckpointError):
+        folder.begin("a") if begun is None else folder.discard(begun)
+    assert len(hidden(tmp_path)) == 1
+    Folder(tmp_path).clean()
+    assert hidden(tmp_path) == []

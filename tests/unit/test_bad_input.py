@@ -212,6 +212,13 @@ def test_a_value_that_makes_no_sense_is_refused(what: str) -> None:
     assert words in refusal(config)
 
 
+def test_a_message_can_be_printed_whatever_the_names_in_it_are() -> None:
+    config = {"zero_optimization": {"stage": 3, "leaf_module": {"names": ["\ud800\0"]}}}
+    with pytest.raises(shardwell.ConfigError) as caught:
+        shardwell.initialize(model=torch.nn.Linear(4, 4), config=config, device="cpu")
+    assert rb"module \ud800\0. Its classes" in str(caught.value).encode()
+
+
 def test_a_second_copy_for_a_single_rank_is_refused() -> None:
     config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 5}}
     assert "5 ranks are to split a second copy, and there is one rank" in refusal(config, world_size=1)

@@ -187,8 +187,8 @@ def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -
         return not marked and (path.is_symlink() or age(path) >= _BRIEF_SILENCE)
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return not marked and age(path) >= SILENCE
+    except OSError:  # one that is empty lost its writer between making and locking it
+        return not marked and age(path) >= (_BRIEF_SILENCE if _is_empty(path) else SILENCE)
     try:
         if os.read(descriptor, 200) == _system(descriptor):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -200,6 +200,13 @@ def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -
     finally:
         close(descriptor)
     return age(path) >= SILENCE
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return not os.listdir(path)
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from shardwell.errors import CheckpointError
 
 LATEST = "latest"
 _TEMPORARY = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{16}\.(?P<state>partial|aside|deleted)", re.DOTALL)
+_GIVEN_UP: set[str] = set()  # names of what this process began, gave up and could not remove then
 _TICK = 1_000_000  # ns; the least distance of two commits in time, so that their order is kept
 
 
@@ -52,15 +53,25 @@ class Folder:
         self._check_tag(tag)
         self._make_root()
         self._check_free(tag)
-        path = self._temporary(tag, "partial")
         with failing(f"{self.root}: no checkpoint can be written here"):
-            os.mkdir(path)
             try:
-                self._locks[path.name] = directory.lock(path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.rmdir(path)
-                raise
+                return self._make_locked(tag)
+            except (
+                FileNotFoundError
+            ):  # this process slept for so long that its empty directory was taken for a leftover
+                return self._make_locked(tag)
+
+    def _make_locked(self, tag: str) -> Path:
+        path = self._temporary(tag, "partial")
+        os.mkdir(path)
+        try:
+            self._locks[path.name] = directory.lock(path)
+        except OSError:
+            _GIVEN_UP.add(path.name)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+                _GIVEN_UP.discard(path.name)
+            raise
         return path
 
     def commit(
@@ -92,8 +103,15 @@ class Folder:
     def discard(self, temporary: str | os.PathLike[str]) -> None:
         """Removes what `begin` made and nobody committed."""
         path, tag = self._begun(temporary)
-        self._unlock(path, path)
-        self._remove(path, tag)
+        _GIVEN_UP.add(path.name)
+        try:
+            doomed = self._doom(path, tag)  # before it is unlocked: a crash in between leaves what `clean` removes
+        finally:
+            self._unlock(path, path)
+        with failing(f"{doomed}: cannot be removed"):
+            directory.remove_tree(doomed)
+        if not os.path.lexists(path):
+            _GIVEN_UP.discard(path.name)
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -227,9 +245,10 @@ class Folder:
             if state == "aside" and self._find(tag) == path:
                 if not dry_run:
                     self._move_back(path, tag)
-            elif state != "partial" or directory.is_abandoned(path, older_than=older_than):
+            elif state != "partial" or name in _GIVEN_UP or directory.is_abandoned(path, older_than=older_than):
                 if not dry_run:
                     self._remove(path, tag)
+                    _GIVEN_UP.discard(name)
                 removed.append(name)
         return removed
 

@@ -31,10 +31,10 @@ from shardwell.errors import CheckpointError
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
 
 _OK, _VERDICT = "ok", "verdict"
-PATIENCE, LITTLE_PATIENCE = 600.0, 10.0  # seconds without a sign of life from ranks that write; if one has failed
+PATIENCE, LITTLE_PATIENCE = 600.0, 5.0  # seconds without a sign of life from ranks that write; if one has failed
 _PAUSE = 0.02  # between two looks at the store, of the time waited so far
 _SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
-_LINGER = 5.0  # seconds that rank 0 waits for the others to hear its verdict
+_LINGER, _LITTLE_LINGER = 5.0, 2.0  # seconds that rank 0 waits for the others to hear its verdict; that it failed
 _ROUND, _GRACE = 2.0, 8.0  # seconds between two looks for ranks that are gone; that what they left may take to end well
 
 
@@ -193,7 +193,7 @@ class Saver:
             verdict = str(error) or type(error).__name__
             self._discard(job)
         self._store.set(self._key(job, _VERDICT), verdict)
-        self._let_others_hear(job)
+        self._let_others_hear(job, _LINGER if verdict == _OK else _LITTLE_LINGER)
         return verdict
 
     @staticmethod
@@ -266,9 +266,10 @@ class Saver:
                 return _OK
             return f"{job.tag}: rank 0 is gone: {error}"
 
-    def _let_others_hear(self, job: SaveJob) -> None:
+    def _let_others_hear(self, job: SaveJob, seconds: float) -> None:
+        """Wait until all ranks know how the save went: the store may end with this process."""
         heard = [self._key(job, f"{rank}/heard") for rank in range(1, self._num_ranks)]
-        deadline = time.monotonic() + _LINGER
+        deadline = time.monotonic() + seconds
         while heard and not self._store.check(heard) and time.monotonic() < deadline:
             time.sleep(_SHORTEST)
 

@@ -20,10 +20,10 @@ from shardwell.config import optimizers, schedules, unsupported
 from shardwell.config.field_types import flag, number
 from shardwell.config.notes import Note
 from shardwell.config.schema import Config, ConfigBlock, admits_auto, block_of, leaves, may_be_absent
-from shardwell.config.source import printable, read
+from shardwell.config.source import read
 from shardwell.config.suggestions import PARAMS, suggest
 from shardwell.config.translate import translated
-from shardwell.errors import ConfigError
+from shardwell.errors import ConfigError, printable
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwell.config.text import parse
-from shardwell.errors import ConfigError
+from shardwell.errors import ConfigError, printable
 
 _LARGEST = 64 << 20  # bytes of a file
 _PATIENCE = 10.0  # seconds, for who writes into a pipe
@@ -46,11 +46,6 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str
     except ValueError as error:  # NUL, or a letter that no file system has
         raise ConfigError(f"{shown}: no name of a file ({error})") from None
     return shown, printable(path.name), parse(text, shown)
-
-
-def printable(text: str) -> str:
-    """Without what a terminal cannot be sent: lone surrogates and NUL."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
 def _bytes(path: Path, shown: str) -> bytes:

@@ -336,7 +336,12 @@ class EngineCheckpoints:
         engine.zero_grad()
         for group in (group for unit in engine._scheduler.units for group in unit.trainable):
             group.gradients.free()
-        loading.apply()
+        try:
+            loading.apply()
+        except Exception as error:  # a disk that states are stored on, say
+            for unit in engine._scheduler.units:
+                unit.fail(f"loading {source.where}", error)
+            raise
         return values
 
     # ---------------------------------------------------------------------------------------------------- ranks

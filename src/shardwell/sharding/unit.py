@@ -38,6 +38,26 @@ class PendingUpdate(Protocol):
         """Wait for the update, and run the collectives that follow it on all ranks."""
 
 
+class FailedUpdate:
+    """A change of a unit's values that failed: every later use of the unit raises an error."""
+
+    is_done = True
+
+    def __init__(self, what: str, error: Exception) -> None:
+        self._words = (
+            f"{what} failed, so that parameters and optimizer state may be updated in part: {error}. This engine "
+            "cannot be used any more: start again, from the latest checkpoint."
+        )
+
+    def wait_local(self) -> None:
+        """Raise the error."""
+        raise ShardwellError(self._words)
+
+    def wait(self) -> None:
+        """Raise the error."""
+        raise ShardwellError(self._words)
+
+
 class Residency(enum.Enum):
     """Whether the parameters of a unit are sharded, being all-gathered, or unsharded."""
 
@@ -266,14 +286,41 @@ class Unit:
     def wait_local_update(self) -> None:
         """Wait for the update of this rank's part, without the collectives that `wait` may start."""
         if self._update is not None:
-            self._update.wait_local()
+            with self._failing_for_good():
+                self._update.wait_local()
             self._show()
 
     def _arrive(self) -> None:
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
-            arrival.wait()
+            with self._failing_for_good():
+                arrival.wait()
             self._show()
+
+    def _after(self, arrival: PendingUpdate, groups: list[ShardedGroup]) -> Callable[[], None]:
+        """Return a function that waits for an update and then publishes it."""
+
+        def finish() -> None:
+            with self._failing_for_good():
+                arrival.wait()
+            for pending in [group.publish() for group in groups]:
+                pending.wait()
+
+        return finish
+
+    @contextlib.contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """Let every later use of the unit fail, too, if its update fails inside."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(f"the update of unit '{self.name or '(root)'}'", error)
+            raise
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Let every later use of the unit raise an error, because its values may be updated in part."""
+        failed = self._update if isinstance(self._update, FailedUpdate) else FailedUpdate(what, error)
+        self._arrival = self._update = failed  # the first error stays
 
     def reshard(self) -> bool:
         """Free the unsharded parameters unless the unit is held; true if anything was freed."""
@@ -365,7 +412,7 @@ class Unit:
             self._move(Residency.UNSHARDING)
             released.release(self._parameters(self.trainable))
             self._update, self._is_hidden = arrival, False
-            self._pending = [Work(_after(arrival, groups))] if arrival else [group.publish() for group in groups]
+            self._pending = [Work(self._after(arrival, groups))] if arrival else [group.publish() for group in groups]
         return bool(groups)
 
     def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:
@@ -457,14 +504,3 @@ class Unit:
         if len(groups) == 1:
             return groups[0].parameters
         return [parameter for group in groups for parameter in group.parameters]
-
-
-def _after(arrival: PendingUpdate, groups: list[ShardedGroup]) -> Callable[[], None]:
-    """Return a function that waits for an update and then publishes it."""
-
-    def finish() -> None:
-        arrival.wait()
-        for pending in [group.publish() for group in groups]:
-            pending.wait()
-
-    return finish
