@@ -29,8 +29,8 @@ from shardwell.checkpoint.sources import open_source
 from shardwell.errors import ShardwellError
 from tests.campaigns.mutations import FOREIGN, OWN, Mutation, flip
 from tests.campaigns.result import Result, command_line
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import RankFailedError, Ranks
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import RankFailedError, Ranks
 
 TAG = "step"
 BLOCK = 256  # bytes; small, so that the small tensors here have many blocks

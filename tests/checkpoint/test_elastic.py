@@ -11,9 +11,9 @@ import torch
 
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint.sources import ShardwellSource
-from tests.checkpoint.legs import Leg, run_leg, run_leg_in_blocks, uninterrupted
-from tests.parity.loops import Case, distance, plainly
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, run_leg, run_leg_in_blocks, uninterrupted
+from tests.support.ranks import Ranks
+from tests.support.training import Case, distance, plainly
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}

@@ -20,11 +20,11 @@ from shardwell.errors import CheckpointError
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon
-from tests.checkpoint.engines import CASE, alone, masters, step
-from tests.checkpoint.legs import Leg
-from tests.models import batches, share, whole_parameters, zero
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, masters, step
+from tests.support.checkpoint_legs import Leg
+from tests.support.models import batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 # ------------------------------------------------------------------------------------------------------ surface
 

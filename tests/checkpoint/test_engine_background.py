@@ -16,10 +16,10 @@ import torch.distributed as dist
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint import save as saving
 from shardwell.errors import CheckpointError
-from tests.checkpoint.engines import CASE, alone, step
-from tests.checkpoint.legs import Leg, everything, run_leg
-from tests.models import batches, share
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, step
+from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.models import batches, share
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])

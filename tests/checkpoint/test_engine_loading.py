@@ -15,10 +15,10 @@ from shardwell.checkpoint import Folder
 from shardwell.checkpoint import load as loading
 from shardwell.checkpoint.sources import ShardwellSource
 from shardwell.errors import CheckpointError
-from tests.checkpoint.engines import CASE, alone, masters, step
-from tests.checkpoint.legs import Leg, everything
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, masters, step
+from tests.support.checkpoint_legs import Leg, everything
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 def test_another_optimizer_is_refused_unless_the_model_alone_is_wanted(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import CheckpointError
-from tests.checkpoint.legs import everything
-from tests.models import Gpt, batches, zero
+from tests.support.checkpoint_legs import everything
+from tests.support.models import Gpt, batches, zero
 
 TAG = "global_step2"
 ABSENT = object()

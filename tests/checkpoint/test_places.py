@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
-from tests.checkpoint.engines import CASE, alone, step
-from tests.checkpoint.legs import Leg
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, step
+from tests.support.checkpoint_legs import Leg
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["no folder", "empty folder"])

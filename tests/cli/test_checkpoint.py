@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint.sources import open_source
 from shardwell.cli import app
-from tests.checkpoint.samples import VALUES, assert_same, everything, save_own, tensors
-from tests.cli.command import shardwell
+from tests.support.checkpoint_samples import VALUES, assert_same, everything, save_own, tensors
+from tests.support.command import shardwell
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,7 +11,7 @@ from benchmarks import checkpoints
 from benchmarks.checkpoints import judged, main, summarise
 from benchmarks.measure import command_line
 from benchmarks.model import TINY
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.overheads import main
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
 
 SMALL = ("--small", "--device", "cpu", "--only", "lora")
 

@@ -13,7 +13,7 @@ import pytest
 from shardwell.cli.agent import visible_gpus
 from shardwell.cli.run_command import parse_nodes
 from shardwell.errors import ShardwellError
-from tests.cli.command import arguments, environment, shardwell
+from tests.support.command import arguments, environment, shardwell
 
 SECRET = "of nobody but these tests"
 STARTS = """

@@ -14,8 +14,8 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Device, MemoryStats, Tier
 from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
 from shardwell.offload.swapped_tensors import SwappedTensors
-from tests.disk.engines import settings
 from tests.disk.test_trouble import replace
+from tests.support.disk_engines import settings
 
 
 def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shardwell.kernels.io import SECTOR
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.disk_file import DiskFile
-from tests.disk.engines import BLOCK, noise, settings
+from tests.support.disk_engines import BLOCK, noise, settings
 
 
 def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:

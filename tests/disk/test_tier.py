@@ -22,7 +22,7 @@ from shardwell.kernels.io import SECTOR
 from shardwell.memory import Device
 from shardwell.offload import disk
 from shardwell.offload.disk import DiskExtent, DiskTier, FileRegion, aligned
-from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
+from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, settings
 
 SIZES = [0, 1, 511, SECTOR - 1, SECTOR, SECTOR + 1, BLOCK, BLOCK + 1, 7 * BLOCK, 9 * BLOCK + 5 * SECTOR + 17]
 

@@ -28,7 +28,7 @@ from shardwell.offload.disk_file import file_system, free_bytes
 from shardwell.offload.param_swap import ReadBuffers, SwappedShard
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.offload.swapped_tensors import SwappedTensors
-from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
+from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, settings
 
 TINY = 1 << 20
 

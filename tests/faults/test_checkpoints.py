@@ -15,8 +15,8 @@ import shardwell
 from shardwell.checkpoint.save import Saver
 from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.optim import ShardedOptimizer
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 SOON = 4.0  # seconds
 LINGER = 5.0  # that rank 0 waits for others to hear what became of a save

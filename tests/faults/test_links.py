@@ -27,8 +27,8 @@ from shardwell.parallel import Agreement, Collectives, gloo_wait
 from shardwell.parallel.gloo_wait import wait_all
 from shardwell.parallel.mesh import world_mesh
 from shardwell.parallel.traffic import TrafficStats
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 SOON = 4.0  # seconds
 

@@ -18,8 +18,8 @@ from shardwell.engine import consistency
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Agreement, Collectives, TrafficStats
 from shardwell.parallel.mesh import world_mesh
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 
 class Small(nn.Module):

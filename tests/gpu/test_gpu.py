@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.optim.overflow_check import FIRST_STEPS
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.parity.loops import Case, all_sharded, distance, plainly
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case, all_sharded, distance, plainly
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,7 @@ from torch import nn
 import shardwell
 from shardwell.engine import TraceAction
 from tests.gpu.test_gpu import nccl_engine, on_the_gpu
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.parity.loops import Case, distance
-from tests.parity.scenes import Scene, play_all, play_plainly
-from tests.parity.test_use import (
+from tests.numerics.test_use import (
     Experts,
     FrozenAndThawed,
     GatedPerStep,
@@ -24,7 +21,10 @@ from tests.parity.test_use import (
     UsedOutside,
     UsedOutsideRecomputed,
 )
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.scenes import Scene, play_all, play_plainly
+from tests.support.training import Case, distance
 
 pytestmark = pytest.mark.gpu
 

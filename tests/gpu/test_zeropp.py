@@ -11,11 +11,11 @@ import torch
 from shardwell.kernels.quantize import Codec
 from shardwell.parallel import quantized
 from shardwell.parallel.traffic import TrafficKind
-from tests.comm.test_coded import moved
-from tests.comm.test_trial import AUTO, ON, trained_if
-from tests.comm.test_zeropp import ALL, trained
 from tests.gpu.test_gpu import nccl_engine
-from tests.ranks import Ranks
+from tests.parallel.test_coded import moved
+from tests.parallel.test_trial import AUTO, ON, trained_if
+from tests.parallel.test_zeropp import ALL, trained
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import shardwell
-from tests.gradients.loops import Net, adamw, data, net
-from tests.models import whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.gradient_loops import Net, adamw, data, net
+from tests.support.models import whole_parameters, zero
+from tests.support.ranks import Ranks
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -15,9 +15,9 @@ from shardwell.engine import TraceAction
 from shardwell.memory import StateKind
 from shardwell.parallel import TrafficKind
 from shardwell.zero import GatheredParameters
-from tests.memory.live import live_bytes
-from tests.models import whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.live_bytes import live_bytes
+from tests.support.models import whole_parameters, zero
+from tests.support.ranks import Ranks
 
 WIDTH, STEPS = 32, 4
 STAGES = (0, 1, 2, 3)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.memory import StateKind
-from tests.memory.live import PeakWatch, live_bytes
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.live_bytes import PeakWatch, live_bytes
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 SIZE = {"width": 64, "blocks": 4, "vocab": 160}
 

@@ -15,9 +15,20 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
-from tests.offload.loops import ODD, WIDTH, Net, Plain, Sharded, Step, check_alike, config_for, plain, played
 from tests.offload.test_disk_state import quickly
-from tests.ranks import Ranks
+from tests.support.before_step_loops import (
+    ODD,
+    WIDTH,
+    Net,
+    Plain,
+    Sharded,
+    Step,
+    check_alike,
+    config_for,
+    plain,
+    played,
+)
+from tests.support.ranks import Ranks
 
 TIERS = ["none", "cpu", "nvme"]
 KEY = '"shardwell": {"commit": "after_norm"}'

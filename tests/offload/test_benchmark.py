@@ -15,7 +15,7 @@ from benchmarks.offload import main, ratios
 from benchmarks.offload_floor import floor_of
 from benchmarks.offload_timeline import MARKER, draw, rows_of
 from benchmarks.offload_variants import VARIANTS
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
 
 TINY = ("--size", "tiny", "--device", "cpu", "--steps", "2")
 FLOOR = {"forward": 1.0, "backward": 3.0, "compute": 4.0, "update": {"fp32": 5.0, "8bit": 2.0}, "bus": 6.0}

@@ -17,11 +17,11 @@ import shardwell
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests.models import batches, whole_parameters, zero
 from tests.offload.test_disk_parameters import counted
 from tests.offload.test_disk_state import AIO, engine_with, on_disk, quickly
 from tests.offload.test_offload import HOST, check_equal
-from tests.ranks import Ranks
+from tests.support.models import batches, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 def read_ahead(engine: shardwell.Engine) -> int:

@@ -18,13 +18,13 @@ from shardwell.memory import StateKind, Tier
 from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer
 from shardwell.offload.param_swap import SwappedShard
 from shardwell.sharding.tiled import TiledLinear
-from tests.checkpoint.legs import Leg
 from tests.disk.test_trouble import replace as replace_file
-from tests.models import batches, whole_parameters, zero
 from tests.offload.test_disk_state import AIO, engine_with, quickly, run_quickly, story
 from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
-from tests.parity.loops import Case, all_sharded
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg
+from tests.support.models import batches, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case, all_sharded
 
 PLACES = [(parameters, optimizer) for parameters in ("none", "cpu", "nvme") for optimizer in ("none", "cpu", "nvme")]
 

@@ -40,12 +40,12 @@ from shardwell.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
-from tests.checkpoint.legs import Leg, everything, run_leg
 from tests.disk.test_trouble import replace as replace_file
-from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
-from tests.parity.loops import Case, all_sharded
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case, all_sharded
 
 AIO = {"block_size": 8192, "queue_depth": 4}
 

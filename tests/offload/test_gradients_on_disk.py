@@ -24,12 +24,12 @@ from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from tests.disk.test_trouble import replace as replace_drive
-from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
 from tests.offload.test_disk_state import AIO, disk_case, on_disk, quickly, run_all
 from tests.offload.test_offload import check_equal, host_case
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 
 def waiting_on(tier: str, case: Case) -> Case:

@@ -22,8 +22,8 @@ from benchmarks.infinity_worker import measure, variant_of
 from shardwell.config import load
 from shardwell.errors import ConfigError
 from shardwell.offload.disk import AioSettings, DiskTier, aligned
-from tests.cli.command import ROOT
-from tests.ranks import Ranks
+from tests.support.command import ROOT
+from tests.support.ranks import Ranks
 
 TINY = SIZES["tiny"]
 PARAMETERS = TINY.model.num_parameters

@@ -18,10 +18,10 @@ from shardwell.memory import StateKind
 from shardwell.offload import host_updates
 from shardwell.optim.lion import Lion
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from tests.checkpoint.legs import Leg, everything, run_leg
-from tests.models import Gpt, batches, share, whole_parameters, zero
-from tests.parity.loops import Case, all_sharded, distance, plainly
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case, all_sharded, distance, plainly
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 PRECISIONS: dict[str, dict[str, Any]] = {

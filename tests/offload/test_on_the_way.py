@@ -24,12 +24,12 @@ from shardwell.utils import (
     safe_get_local_optimizer_state,
     safe_set_full_grad,
 )
-from tests.checkpoint.legs import everything
-from tests.models import Gpt, batches, share, whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
 from tests.offload.test_disk_state import engine_with, on_disk, quickly
 from tests.offload.test_offload import HOST, check_equal
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import everything
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 @contextlib.contextmanager

@@ -20,12 +20,12 @@ from shardwell.memory import StateKind, Tier
 from shardwell.offload.placement import TierPlacement, plan
 from shardwell.runtime import budget
 from shardwell.sharding import ShardedGroup, released
-from tests.checkpoint.legs import everything
-from tests.memory.live import PeakWatch
-from tests.models import zero
 from tests.offload.test_disk_state import on_disk, quickly
 from tests.offload.test_offload import check_equal
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import everything
+from tests.support.live_bytes import PeakWatch
+from tests.support.models import zero
+from tests.support.ranks import Ranks
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 

@@ -23,11 +23,11 @@ from shardwell.offload.disk import DiskTransfer
 from shardwell.offload.param_swap import ReadAheadDepth, SwappedShard
 from shardwell.sharding.shard import StoredShard
 from shardwell.utils import safe_set_full_fp32_param
-from tests.models import whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
 from tests.offload.test_disk_state import AIO, quickly, story
 from tests.offload.test_offload import check_equal
-from tests.ranks import Ranks
+from tests.support.models import whole_parameters, zero
+from tests.support.ranks import Ranks
 
 PLACES = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
 

@@ -15,9 +15,9 @@ import shardwell
 from shardwell.kernels.quantize import Codec
 from shardwell.parallel import TrafficKind
 from shardwell.parallel.traffic import BETWEEN
-from tests.comm.counter import WireCounter
-from tests.models import zero
-from tests.ranks import Ranks
+from tests.support.models import zero
+from tests.support.ranks import Ranks
+from tests.support.wire_counter import WireCounter
 
 WIDTH, BLOCKS, VOCAB = 8192, 48, 32_000
 

@@ -15,7 +15,7 @@ import shardwell
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like
 from shardwell.errors import CheckpointError, ConfigError
-from tests.models import zero
+from tests.support.models import zero
 from tests.unit.test_loader import CPU, Numbers, Stream
 
 
