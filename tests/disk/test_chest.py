@@ -14,8 +14,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Device, MemoryStats, Tier
 from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
 from shardwell.offload.swapped_tensors import SwappedTensors
-from tests.disk.test_trouble import replace
-from tests.support.disk_engines import settings
+from tests.support.disk_engines import replace_file, settings
 
 
 def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_a_write_that_failed_does_not_matter_to_who_writes_all_anew(tmp_path: Pa
             for transfer in chest.swap_out(changed=True):
                 transfer.end()
 
-        replace(tier, __file__, os.O_RDONLY)
+        replace_file(tier, __file__, os.O_RDONLY)
         rewrite(1.0)
         with pytest.raises(ShardwellError, match="Bad file descriptor"):
             chest.swap_in_to(memory)

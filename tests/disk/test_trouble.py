@@ -28,7 +28,7 @@ from shardwell.offload.disk_file import file_system, free_bytes
 from shardwell.offload.param_swap import ReadBuffers, SwappedShard
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.offload.swapped_tensors import SwappedTensors
-from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, settings
+from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, replace_file, settings
 
 TINY = 1 << 20
 
@@ -51,13 +51,6 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
     finally:
         gc.collect()
         subprocess.run(["umount", os.fspath(path)], check=True)
-
-
-def replace(tier: DiskTier, target: str, flags: int = os.O_RDWR) -> None:
-    """Something else behind the descriptor of the tier's file, as if the drive had turned into it."""
-    other = os.open(target, flags)
-    os.dup2(other, tier._files[0].descriptor)
-    os.close(other)
 
 
 def test_more_than_the_disk_has_is_refused_at_once(tmp_path: Path) -> None:
@@ -134,7 +127,7 @@ def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
 def test_no_space_at_a_write_reaches_the_ticket(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(20 * BLOCK)
-        replace(tier, "/dev/full")
+        replace_file(tier, "/dev/full")
         transfer = tier.write(extent, 0, noise(20 * BLOCK))
         for _ in range(2):
             with pytest.raises(ShardwellError, match=r"writing 320.0 KiB, at byte .* \(No space left .*free space"):
@@ -145,7 +138,7 @@ def test_no_space_at_a_write_reaches_the_ticket(engine: str, tmp_path: Path) -> 
 def test_an_input_output_error_reaches_the_ticket(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(20 * BLOCK)
-        replace(tier, "/proc/self/mem")  # at its beginning nothing can be read
+        replace_file(tier, "/proc/self/mem")  # at its beginning nothing can be read
         with pytest.raises(ShardwellError, match=r"reading 320.0 KiB, .* \(Input/output error\); .*dmesg"):
             tier.read(extent, 0, aligned(20 * BLOCK)).wait()
 
@@ -154,7 +147,7 @@ def test_an_input_output_error_reaches_the_ticket(engine: str, tmp_path: Path) -
 def test_a_file_that_may_not_be_written_reaches_the_ticket(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(BLOCK)
-        replace(tier, __file__, os.O_RDONLY)
+        replace_file(tier, __file__, os.O_RDONLY)
         with pytest.raises(ShardwellError, match="Bad file descriptor"):
             tier.write(extent, 0, noise(BLOCK)).wait()
 
@@ -177,7 +170,7 @@ def test_an_error_leaves_the_tier_usable(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path, tmp_path / "other"], settings(engine)) as tier:
         extent, memory, found = tier.allocate(BLOCK), noise(BLOCK), aligned(BLOCK)
         extent_there = tier.allocate(BLOCK)
-        replace(tier, "/dev/full")
+        replace_file(tier, "/dev/full")
         with pytest.raises(ShardwellError, match="No space"):
             tier.write(extent, 0, memory).wait()
         tier.write(extent_there, 0, memory).wait()
@@ -266,7 +259,7 @@ def test_errors_are_told_before_they_go_up(tmp_path: Path) -> None:
         extent = tier.allocate(BLOCK)
         tier.write(extent, 0, noise(BLOCK)).wait()
         assert not told
-        replace(tier, "/proc/self/mem")
+        replace_file(tier, "/proc/self/mem")
         with pytest.raises(ShardwellError, match="Input/output error") as read:
             tier.read(extent, 0, aligned(BLOCK)).wait()
         with pytest.raises(ShardwellError, match="No space left") as allocated:

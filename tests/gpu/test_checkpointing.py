@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwell import ShardwellError, checkpointing
 from shardwell.checkpointing import Policy
-from tests.numerics.test_checkpointing import Peers
+from tests.support.model_parallel import Peers
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from shardwell.kernels.quantize import Codec
-from tests.parallel.test_frozen_codes import below, run
-from tests.parallel.test_frozen_codes_access import looked_at, saved
+from tests.support.frozen_codes import below, looked_at, run, saved
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu

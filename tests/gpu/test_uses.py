@@ -11,19 +11,21 @@ from torch import nn
 
 import shardwell
 from shardwell.engine import TraceAction
-from tests.gpu.test_gpu import nccl_engine, on_the_gpu
-from tests.numerics.test_use import (
+from tests.support.gpu import nccl_engine, on_the_gpu
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.scenes import (
     Experts,
     FrozenAndThawed,
     GatedPerStep,
     GradientPenalty,
+    Scene,
     SometimesUsed,
     UsedOutside,
     UsedOutsideRecomputed,
+    play_all,
+    play_plainly,
 )
-from tests.support.models import Gpt, batches, whole_parameters, zero
-from tests.support.ranks import Ranks
-from tests.support.scenes import Scene, play_all, play_plainly
 from tests.support.training import Case, distance
 
 pytestmark = pytest.mark.gpu

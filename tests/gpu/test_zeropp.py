@@ -11,11 +11,11 @@ import torch
 from shardwell.kernels.quantize import Codec
 from shardwell.parallel import quantized
 from shardwell.parallel.traffic import TrafficKind
-from tests.gpu.test_gpu import nccl_engine
-from tests.parallel.test_coded import moved
-from tests.parallel.test_trial import AUTO, ON, trained_if
-from tests.parallel.test_zeropp import ALL, trained
+from tests.support.coded_collectives import moved
+from tests.support.gpu import nccl_engine
 from tests.support.ranks import Ranks
+from tests.support.zeropp import ALL, trained
+from tests.support.zeropp_auto import AUTO, ON, trained_if
 
 pytestmark = pytest.mark.gpu
 

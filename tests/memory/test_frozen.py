@@ -15,25 +15,12 @@ from shardwell.engine import TraceAction
 from shardwell.memory import StateKind
 from shardwell.parallel import TrafficKind
 from shardwell.zero import GatheredParameters
+from tests.support.adapters import STEPS, WIDTH, Adapted
 from tests.support.live_bytes import live_bytes
 from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
 
-WIDTH, STEPS = 32, 4
 STAGES = (0, 1, 2, 3)
-
-
-class Adapted(nn.Module):
-    """A frozen matrix with a small trainable detour, in one unit."""
-
-    def __init__(self, rank: int = 4) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, rank, bias=False)
-        self.up = nn.Linear(rank, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 class Plain(nn.Module):

@@ -18,6 +18,7 @@ import shardwell
 from shardwell import checkpointing
 from shardwell.checkpointing import Policy, adopt, checkpoint
 from tests.support.live_bytes import PeakWatch
+from tests.support.model_parallel import Peers
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 
@@ -229,19 +230,6 @@ def test_inputs_that_nobody_comes_for_are_dropped() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- split over ranks
-
-
-class Peers:
-    """All ranks as one model-parallel group, as Megatron's `mpu` says it."""
-
-    def get_model_parallel_group(self) -> Any:
-        return dist.group.WORLD
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size()
 
 
 def split_over_peers(numel: int, on_host: bool) -> dict[str, Any]:

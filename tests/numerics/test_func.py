@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import shardwell
-from tests.numerics.test_use import Stack
 from tests.support.models import zero
+from tests.support.scenes import Stack
 
 WIDTH = 6
 

@@ -15,9 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.test_use import Stack, layer
 from tests.support.ranks import Ranks
-from tests.support.scenes import WIDTH, Scene, play_plainly, play_sharded
+from tests.support.scenes import WIDTH, Scene, Stack, layer, play_plainly, play_sharded
 from tests.support.training import distance
 
 STAGES = (0, 1, 2, 3)

@@ -8,32 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.ranks import Ranks
-from tests.support.scenes import WIDTH, Scene, play_all, play_plainly
+from tests.support.scenes import (
+    WIDTH,
+    Experts,
+    FrozenAndThawed,
+    GatedPerStep,
+    GradientPenalty,
+    Scene,
+    SometimesUsed,
+    Stack,
+    UsedOutside,
+    UsedOutsideRecomputed,
+    layer,
+    play_all,
+    play_plainly,
+)
 from tests.support.training import distance
 
 STAGES = (0, 1, 2, 3)
-
-
-def layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Tanh(), nn.Linear(2 * WIDTH + 1, WIDTH))
-
-
-class Stack(nn.Module):
-    """Blocks in a list, so that each is a unit."""
-
-    def __init__(self, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([layer() for _ in range(num_blocks)])
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
 
 
 class Stacked(Scene):
@@ -49,36 +44,6 @@ class UnusedParameters(Scene):
         for block in model.blocks:
             block.unused = nn.Parameter(torch.randn(5))
         return model
-
-
-class SometimesUsed(Scene):
-    """A parameter that is used in some steps only keeps its own count of steps in AdamW."""
-
-    steps = 6
-
-    def build(self) -> nn.Module:
-        class Sometimes(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.always, self.odd = layer(), nn.Linear(WIDTH, WIDTH)
-
-            def forward(self, x: Tensor, use: bool) -> Tensor:
-                return self.always(x) + (self.odd(x) if use else 0)
-
-        class Holder(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.blocks = nn.ModuleList([Sometimes() for _ in range(2)])
-
-            def forward(self, x: Tensor, use: bool) -> Tensor:
-                for block in self.blocks:
-                    x = block(x, use)
-                return x
-
-        return Holder()
-
-    def loss(self, model: Callable[..., Any], x: Tensor, step: int) -> Tensor:
-        return model(x, step % 2 == 1).square().mean()
 
 
 class CalledTwice(Scene):
@@ -155,103 +120,11 @@ class NestedOutputs(Scene):
         return answer.loss
 
 
-class GradientPenalty(Scene):
-    """Double backward: the gradient of the output by the input is part of the loss."""
-
-    def build(self) -> nn.Module:
-        return Stack()
-
-    def loss(self, model: Callable[..., Any], x: Tensor, step: int) -> Tensor:
-        x = x.clone().requires_grad_()
-        out = model(x)
-        (grad,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
-        return out.square().mean() + (grad.norm(dim=1) - 1).square().mean()
-
-
-class UsedOutside(Scene):
-    """The weights of one block are used by another module, by the root and by the loss."""
-
-    def build(self) -> nn.Module:
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = nn.Linear(WIDTH, WIDTH)
-                self.deep = layer()
-                self.other: list[nn.Module] = []
-
-            def forward(self, x: Tensor) -> Tensor:
-                for other in self.other:
-                    x = x @ other.inner.weight.t() + other.inner.bias
-                return x + self.deep(self.inner(x))
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.blocks = nn.ModuleList([Block() for _ in range(3)])
-                self.blocks[2].other.append(self.blocks[0])
-
-            def forward(self, x: Tensor) -> Tensor:
-                for block in self.blocks:
-                    x = block(x)
-                return F.linear(x, self.blocks[1].inner.weight)
-
-        return Model()
-
-    def loss(self, model: Callable[..., Any], x: Tensor, step: int) -> Tensor:
-        out = model(x)
-        module = getattr(model, "module", model)
-        return out.square().mean() + 0.1 * (x @ module.blocks[0].inner.weight).square().mean()
-
-
-class UsedOutsideRecomputed(UsedOutside):
-    def loss(self, model: Callable[..., Any], x: Tensor, step: int) -> Tensor:
-        x = x.clone().requires_grad_()
-        return checkpoint(
-            lambda rows: super(UsedOutsideRecomputed, self).loss(model, rows, step), x, use_reentrant=False
-        )
-
-
 class TiedAcrossUnits(Scene):
     def build(self) -> nn.Module:
         model = Stack()
         model.blocks[2][0].weight = model.blocks[0][0].weight
         return model
-
-
-class Experts(Scene):
-    """Each rank uses the experts that its rows choose; the block is named as one unit."""
-
-    steps = 6
-    config = {"zero_optimization": {"leaf_module": {"classes": ["Mixture"]}}}  # noqa: RUF012
-
-    def build(self) -> nn.Module:
-        class Mixture(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.gate = nn.Linear(WIDTH, 8)
-                self.experts = nn.ModuleList([layer() for _ in range(8)])
-
-            def forward(self, x: Tensor) -> Tensor:
-                scores = self.gate(x).softmax(-1)
-                best = scores.argmax(-1)
-                out = torch.zeros_like(x)
-                for index, expert in enumerate(self.experts):
-                    rows = (best == index).nonzero().flatten()
-                    if len(rows):
-                        out = out.index_add(0, rows, expert(x[rows]) * scores[rows, index, None])
-                return x + out
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.blocks = nn.ModuleList([nn.Sequential(Mixture(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)])
-
-            def forward(self, x: Tensor) -> Tensor:
-                for block in self.blocks:
-                    x = block(x)
-                return x
-
-        return Model()
 
 
 class ExpertsInBlocks(Experts):
@@ -289,36 +162,6 @@ class ExpertsNobodyAsks(Scene):
 
     def loss(self, model: Callable[..., Any], x: Tensor, step: int) -> Tensor:
         return model(x, step).square().mean()
-
-
-class FrozenAndThawed(Scene):
-    """Blocks are frozen and thawed between steps."""
-
-    steps = 8
-
-    def build(self) -> nn.Module:
-        model = Stack(3)
-        model.blocks[0].requires_grad_(False)
-        model.blocks[1][0].bias.requires_grad_(False)
-        return model
-
-    def between(self, model: nn.Module, step: int) -> None:
-        model.blocks[0].requires_grad_(step in (2, 3, 6))
-        model.blocks[1][0].bias.requires_grad_(step >= 4)
-        model.blocks[2].requires_grad_(step != 5)
-
-
-class GatedPerStep(Scene):
-    """GAN style: half of the model is frozen in turn."""
-
-    steps = 6
-
-    def build(self) -> nn.Module:
-        return Stack(4)
-
-    def between(self, model: nn.Module, step: int) -> None:
-        for index, block in enumerate(model.blocks):
-            block.requires_grad_(index % 2 == step % 2)
 
 
 class Detached(Scene):

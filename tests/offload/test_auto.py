@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
-from tests.offload.test_disk_state import quickly
 from tests.support.before_step_loops import (
     ODD,
     WIDTH,
@@ -28,6 +27,7 @@ from tests.support.before_step_loops import (
     plain,
     played,
 )
+from tests.support.offload_cases import quickly
 from tests.support.ranks import Ranks
 
 TIERS = ["none", "cpu", "nvme"]

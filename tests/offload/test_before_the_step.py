@@ -29,10 +29,10 @@ from shardwell.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
-from tests.offload.test_offload import PRECISIONS, check_equal
-from tests.offload.test_on_the_way import slowly
 from tests.support.models import whole_parameters, zero
+from tests.support.offload_cases import PRECISIONS, check_equal
 from tests.support.ranks import Ranks
+from tests.support.updates_in_flight import slowly
 
 Engine = shardwell.Engine
 Change = Callable[[Engine], Iterator[None]]  # until it yields: before backward; then: before the step

@@ -14,11 +14,10 @@ from torch import Tensor
 import shardwell
 from shardwell.errors import NonFiniteError
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
-from tests.offload.test_disk_state import AIO, on_disk, quickly
-from tests.offload.test_offload import HOST, OPTIMIZERS, check_equal
-from tests.offload.test_on_the_way import Forks, backward, copied
 from tests.support.models import Gpt, whole_parameters, zero
+from tests.support.offload_cases import AIO, HOST, OPTIMIZERS, check_equal, on_disk, quickly
 from tests.support.ranks import Ranks
+from tests.support.updates_in_flight import Forks, backward, copied
 
 
 def looked_at(stage: int, block: dict[str, Any], commit: str, looks: bool) -> tuple[dict[str, Tensor], list[Any]]:

@@ -20,12 +20,10 @@ from shardwell.offload.param_swap import SwappedShard
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import Unit
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests.disk.test_trouble import replace as replace_file
-from tests.offload.test_disk_in_advance import Choosing
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import AIO, engine_with, on_disk, quickly
-from tests.offload.test_offload import check_equal
+from tests.support.disk_engines import replace_file
+from tests.support.execution_orders import Choosing
 from tests.support.models import batches, share, whole_parameters, zero
+from tests.support.offload_cases import AIO, blocks, check_equal, engine_with, on_disk, quickly
 from tests.support.ranks import Ranks
 
 LIMIT = 30.0  # seconds: what hangs has failed

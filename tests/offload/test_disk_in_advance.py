@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwell
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests.offload.test_disk_parameters import counted
-from tests.offload.test_disk_state import AIO, engine_with, on_disk, quickly
-from tests.offload.test_offload import HOST, check_equal
+from tests.support.execution_orders import Choosing
 from tests.support.models import batches, whole_parameters, zero
+from tests.support.offload_cases import AIO, HOST, check_equal, counted, engine_with, on_disk, quickly
 from tests.support.ranks import Ranks
 
 
@@ -105,20 +104,6 @@ def test_whoever_wants_what_was_read_in_advance_gets_it(ranks: Ranks, tmp_path: 
     above = ranks.run(1, looked_at, HOST, str(tmp_path / "above"))[0]
     below = ranks.run(1, looked_at, on_disk(tmp_path / "drive"), str(tmp_path / "below"))[0]
     check_equal(below, above)
-
-
-class Choosing(nn.Module):
-    """Blocks of which each batch uses some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(6)])
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
-        for number in used:
-            x = x + self.blocks[number](x)
-        return self.head(x).square().mean()
 
 
 USED = [(0, 1, 2, 3, 4, 5), (0, 1), (4, 5), (2, 3), (0, 5), (1, 2, 3), (5, 4, 3, 2, 1, 0), (0, 1, 2, 3, 4, 5)]

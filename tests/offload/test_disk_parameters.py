@@ -15,27 +15,30 @@ import shardwell
 from shardwell.config import load
 from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
-from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer
+from shardwell.offload.disk import DiskTransfer
 from shardwell.offload.param_swap import SwappedShard
 from shardwell.sharding.tiled import TiledLinear
-from tests.disk.test_trouble import replace as replace_file
-from tests.offload.test_disk_state import AIO, engine_with, quickly, run_quickly, story
-from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
 from tests.support.checkpoint_legs import Leg
+from tests.support.disk_engines import replace_file
 from tests.support.models import batches, whole_parameters, zero
+from tests.support.offload_cases import (
+    AIO,
+    HOST,
+    PRECISIONS,
+    blocks,
+    check_equal,
+    counted,
+    engine_with,
+    host_case,
+    quickly,
+    run_quickly,
+    story,
+    wait_for_the_reader,
+)
 from tests.support.ranks import Ranks
 from tests.support.training import Case, all_sharded
 
 PLACES = [(parameters, optimizer) for parameters in ("none", "cpu", "nvme") for optimizer in ("none", "cpu", "nvme")]
-
-
-def blocks(parameters: str, optimizer: str, path: Path | str, **others: Any) -> dict[str, Any]:
-    """The part of a configuration that says where states rest."""
-    named = {"nvme_path": str(path)}
-    return {
-        "offload_param": {"device": parameters, **(named if parameters == "nvme" else {}), "max_in_cpu": 0, **others},
-        "offload_optimizer": {"device": optimizer, **(named if optimizer == "nvme" else {})},
-    }
 
 
 def everywhere(case: Case, places: list[tuple[str, str]], path: str) -> list[dict[str, Tensor]]:
@@ -143,35 +146,6 @@ def adapted(block: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], t
     groups = [group for unit in engine._scheduler.units for group in unit.groups]
     sizes = [sum(g.layout.shard_numel for g in groups if g.trainable is kind) for kind in (True, False)]
     return whole_parameters(engine.module), moved, (sizes[0], sizes[1])
-
-
-def wait_for_the_reader(engine: shardwell.Engine) -> None:
-    """Until it has brought what the next step will update first."""
-    if engine.optimizer._offloaded is not None:
-        engine.optimizer._offloaded.host.bytes_in_advance()
-
-
-class counted:  # noqa: N801
-    """Counts the bytes that the disk tiers of this process move."""
-
-    def __init__(self, moved: dict[str, int]) -> None:
-        self._moved = moved
-
-    def __enter__(self) -> None:
-        self._begin = DiskTier._begin
-        begin, moved = self._begin, self._moved
-
-        def count(
-            tier: DiskTier, is_write: bool, extent: DiskExtent, start: int, memory: Tensor, *rest: bool
-        ) -> DiskTransfer:
-            if moved:
-                moved["written" if is_write else "read"] += memory.numel() * memory.element_size()
-            return begin(tier, is_write, extent, start, memory, *rest)
-
-        DiskTier._begin = count  # type: ignore[method-assign]
-
-    def __exit__(self, *_: Any) -> None:
-        DiskTier._begin = self._begin  # type: ignore[method-assign]
 
 
 def test_frozen_parameters_on_disk_are_only_read(ranks: Ranks, tmp_path: Path) -> None:

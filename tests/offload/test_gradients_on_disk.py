@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,20 @@ from shardwell.offload.grad_swap import GradientSwapper
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
-from tests.disk.test_trouble import replace as replace_drive
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import AIO, disk_case, on_disk, quickly, run_all
-from tests.offload.test_offload import check_equal, host_case
+from tests.support.disk_engines import replace_file
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.offload_cases import (
+    AIO,
+    blocks,
+    check_equal,
+    disk_case,
+    host_case,
+    on_disk,
+    quickly,
+    run_all,
+    waiting_on,
+)
 from tests.support.ranks import Ranks
-from tests.support.training import Case
-
-
-def waiting_on(tier: str, case: Case) -> Case:
-    return replace(case, config={**case.config, "shardwell": {**case.config["shardwell"], "gradients": tier}})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -303,7 +305,7 @@ def with_a_drive_that_fails_on_rank_1(block: dict[str, Any], accumulation: int) 
     trained(engine, 1)
     settled(engine)
     if dist.get_rank() == 1:
-        replace_drive(engine._context.disk, os.devnull, os.O_RDONLY)
+        replace_file(engine._context.disk, os.devnull, os.O_RDONLY)
     begin = time.monotonic()
     try:
         for _ in range(2):

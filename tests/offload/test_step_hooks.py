@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardwell
 from shardwell.errors import ShardwellError
-from tests.offload.test_disk_state import quickly
 from tests.support.before_step_loops import Net, Plain, check_alike, config_for, rows
+from tests.support.offload_cases import quickly
 from tests.support.ranks import Ranks
 
 

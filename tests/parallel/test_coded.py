@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -16,24 +15,13 @@ from shardwell.kernels.quantize import Codec
 from shardwell.memory import StateKind
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind
 from shardwell.utils import safe_get_full_fp32_param
-from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.coded_collectives import as_nodes, engine_with, moved, noise
+from tests.support.models import batches, share, whole_parameters
 from tests.support.ranks import Ranks
 from tests.support.wire_counter import WireCounter
 
 WEIGHTS, GRADIENTS, COPIES = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
 ON = {WEIGHTS: True, GRADIENTS: True}
-
-
-def as_nodes(of: int) -> None:
-    os.environ.update(LOCAL_WORLD_SIZE=str(of), LOCAL_RANK=str(dist.get_rank() % of))
-
-
-def engine_with(block: dict[str, Any], stage: int = 3, bf16: bool = False, **others: Any) -> shardwell.Engine:
-    torch.manual_seed(0)
-    model = Gpt()
-    config = zero(stage, zero_optimization=block, bf16={"enabled": bf16}, **others)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
 
 
 def train(engine: shardwell.Engine, num_steps: int) -> list[float]:
@@ -47,29 +35,6 @@ def train(engine: shardwell.Engine, num_steps: int) -> list[float]:
 
 
 # --------------------------------------------------------------------------------------------------------- the moves
-
-
-def noise(numel: int, seed: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def moved(of: int, kinds: tuple[str, str, str], shard: int) -> dict[str, Any]:
-    """A gather and two reduces of random numbers, and what they should be but for codes."""
-    as_nodes(of)
-    world = engine_with({})._context.world
-    weights, inside, between = (Codec(kind) for kind in kinds)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    values = [noise(size * shard, r) for r in range(size)]
-    mine = values[rank].to(world.device.torch_device)
-    flat = torch.zeros_like(mine)
-    flat.chunk(size)[world.shard_index].copy_(mine[:shard])
-    world.all_gather(flat, "A", codec=weights).wait()
-    into = torch.zeros_like(mine[:shard])
-    world.reduce_scatter(mine.clone(), into, 0.5, False, "B", (inside, between)).wait()
-    twice = into.clone()
-    world.reduce_scatter(mine.clone(), twice, 0.5, True, "C", (inside, between)).wait()
-    exact = torch.stack(values).sum(0).chunk(size)[world.shard_index] * 0.5
-    return {"flat": flat.cpu(), "into": into.cpu(), "twice": twice.cpu(), "exact": exact, "place": world.shard_index}
 
 
 @pytest.mark.parametrize(("num_ranks", "of"), [(2, 2), (3, 3), (4, 2), (6, 3), (2, 1)])

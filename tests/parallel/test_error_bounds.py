@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwell.kernels.quantize import BLOCK, Codec
-from tests.parallel.test_coded import as_nodes, engine_with
+from tests.support.coded_collectives import as_nodes, engine_with
 from tests.support.ranks import Ranks
 
 LEVELS = {"int8": 127, "int4": 7}

@@ -20,14 +20,10 @@ from shardwell.offload.placement import StateFormula, TierPlacement
 from shardwell.parallel import TrafficKind
 from shardwell.sharding import GroupPrecision
 from shardwell.sharding.layout import even_part
-from shardwell.utils import safe_get_full_fp32_param
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import AIO, quickly
-from tests.support.frozen_codes import ON, all_codes, build, coded, groups, rows, same_tensors, start, step
+from tests.support.frozen_codes import ON, all_codes, below, build, groups, run, same_tensors, start, step
 from tests.support.live_bytes import live_bytes
 from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
-from tests.support.wire_counter import WireCounter
 
 KINDS = ["int8", "int4", "fp8"]
 
@@ -56,39 +52,6 @@ def test_what_was_decoded_gives_the_same_codes_and_is_off_by_no_more_than_the_co
 
 
 # ---------------------------------------------------------------------------------------------------- bytes and bits
-
-
-def run(kind: str, bf16: bool, quantized: bool) -> dict[str, Any]:
-    """One forward and ten steps beside a plain model, and the bytes of the last step."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    engine = start(kind=kind, bf16={"enabled": bf16}, block={"zero_quantized_weights": quantized})
-    rest = engine.memory().total()
-    plain = coded(engine, build(), kind).to(engine.device, torch.bfloat16 if bf16 else torch.float32)
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
-    with torch.no_grad():
-        batch = rows(0, rank, num_ranks).to(engine.device)
-        same = torch.equal(engine(batch), plain(batch.bfloat16() if bf16 else batch))
-    for number in range(10):
-        with WireCounter(rank, num_ranks) as counter:
-            step(engine, number)
-        if not bf16:
-            optimizer.zero_grad()
-            for other in range(num_ranks):
-                (plain(rows(number, other, num_ranks).to(engine.device)).square().mean() / num_ranks).backward()
-            optimizer.step()
-    report = engine.traffic()
-    return {
-        "same": same or (quantized and num_ranks > 1),  # adapters that travel in codes are not those of the plain model
-        "rest": rest,
-        "frozen": [group.layout.shard_numel for group in groups(engine, frozen=True)],
-        "trained": [group.layout.shard_numel for group in groups(engine, frozen=False)],
-        "gathered": report.total(TrafficKind.GATHER),
-        "counted": sum(counter.received.values()) - report.total() - report.total(TrafficKind.CONTROL),
-        "off": max(
-            float((p - q).abs().max() / q.abs().max())
-            for p, q in zip(whole_parameters(engine.module).values(), plain.parameters(), strict=True)
-        ),
-    }
 
 
 @pytest.mark.parametrize(
@@ -137,24 +100,6 @@ def test_nothing_but_the_codes_is_left_in_memory(ranks: Ranks, num_ranks: int) -
 
 
 # --------------------------------------------------------------------------------------------------------- tiers, hpZ
-
-
-def below(tier: str, path: str, kind: str) -> dict[str, Any]:
-    quickly()
-    above = start(kind=kind, bf16={"enabled": True})
-    outputs = [step(above, number) for number in range(3)]
-    optimizer = "cpu" if tier == "nvme" else "none"
-    engine = start(kind=kind, bf16={"enabled": True}, block=blocks(tier, optimizer, path), aio=AIO)
-    first = [step(engine, 0)]
-    return {
-        "same": torch.equal(first[0], outputs[0]),
-        "rest": engine.memory().total(StateKind.PARAMETERS),
-        "tier": {place for state, _, place in engine.memory().now if state is StateKind.PARAMETERS},
-        "codes": [len(codes) for codes in all_codes(above)],
-        "trained": sum(group.layout.shard_numel for group in groups(engine, frozen=False)),
-        "masters": {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if not p.requires_grad},
-        "expected": {n: safe_get_full_fp32_param(p) for n, p in above.module.named_parameters() if not p.requires_grad},
-    }
 
 
 @pytest.mark.parametrize(("num_ranks", "tier"), [(1, "cpu"), (2, "nvme"), (1, "nvme")])

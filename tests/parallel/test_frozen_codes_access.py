@@ -7,49 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from shardwell.parallel import TrafficKind
-from shardwell.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from shardwell.utils import safe_get_full_fp32_param
 from shardwell.zero import GatheredParameters
-from tests.support.frozen_codes import WIDTH, Adapted, all_codes, build, coded, groups, same_tensors, start, step
+from tests.support.frozen_codes import (
+    HALF_A_STEP,
+    all_codes,
+    groups,
+    looked_at,
+    same_tensors,
+    saved,
+    start,
+    step,
+)
 from tests.support.models import whole_parameters
 from tests.support.ranks import Ranks
 
-HALF_A_STEP = 0.5 / 126  # of int8, at most, against the greatest number of a block
-
-
 # ------------------------------------------------------------------------------------------------------- whoever looks
-
-
-def looked_at() -> dict[str, Any]:
-    engine = start(bf16={"enabled": True})
-    model, plain = engine.module, coded(engine, build(), "int8").to(engine.device)
-    expected = dict(plain.named_parameters())
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    rest, codes, state = engine.memory().now, all_codes(engine), engine.state_dict()
-    seen, full = whole_parameters(model), {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
-    with GatheredParameters(model.parameters(), modifier_rank=0):
-        pass
-    unchanged = same_tensors(all_codes(engine), codes)
-    with GatheredParameters(model[0].base.weight, modifier_rank=0), torch.no_grad():
-        model[0].base.weight[0].fill_(0.25 if dist.get_rank() == 0 else 9.0)
-        with GatheredParameters(model[0].out.weight):
-            pass
-    after = whole_parameters(model)
-    safe_set_full_fp32_param(model[1].base.weight, torch.full((WIDTH, WIDTH), 0.5))
-    set_one = whole_parameters(model)
-    return {
-        "seen": all(torch.equal(seen[n], expected[n].bfloat16()) for n in frozen),
-        "state": all(torch.equal(state[n], seen[n].cpu()) for n in frozen),
-        "full": all(torch.equal(full[n], expected[n]) for n in frozen),
-        "unchanged": unchanged,
-        "written": (after["0.base.weight"][0].float() - 0.25).abs().max() <= 0.25 * (HALF_A_STEP + 2**-9),
-        "others": all(torch.equal(after[n], seen[n]) for n in frozen if not n.startswith("0.")),
-        "set": (set_one["1.base.weight"].float() - 0.5).abs().max() <= 0.5 * (HALF_A_STEP + 2**-9),
-        "rest": engine.memory().now == rest,
-    }
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -124,19 +99,6 @@ def test_a_thawed_parameter_has_a_master_of_the_decoded_numbers(ranks: Ranks, bf
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def saved(folder: str, kind: str, bf16: bool) -> dict[str, Any]:
-    engine = start(kind=kind, bf16={"enabled": bf16})
-    step(engine, 0)
-    engine.save_checkpoint(folder)
-    codes, goes_on = all_codes(engine), step(engine, 1)
-    torch.manual_seed(7)
-    other = start(nn.Sequential(*[Adapted() for _ in range(3)]), kind=kind, bf16={"enabled": bf16})
-    differs = not same_tensors(all_codes(other), codes)
-    other.load_checkpoint(folder)
-    same = same_tensors(all_codes(other), codes)
-    return {"differs": differs, "same": same, "goes on": torch.equal(goes_on, step(other, 1))}
 
 
 def moved(folder: str, kind: str) -> float:

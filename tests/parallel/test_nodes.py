@@ -19,9 +19,9 @@ from shardwell.optim.lamb import Lamb
 from shardwell.parallel import TrafficKind
 from shardwell.parallel.mesh import RankGroup
 from shardwell.sharding.gradients import Gradients
-from tests.offload.test_offload import HOST, PRECISIONS, check_equal
 from tests.support.checkpoint_legs import Leg, run_leg
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.offload_cases import HOST, PRECISIONS, check_equal
 from tests.support.ranks import Ranks
 from tests.support.training import Case, all_sharded, distance, plainly
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import shardwell
 from shardwell.memory import Tier
-from tests.offload.test_disk_state import AIO, quickly
-from tests.parallel.test_zeropp import ALL
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.offload_cases import AIO, quickly
 from tests.support.ranks import Ranks
+from tests.support.zeropp import ALL
 
 STEPS = 4
 CLIPPED = {"gradient_clipping": 0.3, "gradient_accumulation_steps": 2}

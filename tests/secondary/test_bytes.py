@@ -19,11 +19,10 @@ from shardwell.parallel import TrafficKind
 from shardwell.parallel.mesh import smallest_node
 from shardwell.parallel.traffic import BETWEEN, INSIDE
 from shardwell.sharding.layout import even_part
-from tests.memory.test_frozen import Adapted
-from tests.offload.test_disk_parameters import blocks, counted, wait_for_the_reader
-from tests.offload.test_disk_state import AIO, quickly
+from tests.support.adapters import Adapted
 from tests.support.live_bytes import live_bytes
 from tests.support.models import Gpt, batches, share, zero
+from tests.support.offload_cases import AIO, blocks, counted, quickly, wait_for_the_reader
 from tests.support.ranks import Ranks
 from tests.support.wire_counter import WireCounter
 

@@ -22,8 +22,8 @@ from shardwell.errors import ShardwellError
 from shardwell.parallel import Work
 from shardwell.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from shardwell.zero import GatheredParameters, TiledLinear
-from tests.offload.test_disk_state import AIO, quickly
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.offload_cases import AIO, quickly
 from tests.support.ranks import Ranks
 
 ROWS, STEPS = 60, 3

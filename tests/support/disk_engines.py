@@ -1,7 +1,8 @@
-"""The engines that run on this machine, as parameters of tests, and a queue that never ends."""
+"""The queues that run on this machine, as parameters of tests; one that never ends, and drives that go wrong."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from shardwell.kernels.io import IoOutcome, IoPart
-from shardwell.offload.disk import AioSettings, aligned
+from shardwell.offload.disk import AioSettings, DiskTier, aligned
 from shardwell.offload.disk_queue import ENGINES, unusable
 
 BLOCK = 16384
@@ -44,3 +45,10 @@ class Stuck:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def replace_file(tier: DiskTier, target: str, flags: int = os.O_RDWR) -> None:
+    """Something else behind the descriptor of the tier's file, as if the drive had turned into it."""
+    other = os.open(target, flags)
+    os.dup2(other, tier._files[0].descriptor)
+    os.close(other)
