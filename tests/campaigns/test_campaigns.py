@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.campaigns import page
 from tests.campaigns.result import Result, command_line
+
+pytestmark = pytest.mark.slow
 
 
 def run(name: str, folder: Path, count: int) -> dict[str, Any]:

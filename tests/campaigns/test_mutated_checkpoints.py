@@ -13,6 +13,8 @@ from tests.campaigns.mutations import OWN
 from tests.support.checkpoint_samples import save_own
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_changed_checkpoints_are_refused_or_loaded_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
     result = Campaign(tmp_path, 1, ranks).run(48, 60.0)

@@ -11,6 +11,8 @@ import pytest
 from shardwell.cli.demo_command import _draw
 from tests.support.command import shardwell
 
+pytestmark = pytest.mark.slow
+
 Run = tuple[subprocess.CompletedProcess[str], Path]
 
 

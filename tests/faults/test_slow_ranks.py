@@ -134,6 +134,7 @@ def test_engines_of_an_earlier_process_group_do_not_hide_that(ranks: Ranks) -> N
     assert "DivergenceError" in {answer["error"] for answer in answers}
 
 
+@pytest.mark.slow
 def test_survivors_of_a_kill_end_soon_and_name_the_rank_that_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.killed_script", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

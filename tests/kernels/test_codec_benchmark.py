@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import codec
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_contender_is_timed_in_every_round(tmp_path: Path) -> None:

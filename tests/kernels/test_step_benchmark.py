@@ -11,6 +11,8 @@ import pytest
 from benchmarks import kernels
 from tests.support.kernel_cases import isas
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not isas(), reason="the native library was not built")
 def test_every_contender_is_timed_in_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.zoo import Run
 
+pytestmark = pytest.mark.slow
+
 DEFAULT = load({}).zero_optimization.stage3_param_persistence_threshold
 
 

@@ -13,6 +13,8 @@ from benchmarks.hosts import why_not
 from benchmarks.links_report import chosen_words, crossing_lines, crossings
 from benchmarks.model import TINY
 
+pytestmark = pytest.mark.slow
+
 REFUSED = why_not()
 needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no hosts here: {REFUSED}")
 OVERHEAD = 1.06  # headers of TCP, IP and Ethernet in both directions, and gloo's before each message
@@ -29,7 +31,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_the_ledger_between_nodes_agrees_with_what_crossed_the_link(report: dict[str, Any]) -> None:
     for point in report["points"]:
@@ -37,7 +38,6 @@ def test_the_ledger_between_nodes_agrees_with_what_crossed_the_link(report: dict
             assert point["ledger"] / 2 < point[way] < OVERHEAD * point["ledger"] / 2 + HEADERS
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_stage_3_moves_its_parameters_one_and_a_half_times_in_each_direction(report: dict[str, Any]) -> None:
     """Of what is gathered or reduced, half rests on the other host, and enters this one once."""
@@ -47,7 +47,6 @@ def test_stage_3_moves_its_parameters_one_and_a_half_times_in_each_direction(rep
             assert 3 * whole <= point["ledger"] < 3 * whole * 1.01  # padding, norms
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_zero_plus_plus_moves_eight_bits_for_parameters_and_four_for_gradients(report: dict[str, Any]) -> None:
     """Once in a step each, half of them in each direction."""
@@ -57,7 +56,6 @@ def test_zero_plus_plus_moves_eight_bits_for_parameters_and_four_for_gradients(r
             assert codes <= point["ledger"] < codes * 1.03  # scales, padding, norms
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_every_variant_is_measured(report: dict[str, Any]) -> None:
     measured = {(point["variant"], point["mbit"]) for point in report["points"]}
@@ -66,7 +64,6 @@ def test_every_variant_is_measured(report: dict[str, Any]) -> None:
     assert report["limiter"] in ("tbf", "htb", "netem")
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_auto_turns_all_of_zero_plus_plus_on_where_the_link_is_slow(tmp_path: Path) -> None:
     """It measures, and a machine that is busy with other things may deceive it: it has three tries."""

@@ -15,6 +15,8 @@ import pytest
 from benchmarks.hosts import ADDRESSES, HostRanks, Hosts, HostsError, why_not
 from benchmarks.launch import RunFailedError
 
+pytestmark = pytest.mark.slow
+
 REFUSED = why_not()
 needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no hosts here: {REFUSED}")
 

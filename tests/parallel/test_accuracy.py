@@ -11,10 +11,11 @@ from benchmarks import accuracy
 from benchmarks.accuracy_worker import ALL, Lesson, learned
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 SHORT = Lesson(steps=200, width=32, num_blocks=1, num_heads=2, context=32, rows=8, ranks_per_node=2)
 
 
-@pytest.mark.slow
 def test_the_loss_on_unseen_text_is_within_one_percent(ranks: Ranks) -> None:
     """Two nodes of two ranks: gradients travel in 8 bits and then in 4, and backward uses the copy in the node."""
     plain = ranks.run(4, learned, SHORT, {}, limit=300)[0]
@@ -24,7 +25,6 @@ def test_the_loss_on_unseen_text_is_within_one_percent(ranks: Ranks) -> None:
     assert coded["after"] == pytest.approx(plain["after"], rel=0.01)
 
 
-@pytest.mark.slow
 def test_the_benchmark_keeps_the_curve_and_the_ratio_of_each_variant(tmp_path: Path) -> None:
     path = tmp_path / "accuracy.json"
     assert accuracy.main(["--steps", "3", "--only", "zero++", "--json", str(path)]) == 0

@@ -16,6 +16,8 @@ from tests.programs.shrink import shrunk
 from tests.programs.trial import Outcome
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 150), (2, 120)])
 def test_random_programs_follow_plain_pytorch_or_say_so(ranks: Ranks, num_ranks: int, count: int) -> None:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tests.support.random_models import CONTAINERS, LEAVES, Case, train_plainly, train_sharded
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("SHARDWELL_EXAMPLES", "0"))
 
 

@@ -7,10 +7,11 @@ import pytest
 from tests.campaigns.network import why_no_network
 from tests.campaigns.strangers import campaign
 
+pytestmark = pytest.mark.slow
+
 REFUSED = why_no_network()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(REFUSED is not None, reason=f"no hosts here: {REFUSED}")
 def test_a_third_party_gains_nothing_and_the_job_is_the_same_bit_for_bit() -> None:
     result = campaign(1, 1, 0.0)

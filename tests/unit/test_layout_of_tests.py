@@ -50,3 +50,9 @@ def test_what_tests_share_is_in_support() -> None:
 def test_contributors_are_told_what_each_folder_claims() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert [folder for folder in FOLDERS if f"| `tests/{folder}` |" not in page] == []
+
+
+def test_a_check_that_is_fast_runs_no_benchmark() -> None:
+    run = [path for path in MODULES if is_test(path) and any(n.startswith("benchmarks") for n in imported(path))]
+    assert run
+    assert [path.name for path in run if "\npytestmark = pytest.mark.slow\n" not in path.read_text()] == []

@@ -28,6 +28,7 @@ def test_every_pair_of_values_that_may_go_together_is_in_a_case() -> None:
     assert (("stage", "2"), ("tier", "host+params")) not in pairs
 
 
+@pytest.mark.slow
 def test_what_is_recorded_twice_is_the_same_and_a_change_is_named(ranks: Ranks) -> None:
     before, after = (
         {"circumstances": {}, "cases": {name: recorder.record_case(ranks, parts) for name, parts in TWO.items()}}
