@@ -25,7 +25,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-LIMIT = 120.0
+LIMIT = 120.0  # seconds that a job may take
+LIMIT_OF_A_START = 240.0  # importing torch takes seconds, and on a busy machine much longer
 
 
 class RankFailedError(AssertionError):
@@ -93,6 +94,7 @@ class Ranks:
     def _grow(self, num_ranks: int) -> None:
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at any free port
+        first = len(self._workers)
         while len(self._workers) < num_ranks:
             here, there = self._context.Pipe()
             stacks = self._stack_file(len(self._workers))
@@ -101,6 +103,15 @@ class Ranks:
             process.start()
             there.close()
             self._workers.append((process, here))
+        for rank in range(first, num_ranks):  # so that the limit of a job is one of the job alone
+            pipe = self._workers[rank][1]
+            try:
+                started = pipe.poll(LIMIT_OF_A_START) and pipe.recv() == "started"
+            except EOFError:
+                started = False
+            if not started:
+                self.close()
+                raise RankFailedError(f"the process of rank {rank} did not start")
 
     def close(self) -> None:
         for process, pipe in self._workers:
@@ -124,6 +135,7 @@ def _serve(pipe: Any, port: int, stacks: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)  # once: torch asks for the name of the address, and an answer may be slow
     num_modules = 0
+    pipe.send("started")
     while True:
         try:
             rank, num_ranks, number, (module, name, args, kwargs) = pipe.recv()
