@@ -29,6 +29,7 @@ from shardwell.offload.param_swap import ReadBuffers, SwappedShard
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.offload.swapped_tensors import SwappedTensors
 from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, replace_file, settings
+from tests.support.internals import files_of
 
 TINY = 1 << 20
 
@@ -59,7 +60,7 @@ def test_more_than_the_disk_has_is_refused_at_once(tmp_path: Path) -> None:
         size = 2 * (free_bytes(tmp_path) or 0)
         with pytest.raises(ShardwellError, match=r"reserving .*iB failed \(No space left on device\); .*iB are free"):
             tier.allocate(size)
-        assert tier.num_bytes == os.fstat(tier._files[0].descriptor).st_size == SECTOR
+        assert tier.num_bytes == os.fstat(files_of(tier)[0].descriptor).st_size == SECTOR
 
 
 def test_a_disk_that_fills_up_is_an_error_that_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_a_failed_reservation_is_taken_back(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(os, "posix_fallocate", half)
         with pytest.raises(ShardwellError, match="quota exceeded"):
             tier.allocate(10 * SECTOR)
-        assert os.fstat(tier._files[0].descriptor).st_size == 0
+        assert os.fstat(files_of(tier)[0].descriptor).st_size == 0
 
 
 def test_without_reservations_space_is_taken_when_it_is_written(
@@ -158,7 +159,7 @@ def test_a_file_that_was_cut_is_a_short_read(engine: str, left: int, tmp_path: P
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(20 * BLOCK)
         tier.write(extent, 0, noise(20 * BLOCK)).wait()
-        os.ftruncate(tier._files[0].descriptor, left)
+        os.ftruncate(files_of(tier)[0].descriptor, left)
         with pytest.raises(ShardwellError, match=rf"^{tmp_path}: reading .*fewer bytes moved than were asked for"):
             tier.read(extent, 0, aligned(20 * BLOCK)).wait()
         tier.read(extent, 0, aligned(left // BLOCK * BLOCK)).wait()

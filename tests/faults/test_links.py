@@ -25,6 +25,7 @@ from shardwell.errors import PeerError, ShardwellError
 from shardwell.parallel import gloo_wait
 from shardwell.parallel.gloo_wait import wait_all
 from shardwell.parallel.mesh import world_mesh
+from tests.support.internals import collectives_of
 from tests.support.links import SOON, routes, waited
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
@@ -214,7 +215,7 @@ def without_a_word() -> dict[str, Any]:
     engine.step()
     store, begin, found = dist.distributed_c10d._get_default_store(), time.monotonic(), {}
     if rank == 3:
-        engine._context.world.abort_links()
+        collectives_of(engine).abort_links()
     else:
         try:
             engine(rows)

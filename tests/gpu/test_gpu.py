@@ -12,6 +12,7 @@ import torch
 import shardwell
 from shardwell.optim.overflow_check import FIRST_STEPS
 from tests.support.gpu import nccl_engine, on_the_gpu
+from tests.support.internals import groups_of
 from tests.support.models import Gpt, batches, whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.training import Case, distance, plainly
@@ -165,7 +166,7 @@ def resting_bytes(stage: int, bf16: bool) -> tuple[int, int]:
     gc.collect()
     before = torch.cuda.memory_allocated()
     engine, data = nccl_engine(stage, bf16={"enabled": bf16})
-    numel = sum(group.layout.numel for unit in engine._scheduler.units for group in unit.groups)
+    numel = sum(group.layout.numel for group in groups_of(engine))
     for batch in data[:2]:
         engine.backward(engine(batch))
         engine.step()

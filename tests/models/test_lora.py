@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.memory import MemoryReport, StateKind
 from tests.support import zoo
+from tests.support.internals import finish_reduces, groups_of, trainable_groups_of
 from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.training import distance
@@ -73,7 +74,7 @@ def test_adapters_train_as_they_do_plainly(ranks: Ranks, kind: str) -> None:
 def below(kind: str, deeper: dict[str, Any]) -> tuple[Run, list[str]]:
     """Trained with parameters and state below the device; and where the frozen weights rest."""
     engine = zoo.make_engine(adapted(kind), 3, zero_optimization=deeper)
-    frozen = [group for unit in engine._scheduler.units for group in unit.groups if not group.trainable]
+    frozen = [group for group in groups_of(engine) if not group.trainable]
     return zoo.train(engine, base_of(kind)), sorted({group.row.parameters.tier.value for group in frozen})
 
 
@@ -94,8 +95,8 @@ def books(kind: str, stage: int) -> dict[str, Any]:
     engine = zoo.make_engine(adapted(kind), stage)
     batch = zoo.share(zoo.batches(base_of(kind), 1)[0], engine.global_rank, engine.world_size)
     engine.backward(engine(**batch).loss)
-    engine._scheduler.reducer.finish_all()  # the last one may still be on its way
-    groups = [group for unit in engine._scheduler.units for group in unit.trainable]
+    finish_reduces(engine)  # the last one may still be on its way
+    groups = trainable_groups_of(engine)
     for group in groups:
         group.gradients.wait()
     after_backward = engine.memory()
@@ -104,7 +105,9 @@ def books(kind: str, stage: int) -> dict[str, Any]:
     return {
         "elements": sum(group.layout.numel for group in groups),
         "with pads": sum(group.layout.padded for group in groups),
-        "training units": {unit.name for unit in engine._scheduler.units if unit.trainable},
+        "training units": {
+            unit.name for unit in engine.units if any(p.requires_grad for p in unit.parameters.values())
+        },
         "tensors": sum(len(group.parameters) for group in groups),
         "gradients": after_backward.total(StateKind.GRADIENTS),
         "optimizer": engine.memory().total(StateKind.OPTIMIZER),

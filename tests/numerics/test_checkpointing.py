@@ -204,7 +204,7 @@ def test_a_tensor_that_many_checkpoints_share_is_kept_once() -> None:
             y = x * 1
             for _ in range(4):
                 y = checkpointing._run(policy, lambda y, m: (y * m[:40]).sin(), (y, mask), {})
-            return watch._now() - watch.start
+            return watch.now() - watch.start
 
     assert held(HOST) == held(Policy()) + mask.nbytes
 
@@ -223,10 +223,10 @@ def test_inputs_that_nobody_comes_for_are_dropped() -> None:
     x = torch.randn(1000, requires_grad=True)
     with PeakWatch() as watch:
         loss = deep(HOST, x)
-        assert watch._now() - watch.start >= 4 * x.nbytes
+        assert watch.now() - watch.start >= 4 * x.nbytes
         del loss
         checkpointing.reset()
-        assert watch._now() == watch.start
+        assert watch.now() == watch.start
 
 
 # ----------------------------------------------------------------------------------------------------- split over ranks
@@ -242,7 +242,7 @@ def split_over_peers(numel: int, on_host: bool) -> dict[str, Any]:
         assert checkpointing.policy().splits is split
         with PeakWatch() as watch:
             loss = deep(checkpointing.policy(), x * 1)
-            answer[f"bytes {split}"] = watch._now() - watch.start
+            answer[f"bytes {split}"] = watch.now() - watch.start
         (answer[f"grad {split}"],) = torch.autograd.grad(loss, x)
     return answer
 
@@ -303,7 +303,7 @@ def test_a_hugging_face_model_is_adopted() -> None:
         model.zero_grad()
         with PeakWatch() as watch:
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            held = watch._now() - watch.start
+            held = watch.now() - watch.start
         loss.backward()
         return [parameter.grad.clone() for parameter in model.parameters()], held
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.memory import StateKind
 from shardwell.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_get_local_optimizer_state
+from tests.support.internals import finish_backward, groups_of, units_of
 from tests.support.live_bytes import live_bytes
 from tests.support.mixed_precision import STAGES, STEPS, WIDTH, build, initialize, loss_of, rows
 from tests.support.models import whole_parameters, zero
@@ -318,11 +319,11 @@ def books(stage: int) -> dict[str, int]:
         if not last:
             engine.step()
             rest, live = engine.memory(), live_bytes() - before if counts else engine.memory().total()
-    engine._scheduler.finish_backward()
-    for unit in engine._scheduler.units:
+    finish_backward(engine)
+    for unit in units_of(engine):
         for group in unit.trainable:
             group.gradients.wait()
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {
         "padded": sum(group.layout.padded for group in groups),
         "parameters": rest.total(StateKind.PARAMETERS),

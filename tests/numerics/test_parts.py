@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import shardwell
 from shardwell.runtime.saved_tensors import SavedViews
 from shardwell.sharding import Residency
+from tests.support.internals import open_calls_of, units_of
 from tests.support.models import zero
 
 WIDTH = 6
@@ -84,7 +85,7 @@ def rows(seed: int = 1) -> Tensor:
 
 
 def unit_of(engine: shardwell.Engine, name: str) -> Any:
-    return next(unit for unit in engine._scheduler.units if unit.name == name)
+    return next(unit for unit in units_of(engine) if unit.name == name)
 
 
 def assert_same(engine: shardwell.Engine, model: nn.Module) -> None:
@@ -147,18 +148,18 @@ class Catches(Model):
 def test_an_error_that_a_model_catches_leaves_nothing_behind() -> None:
     engine, model = engine_at(kind=Catches), plain(Catches)
     train_a_step(engine, model)
-    assert not engine._scheduler.calls
+    assert not open_calls_of(engine)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert all(unit.residency is Residency.SHARDED for unit in engine._scheduler.units)
+    assert all(unit.residency == "sharded" for unit in engine.units)
     with pytest.raises(TypeError):
         engine(None)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not any(unit.in_forward for unit in engine._scheduler.units)
+    assert not any(unit.in_forward for unit in units_of(engine))
 
 
 def test_naming_the_root_makes_one_unit_of_all() -> None:
     engine = engine_at(zero_optimization={"leaf_module": {"classes": ["Model"]}})
-    assert [unit.name for unit in engine._scheduler.units] == [""]
+    assert [unit.name for unit in engine.units] == [""]
     train_a_step(engine, plain())
 
 
@@ -212,11 +213,11 @@ def test_nobody_else_keeps_memory_after_forward_and_backward() -> None:
     engine = engine_at()
     for _ in range(2):
         loss = engine(rows()).square().mean()
-        held = {u.name for u in engine._scheduler.units if u.groups[0].flat.tensor.untyped_storage().nbytes()}
+        held = {u.name for u in units_of(engine) if u.groups[0].flat.tensor.untyped_storage().nbytes()}
         assert held == set()
         loss.backward()
         engine.step()
-        held = {u.name for u in engine._scheduler.units if u.groups[0].flat.tensor.untyped_storage().nbytes()}
+        held = {u.name for u in units_of(engine) if u.groups[0].flat.tensor.untyped_storage().nbytes()}
         assert held == set()
 
 

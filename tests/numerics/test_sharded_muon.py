@@ -19,6 +19,7 @@ from shardwell.memory import StateKind
 from shardwell.optim import muon as muon_module
 from shardwell.optim.muon import Muon, muon_groups
 from shardwell.parallel import TrafficKind
+from tests.support.internals import groups_of
 from tests.support.models import whole_parameters, zero
 from tests.support.optimizer_models import STAGES, STEPS, build, train, train_plainly
 from tests.support.ranks import Ranks
@@ -116,7 +117,7 @@ def given_to_shards(dtype: torch.dtype) -> list[dict[str, Any]]:
             for step in range(3):
                 engine.backward(engine(given(model, step)))
                 engine.step()
-        runs = [run for unit in engine._scheduler.units for group in unit.groups for run, _ in group.spans]
+        runs = [run for group in groups_of(engine) for run, _ in group.spans]
         answers.append(
             {
                 "parameters": whole_parameters(model),

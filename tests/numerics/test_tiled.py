@@ -16,6 +16,7 @@ from shardwell.engine import TraceAction
 from shardwell.memory import StateKind
 from shardwell.sharding.tiled import TiledLinear, tile_linears
 from shardwell.sharding.wrap import LeafRules, wrap_model
+from tests.support.internals import units_of
 from tests.support.models import Block, Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 
@@ -215,7 +216,7 @@ def most_whole(tiled: bool) -> dict[str, int]:
         with engine.record() as trace:
             engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
-    units = engine._scheduler.units
+    units = units_of(engine)
     now, peak = 0, 0
     for event in trace.events:
         if event.action in (TraceAction.GATHER, TraceAction.RELEASE):

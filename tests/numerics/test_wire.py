@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.parallel import TrafficKind
 from shardwell.utils import safe_get_full_grad
+from tests.support.internals import groups_of
 from tests.support.models import zero
 from tests.support.ranks import Ranks
 
@@ -137,12 +138,12 @@ def run(case: Case, stage: int) -> dict[str, Any]:
         if micro == case.accumulation - 1:
             found = [safe_get_full_grad(parameter) for parameter in model.parameters()]
         engine.step()
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {
         "gradients": found,
         "reduced": engine.traffic().total(TrafficKind.REDUCE),
         "padded": sum(group.layout.padded for group in groups),
-        "units": len(engine._scheduler.units),
+        "units": len(engine.units),
         "overflow": engine.optimizer.overflow,
     }
 

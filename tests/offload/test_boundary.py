@@ -14,6 +14,7 @@ from torch import Tensor
 import shardwell
 from shardwell.errors import NonFiniteError
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
+from tests.support.internals import units_of
 from tests.support.models import Gpt, whole_parameters, zero
 from tests.support.offload_cases import AIO, HOST, OPTIMIZERS, check_equal, on_disk, quickly
 from tests.support.ranks import Ranks
@@ -103,7 +104,7 @@ def half_finite(block: dict[str, Any], name: str) -> tuple[str, dict[str, tuple[
     with pytest.raises(NonFiniteError) as caught:
         engine.step()
     counts: dict[str, tuple[int, int]] = {}
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         names = [slot.name for group in unit.trainable for slot in group.layout.slots]
         after = {key: safe_get_full_fp32_param(p) for key, p in model.named_parameters() if key in names}
         changed = sum(int((value != before[key]).sum()) for key, value in after.items())

@@ -20,6 +20,7 @@ from shardwell.offload.param_swap import SwappedShard
 from shardwell.sharding.tiled import TiledLinear
 from tests.support.checkpoint_legs import Leg
 from tests.support.disk_engines import replace_file
+from tests.support.internals import disk_of, groups_of, prefetched_shards_of, units_of
 from tests.support.models import batches, whole_parameters, zero
 from tests.support.offload_cases import (
     AIO,
@@ -140,10 +141,10 @@ def adapted(block: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], t
             x = torch.randn(2, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
             engine.backward(engine(x).float().square().mean())
             engine.step()
-            for unit in engine._scheduler.units:
+            for unit in units_of(engine):
                 unit.wait()
             wait_for_the_reader(engine)
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     sizes = [sum(g.layout.shard_numel for g in groups if g.trainable is kind) for kind in (True, False)]
     return whole_parameters(engine.module), moved, (sizes[0], sizes[1])
 
@@ -205,7 +206,7 @@ def books(parameters: str, optimizer: str, path: str) -> dict[str, float]:
     quickly()
     engine = engine_with(blocks(parameters, optimizer, path))
     train(engine, 2)
-    numel = sum(group.own[1] - group.own[0] for unit in engine._scheduler.units for group in unit.groups)
+    numel = sum(group.own[1] - group.own[0] for group in groups_of(engine))
     found: defaultdict[str, float] = defaultdict(float)
     for (state, _, tier), size in engine.memory().now.items():
         found[f"{state.value} {tier.value}"] += size / numel
@@ -216,7 +217,7 @@ def train(engine: Any, num_steps: int) -> None:
     for batch in batches(num_steps, 4):
         engine.backward(engine(batch))
         engine.step()
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
 
 
@@ -224,7 +225,7 @@ def where_parameters_rest(path: str, max_in_cpu: int) -> list[Tier]:
     quickly()
     engine = engine_with(blocks("nvme", "nvme", path, max_in_cpu=max_in_cpu))
     train(engine, 1)
-    return [group.row.parameters.tier for unit in engine._scheduler.units for group in unit.groups]
+    return [group.row.parameters.tier for group in groups_of(engine)]
 
 
 def test_parameters_that_may_be_on_the_host_are(ranks: Ranks, tmp_path: Path) -> None:
@@ -255,8 +256,7 @@ def expected_reads(path: str, buffer_count: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwappedShard, "read", lambda page: found.append(page._coming is not None) or read(page))
         train(engine, 1)
-    assert engine._scheduler.pages is not None
-    assert engine._scheduler.pages.num_ahead == 0
+    assert prefetched_shards_of(engine).num_ahead == 0
     return found
 
 
@@ -276,7 +276,7 @@ def depths(path: str, buffer_count: int, seconds: list[float]) -> list[int]:
         for each in seconds:
             patch.setattr(DiskTransfer, "seconds", each)
             train(engine, 2)
-            found.append(engine._scheduler.pages.pace.depth)
+            found.append(prefetched_shards_of(engine).pace.depth)
     return found
 
 
@@ -293,8 +293,7 @@ def test_a_drive_that_fails_is_an_error_where_the_unit_is_needed(
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(blocks("nvme", optimizer, tmp_path))
     train(engine, 1)
-    assert engine._context.disk is not None
-    replace_file(engine._context.disk, "/proc/self/mem")
+    replace_file(disk_of(engine), "/proc/self/mem")
     for _ in range(2):  # and again: nobody was left waiting
         with pytest.raises(ShardwellError, match=r"\(Input/output error\)"):
             train(engine, 2)

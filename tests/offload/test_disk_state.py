@@ -33,6 +33,7 @@ from shardwell.utils import (
 )
 from tests.support.checkpoint_legs import Leg, everything
 from tests.support.disk_engines import replace_file
+from tests.support.internals import device_of, disk_of, files_of, units_of
 from tests.support.models import Gpt, batches, share, whole_parameters
 from tests.support.offload_cases import (
     HOST,
@@ -165,7 +166,7 @@ def filled(block: dict[str, Any], free: float) -> tuple[dict[str, Any], list[str
     """Train with the state of the first units moved up after some steps."""
     quickly()
     engine = engine_with(block)
-    engine._context.device.free_bytes = lambda: free  # type: ignore[method-assign]
+    device_of(engine).free_bytes = lambda: free  # type: ignore[method-assign]
     for batch in batches(5, 4):
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
@@ -204,9 +205,9 @@ def books(path: str, moments: str, directory: str) -> tuple[MemoryReport, int, i
         engine.save_checkpoint(directory)
         engine.load_checkpoint(directory)
     whole_parameters(engine.module)
-    sizes = [sum(group.own[1] - group.own[0] for group in unit.groups) for unit in engine._scheduler.units]
+    sizes = [sum(group.own[1] - group.own[0] for group in unit.groups) for unit in units_of(engine)]
     held = engine.memory()
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         for shard in engine.optimizer.shards.of(unit):
             state = engine.optimizer.state[shard.tensor]
             assert shard.tensor.untyped_storage().nbytes() == 4
@@ -241,7 +242,7 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
 ) -> None:
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(on_disk(tmp_path), commit="after_norm")
-    seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in engine._scheduler.units}
+    seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in units_of(engine)}
     overlaps = []
     seat, step = OptimizerSwapper.seat, host_updates.HostUpdateQueue._step
 
@@ -327,8 +328,7 @@ def test_a_drive_that_fails_is_an_error_where_the_unit_is_needed(
     engine.backward(engine(rows))
     engine.step()
     whole_parameters(engine.module)
-    assert engine._context.disk is not None
-    replace_file(engine._context.disk, target)
+    replace_file(disk_of(engine), target)
 
     def train() -> None:
         for _ in range(3):  # what could not be written is missed at the next read
@@ -343,7 +343,7 @@ def test_a_shadow_on_disk_commits_after_the_norm(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(on_disk(tmp_path), commit="shadow")
     assert set(engine.offload.commits.values()) == {CommitPolicy.AFTER_NORM}
-    assert len(engine.offload.commits) == len(engine._scheduler.units)
+    assert len(engine.offload.commits) == len(engine.units)
 
 
 def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,8 +352,7 @@ def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.Monke
         engine = engine_with(on_disk(tmp_path))
         engine.backward(engine(batches(1, 4)[0]))
         engine.step()
-        assert engine._context.disk is not None
-        file = engine._context.disk._files[0]
+        file = files_of(disk_of(engine))[0]
         assert file.size > 0
         if destroys:
             engine.destroy()

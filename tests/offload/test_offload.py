@@ -18,6 +18,7 @@ from shardwell.memory import StateKind
 from shardwell.offload import host_updates
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.internals import device_of, groups_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.offload_cases import HOST, OPTIMIZERS, PRECISIONS, check_equal, host_case
 from tests.support.ranks import Ranks
@@ -270,7 +271,7 @@ def filled(stage: int, moments: str, free: float) -> tuple[dict[str, torch.Tenso
     config = zero(stage, zero_optimization=block, bf16={"enabled": True}, shardwell=own)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
-    engine._context.device.free_bytes = lambda: free  # type: ignore[method-assign]
+    device_of(engine).free_bytes = lambda: free  # type: ignore[method-assign]
     for batch in batches(6, 4):
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
@@ -314,7 +315,7 @@ def bytes_by_tier(ratio: float, moments: str = "fp32") -> dict[str, float]:
     for (state, _, tier), size in engine.memory().now.items():
         if state is StateKind.OPTIMIZER:
             held[tier.value] += size
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {**held, "own": float(sum(group.own[1] - group.own[0] for group in groups))}
 
 

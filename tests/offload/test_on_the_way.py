@@ -24,6 +24,7 @@ from shardwell.utils import (
     safe_set_full_grad,
 )
 from tests.support.checkpoint_legs import everything
+from tests.support.internals import units_of
 from tests.support.models import Gpt, batches, whole_parameters, zero
 from tests.support.offload_cases import HOST, blocks, check_equal, engine_with, on_disk, quickly
 from tests.support.ranks import Ranks
@@ -51,7 +52,7 @@ def loaded(block: dict[str, Any], commit: str, folder: str, steps: bool) -> tupl
         if steps:
             engine.step()
         engine.load_checkpoint(folder)
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
         found = copied(everything(engine))
     train(engine, 1)
@@ -261,7 +262,7 @@ def refitted(commit: str) -> list[dict[tuple[StateKind, str, Tier], int]]:
             model.blocks[1].up.weight.requires_grad_(trains)
             engine.refit()
             train(engine)
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
         now = engine.memory().now.items()
         found.append({key: size for key, size in now if key[0] in (StateKind.GRADIENTS, StateKind.STAGING) and size})

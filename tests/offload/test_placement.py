@@ -187,19 +187,19 @@ def grown(own: dict[str, Any]) -> list[Any]:
     torch.manual_seed(0)
     model = Stack(layers=4)
     engine = shardwell.initialize(model=model, config=configured(ALL_BELOW, own)).engine
-    before = [unit.groups[0].row.parameters.tier for unit in engine._scheduler.units]
+    before = [unit.tiers["parameters"] for unit in engine.units]
     model.layers[0] = Layer()
     model.layers.append(Layer())
     for _ in range(2):
         engine.backward(engine(torch.ones(4, 64)))
         engine.step()
-    return [before, [unit.groups[0].row.parameters.tier for unit in engine._scheduler.units]]
+    return [before, [unit.tiers["parameters"] for unit in engine.units]]
 
 
 def test_a_unit_that_is_built_anew_keeps_its_place_and_a_new_one_rests_deep(ranks: Ranks) -> None:
     for before, after in ranks.run(2, grown, auto(2 * 14, 100)):
-        assert before == [DEVICE] * 2 + [HOST] * 2
-        assert after == [DEVICE] * 2 + [HOST] * 3
+        assert before == [DEVICE.value] * 2 + [HOST.value] * 2
+        assert after == [DEVICE.value] * 2 + [HOST.value] * 3
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def built(path: str, upside_down: bool) -> dict[str, Any]:
         if upside_down:
             patch.setattr(TierPlacement, "depth", 0)
         engine = shardwell.initialize(model=model, config=config).engine
-    return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine._scheduler.units]}
+    return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine.units]}
 
 
 def test_units_that_rest_deepest_are_built_first(ranks: Ranks, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from shardwell.offload.param_swap import ReadAheadDepth
 from shardwell.sharding.shard import StoredShard
 from shardwell.utils import safe_set_full_fp32_param
 from tests.support.execution_orders import IN_ORDER, ORDERS, PLACES, Ring, in_any_order, lifting, ring
+from tests.support.internals import groups_of, handed_out, lifted_shard_of, temporary_buffers_of, units_of
 from tests.support.models import whole_parameters
 from tests.support.offload_cases import blocks, check_equal, story
 from tests.support.ranks import Ranks
@@ -60,7 +61,7 @@ def changed_between(block: dict[str, Any]) -> tuple[Tensor, int]:
         x = torch.ones(2, 16).bfloat16()
         with torch.no_grad():
             engine.module(x, IN_ORDER[:3])
-            assert engine._scheduler.units[4].groups[0].shard._lifted is not None
+            assert lifted_shard_of(units_of(engine)[4].groups[0]) is not None
             safe_set_full_fp32_param(engine.module.blocks[4][0].weight, torch.zeros(16, 16))
             with shardwell.zero.GatheredParameters([engine.module.blocks[4][0].bias], modifier_rank=0):
                 engine.module.blocks[4][0].bias.fill_(0.25)
@@ -79,7 +80,7 @@ def coded(block: dict[str, Any], *, lifts: bool) -> tuple[dict[str, Tensor], dic
     coding = {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True}
     with lifting(lifts) as lifted:
         engine, _ = ring({**block, **coding}, ORDERS, num_frozen=3, shardwell={"keep_frozen": 0})
-        encoded = {group.name: group.is_quantized for unit in engine._scheduler.units for group in unit.groups}
+        encoded = {group.name: group.is_quantized for group in groups_of(engine)}
         assert set(encoded.values()) == {False, True}
         counts = {kind: sum(encoded[name] is kind for name in lifted) for kind in (False, True)}
         return whole_parameters(engine.module), counts
@@ -139,8 +140,7 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
         return is_lifted
 
     def copies() -> list[Tensor]:
-        shards = [group.shard for unit in engine._scheduler.units for group in unit.groups]
-        return [shard._lifted[0] for shard in shards if shard is not None and shard._lifted is not None]
+        return [lifted[0] for group in groups_of(engine) if (lifted := lifted_shard_of(group)) is not None]
 
     with lifting():
         engine, _ = ring(block, ORDERS[:2])
@@ -152,9 +152,9 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
             with torch.no_grad():
                 engine.eval()
                 engine(torch.ones(2, 16).bfloat16(), IN_ORDER[:3])
-        left = [entry for entry in engine._context.scratch._out.values() if entry[1] is StateKind.STAGING]
+        left = [entry for entry in handed_out(temporary_buffers_of(engine)).values() if entry[1] is StateKind.STAGING]
         assert len(left) == len(copies())
-        return most, engine._scheduler.units[-1].releasable[0].layout.shard_numel * 2, len(left)
+        return most, units_of(engine)[-1].releasable[0].layout.shard_numel * 2, len(left)
 
 
 @pytest.mark.parametrize("orders", [[IN_ORDER] * 2, ORDERS], ids=["in order", "wrong guesses"])

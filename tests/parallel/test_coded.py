@@ -16,6 +16,7 @@ from shardwell.memory import StateKind
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind
 from shardwell.utils import safe_get_full_fp32_param
 from tests.support.coded_collectives import as_nodes, engine_with, moved, noise
+from tests.support.internals import collectives_of, groups_of
 from tests.support.models import batches, share, whole_parameters
 from tests.support.ranks import Ranks
 from tests.support.wire_counter import WireCounter
@@ -69,7 +70,7 @@ def through(codec: Codec, values: Tensor) -> Tensor:
 def fed(of: int, kind: str, feedback: bool) -> dict[str, Any]:
     """The same numbers again and again, and how far the mean of what comes is from their sum."""
     as_nodes(of)
-    world = engine_with({})._context.world
+    world = collectives_of(engine_with({}))
     rank, size, shard, times = dist.get_rank(), dist.get_world_size(), 333, 60
     codecs = Codec("int8"), Codec(kind)
     values = [noise(size * shard, r) for r in range(size)]
@@ -94,7 +95,7 @@ def test_what_codes_lose_is_said_later(ranks: Ranks, num_ranks: int, of: int) ->
 
 def spoiled() -> list[bool]:
     """What is not finite spoils one reduce, and not those after it."""
-    world, codecs = engine_with({})._context.world, (Codec("int8"), Codec("int4"))
+    world, codecs = collectives_of(engine_with({})), (Codec("int8"), Codec("int4"))
     lost, into, found = torch.zeros(2 * 300), torch.zeros(300), []
     for number in (1.0, float("nan"), float("inf"), 1.0):
         world.reduce_scatter(torch.full((600,), number), into, 1.0, False, "A", codecs, lost=lost).wait()
@@ -117,7 +118,7 @@ def traffic(of: int, block: dict[str, Any], others: dict[str, Any]) -> dict[str,
         train(engine, 1)
     assert sum(counter.received.values()) == engine.traffic().total(*TrafficKind)
     received = engine.traffic().received
-    shards = [g.layout.shard_numel for unit in engine._scheduler.units for g in unit.groups]
+    shards = [g.layout.shard_numel for g in groups_of(engine)]
     kinds, hops = (TrafficKind.GATHER, TrafficKind.REDUCE), (INSIDE, BETWEEN)
     found = {f"{kind.value} {hop}": received.get((kind, hop), 0) for kind in kinds for hop in hops}
     return {**found, "shards": shards}
@@ -183,7 +184,7 @@ def kept() -> dict[str, Any]:
     as_nodes(2)
     engine = engine_with(ON, 3, bf16=True, gradient_clipping=1.0, shardwell={"codecs": {"feedback": True}})
     losses = train(engine, 20)
-    groups = [group for unit in engine._scheduler.units for group in unit.groups if group.gradients._lost is not None]
+    groups = [group for group in groups_of(engine) if group.gradients._lost is not None]
     held = sum(size for (state, _, _), size in engine.memory().now.items() if state is StateKind.GRADIENTS)
     return {"losses": losses, "held": held, "padded": sum(group.layout.padded for group in groups)}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwell.kernels.quantize import BLOCK, Codec
 from tests.support.coded_collectives import as_nodes, engine_with
+from tests.support.internals import collectives_of
 from tests.support.ranks import Ranks
 
 LEVELS = {"int8": 127, "int4": 7}
@@ -28,7 +29,7 @@ def numbers(numel: int, rank: int, seed: int, spread: float) -> Tensor:
 def reduced(of: int, kinds: tuple[str, str], cases: list[tuple[int, int, float]]) -> list[dict[str, Any]]:
     """This rank's shard of the sum over ranks, of each case (elements of a shard, seed, spread)."""
     as_nodes(of)
-    world, codecs = engine_with({})._context.world, (Codec(kinds[0]), Codec(kinds[1]))
+    world, codecs = collectives_of(engine_with({})), (Codec(kinds[0]), Codec(kinds[1]))
     found = []
     for shard, seed, spread in cases:
         flat = numbers(shard * dist.get_world_size(), dist.get_rank(), seed, spread)

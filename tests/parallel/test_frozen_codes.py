@@ -21,6 +21,7 @@ from shardwell.parallel import TrafficKind
 from shardwell.sharding import GroupPrecision
 from shardwell.sharding.layout import even_part
 from tests.support.frozen_codes import ON, all_codes, below, build, groups, run, same_tensors, start, step
+from tests.support.internals import groups_of
 from tests.support.live_bytes import live_bytes
 from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
@@ -159,9 +160,7 @@ def odd(threshold: int) -> dict[str, Any]:
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 16)).square().mean())
         engine.step()
-    rows = {
-        slot.name: g.row.storage_codec for u in engine._scheduler.units for g in u.groups for slot in g.layout.slots
-    }
+    rows = {slot.name: g.row.storage_codec for g in groups_of(engine) for slot in g.layout.slots}
     whole = whole_parameters(model)
     return {
         "table": rows["0.table"] is None and whole["0.table"].tolist() == list(range(-64, 64)),

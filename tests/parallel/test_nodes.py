@@ -20,6 +20,7 @@ from shardwell.parallel import TrafficKind
 from shardwell.parallel.mesh import RankGroup
 from shardwell.sharding.gradients import Gradients
 from tests.support.checkpoint_legs import Leg, run_leg
+from tests.support.internals import collectives_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.offload_cases import HOST, PRECISIONS, check_equal
 from tests.support.ranks import Ranks
@@ -64,7 +65,7 @@ def test_shards_of_ranks_that_stand_alike_lie_side_by_side(ranks: Ranks, num_ran
 def place() -> int:
     model = Gpt()
     engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=zero(3))
-    world = engine._context.world
+    world = collectives_of(engine)
     assert [world.shard_index_of(rank) for rank in range(dist.get_world_size())][dist.get_rank()] == world.shard_index
     engine.destroy()
     return world.shard_index
@@ -84,7 +85,7 @@ def gradient_bytes(block: dict[str, Any]) -> tuple[int, int]:
     for batch in batches(2, 12):
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
-    return engine._context.world.mesh.node_size, engine.traffic().total(TrafficKind.REDUCE)
+    return collectives_of(engine).mesh.node_size, engine.traffic().total(TrafficKind.REDUCE)
 
 
 @pytest.mark.parametrize(

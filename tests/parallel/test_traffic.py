@@ -13,6 +13,7 @@ import shardwell
 from shardwell.engine import TraceAction
 from shardwell.parallel import TrafficKind
 from shardwell.parallel.traffic import BETWEEN, INSIDE, PAYLOAD
+from tests.support.internals import groups_of, units_of
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 from tests.support.wire_counter import WireCounter
@@ -38,7 +39,7 @@ def traffic_of_a_step(
                 engine.backward(engine(share(batch, rank, num_ranks, micro, accumulation)))
                 engine.step()
     counter.__exit__(None, None, None)
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     report = engine.traffic()
     return {
         "payload": report.total(),
@@ -49,7 +50,7 @@ def traffic_of_a_step(
         "numel": sum(group.layout.numel for group in groups),
         "parameters": len(list(model.parameters())),
         "gathers": trace.count(TraceAction.GATHER),
-        "units": len(engine._scheduler.units),
+        "units": len(engine.units),
         "pad_per_group": max(group.layout.padded - group.layout.numel for group in groups),
     }
 
@@ -113,11 +114,11 @@ def traffic_over_two_nodes(stage: int, bf16: bool) -> dict[str, Any]:
     engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
     engine.backward(engine(share(batches(1, 4)[0], rank, dist.get_world_size())))
     engine.step()
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         unit.wait()
     received = engine.traffic().received
     found = {hop: sum(size for (kind, h), size in received.items() if h == hop and kind in PAYLOAD) for hop in HOPS}
-    return {**found, "padded": sum(group.layout.padded for unit in engine._scheduler.units for group in unit.groups)}
+    return {**found, "padded": sum(group.layout.padded for group in groups_of(engine))}
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.kernels.quantize import Codec
+from tests.support.internals import groups_of, keep_frozen
 from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.zeropp import ALL, trained
@@ -58,10 +59,10 @@ def kept_whole() -> dict[str, Any]:
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(4):
         if step == 1:
-            engine._scheduler.keep_frozen(10**9)
+            keep_frozen(engine, 10**9)
         engine.backward(engine(torch.ones(2, 64) * dist.get_rank()).square().mean())
         engine.step()
-    kept = [group.stays_whole for unit in engine._scheduler.units for group in unit.groups if not group.trainable]
+    kept = [group.stays_whole for group in groups_of(engine) if not group.trainable]
     frozen = {name: p for name, p in whole_parameters(model).items() if name in before}
     return {"kept": kept, "same": all(torch.equal(torch.as_tensor(frozen[n]), before[n]) for n in before)}
 

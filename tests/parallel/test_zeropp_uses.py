@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwell
 from shardwell.memory import Tier
+from tests.support.internals import groups_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.offload_cases import AIO, quickly
 from tests.support.ranks import Ranks
@@ -62,7 +63,7 @@ def story(block: dict[str, Any], others: dict[str, Any], lora: bool = False, **m
                 parameter.requires_grad_("down" in name)
     engine = built(gpt, block, others)
     losses = train(engine, range(STEPS))
-    rows = [group.row for unit in engine._scheduler.units for group in unit.groups]
+    rows = [group.row for group in groups_of(engine)]
     return {
         "losses": losses,
         "whole": whole_parameters(gpt),

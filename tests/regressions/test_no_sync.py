@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.parallel import TrafficKind
+from tests.support.internals import trainable_groups_of
 from tests.support.models import batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.training import Case, distance, plainly
@@ -29,7 +30,7 @@ def train(stage: int, unsynced: bool) -> dict[str, Any]:
             with engine.no_sync() if unsynced and micro + 1 < MICRO_STEPS else contextlib.nullcontext():
                 engine.backward(engine(rows))
             engine.step()
-    groups = [group for unit in engine._scheduler.units for group in unit.trainable]
+    groups = trainable_groups_of(engine)
     return {
         "parameters": whole_parameters(model),
         "calls": engine.traffic().calls[TrafficKind.REDUCE],

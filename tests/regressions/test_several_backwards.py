@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwell
+from tests.support.internals import finish_backward, trainable_groups_of
 from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.scenes import WIDTH, Scene
@@ -297,8 +298,8 @@ def zeroed_between(has_optimizer: bool) -> dict[str, Tensor]:
             engine.step()
     if has_optimizer:
         return whole_parameters(model)
-    engine._scheduler.finish_backward()
-    groups = [group for unit in engine._scheduler.units for group in unit.trainable]
+    finish_backward(engine)
+    groups = trainable_groups_of(engine)
     return {g.name: g.gradients.result[: max(0, g.layout.numel - g.own[0])] for g in groups}  # without padding
 
 

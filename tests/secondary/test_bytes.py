@@ -20,6 +20,7 @@ from shardwell.parallel.mesh import smallest_node
 from shardwell.parallel.traffic import BETWEEN, INSIDE
 from shardwell.sharding.layout import even_part
 from tests.support.adapters import Adapted
+from tests.support.internals import collectives_of, finish_reduces, groups_of, traffic_so_far, units_of
 from tests.support.live_bytes import live_bytes
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.offload_cases import AIO, blocks, counted, quickly, wait_for_the_reader
@@ -42,10 +43,6 @@ def start(partition: int, model: nn.Module | None = None, **config: Any) -> shar
 def micro_step(engine: shardwell.Engine, micro: int = 0, num_micro: int = 1) -> None:
     batch = share(batches(1, ROWS)[0], dist.get_rank(), dist.get_world_size(), micro, num_micro)
     engine.backward(engine(batch))
-
-
-def groups_of(engine: shardwell.Engine) -> list[Any]:
-    return [group for unit in engine._scheduler.units for group in unit.groups]
 
 
 def node_of(rank: int, num_ranks: int, partition: int) -> int:
@@ -72,9 +69,9 @@ def traffic_of_a_step(partition: int, accumulation: int, recompute: str, bf16: b
             counter.__enter__()
         for micro in range(accumulation):
             loss = engine(share(batches(1, ROWS)[0], rank, num_ranks, micro, accumulation))
-            before = engine._ledger.current().received
+            before = traffic_so_far(engine).received
             engine.backward(loss)
-            after = engine._ledger.current().received
+            after = traffic_so_far(engine).received
             hops = {
                 hop: after.get((TrafficKind.GATHER, hop), 0) - before.get((TrafficKind.GATHER, hop), 0)
                 for hop in (INSIDE, BETWEEN)
@@ -210,7 +207,7 @@ def memory_of_a_run(partition: int, bf16: bool, accumulation: int) -> dict[str, 
             engine.step()
         rest, rest_by_books = live_bytes() - before, engine.memory().total()
         micro_step(engine, 0, accumulation)
-        engine._scheduler.reducer.finish_all()
+        finish_reduces(engine)
         found[name] = {
             "rest": rest,
             "rest by books": rest_by_books,
@@ -278,7 +275,7 @@ def reads_of_a_step(path: str, partition: int) -> dict[str, int]:
             for micro in range(3):
                 micro_step(engine, micro, 3)
                 engine.step()
-            for unit in engine._scheduler.units:
+            for unit in units_of(engine):
                 unit.wait()
             wait_for_the_reader(engine)
     return {**moved, "shards": 2 * sum(group.layout.shard_numel for group in groups_of(engine))}
@@ -301,7 +298,7 @@ def placed(device_memory: int | str) -> dict[str, Any]:
     engine = start(2, Gpt(blocks=6), bf16={"enabled": True}, shardwell=own, zero_optimization=places)
     for _ in range(2):
         micro_step(engine)
-        engine._scheduler.reducer.finish_all()
+        finish_reduces(engine)
         held = sum(size for (_, _, tier), size in engine.memory().now.items() if tier is Tier.DEVICE)
         engine.step()
     groups, found = groups_of(engine), engine.offload.places
@@ -347,7 +344,7 @@ def warnings_of(partition: int, local_world_size: int) -> dict[str, Any]:
         engine = start(partition)
     finally:
         logging.getLogger("shardwell").removeHandler(handler)
-    mesh = engine._context.world.mesh
+    mesh = collectives_of(engine).mesh
     micro_step(engine)
     engine.step()
     return {"said": said, "node_size": mesh.node_size, "local_world_size": mesh.local_world_size}

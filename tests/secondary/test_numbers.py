@@ -22,6 +22,7 @@ from shardwell.errors import ShardwellError
 from shardwell.parallel import Work
 from shardwell.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from shardwell.zero import GatheredParameters, TiledLinear
+from tests.support.internals import groups_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.offload_cases import AIO, quickly
 from tests.support.ranks import Ranks
@@ -41,9 +42,7 @@ class Play:
         self.model: Any = model
         self.losses: list[float] = []
         self.num_inside = 0  # gathers from second copies
-        for group in [
-            group for unit in self.engine._scheduler.units for group in unit.groups if group.secondary is not None
-        ]:
+        for group in [group for group in groups_of(self.engine) if group.secondary is not None]:
             group.secondary.gather = self._counted(group.secondary.gather)
 
     def _counted(self, gather: Callable[[Tensor], Work]) -> Callable[[Tensor], Work]:

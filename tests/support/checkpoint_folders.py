@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwell.checkpoint import FilePiece, Folder, Manifest, TensorRecord, write
+from tests.support.internals import locks_of
 
 FILES = ("r0.safetensors", "r1.safetensors")
 
@@ -54,6 +55,6 @@ def hidden(root: Path) -> list[str]:
 
 def abandon(folder: Folder) -> None:
     """What the end of a process does to its locks."""
-    for descriptor in folder._locks.values():
+    for descriptor in locks_of(folder).values():
         os.close(descriptor)
-    folder._locks.clear()
+    locks_of(folder).clear()

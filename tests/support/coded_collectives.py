@@ -11,6 +11,7 @@ from torch import Tensor
 
 import shardwell
 from shardwell.kernels.quantize import Codec
+from tests.support.internals import collectives_of
 from tests.support.models import Gpt, zero
 
 
@@ -33,7 +34,7 @@ def noise(numel: int, seed: int) -> Tensor:
 def moved(of: int, kinds: tuple[str, str, str], shard: int) -> dict[str, Any]:
     """A gather and two reduces of random numbers, and what they should be but for codes."""
     as_nodes(of)
-    world = engine_with({})._context.world
+    world = collectives_of(engine_with({}))
     weights, inside, between = (Codec(kind) for kind in kinds)
     rank, size = dist.get_rank(), dist.get_world_size()
     values = [noise(size * shard, r) for r in range(size)]

@@ -12,6 +12,7 @@ import torch
 from shardwell.kernels.io import IoOutcome, IoPart
 from shardwell.offload.disk import AioSettings, DiskTier, aligned
 from shardwell.offload.disk_queue import ENGINES, unusable
+from tests.support.internals import files_of
 
 BLOCK = 16384
 _REASONS = unusable()
@@ -50,5 +51,5 @@ class Stuck:
 def replace_file(tier: DiskTier, target: str, flags: int = os.O_RDWR) -> None:
     """Something else behind the descriptor of the tier's file, as if the drive had turned into it."""
     other = os.open(target, flags)
-    os.dup2(other, tier._files[0].descriptor)
+    os.dup2(other, files_of(tier)[0].descriptor)
     os.close(other)

@@ -15,6 +15,7 @@ import shardwell
 from shardwell.memory.device import Device
 from shardwell.offload.param_swap import SwappedShard
 from shardwell.sharding.shard import StoredShard
+from tests.support.internals import units_of
 from tests.support.models import whole_parameters, zero
 from tests.support.offload_cases import AIO, quickly
 
@@ -100,7 +101,7 @@ def ring(
         with engine.record() as trace:
             engine.backward(engine(x, order).float().square().mean())
             engine.step()
-            for unit in engine._scheduler.units:
+            for unit in units_of(engine):
                 unit.wait()
     return engine, list(trace)
 

@@ -16,6 +16,7 @@ from shardwell.memory import StateKind
 from shardwell.parallel import TrafficKind
 from shardwell.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwell.zero import GatheredParameters
+from tests.support.internals import groups_of
 from tests.support.models import whole_parameters, zero
 from tests.support.offload_cases import AIO, blocks, quickly
 from tests.support.wire_counter import WireCounter
@@ -65,7 +66,7 @@ def step(engine: shardwell.Engine, number: int) -> Tensor:
 
 
 def groups(engine: shardwell.Engine, frozen: bool) -> list[Any]:
-    return [group for unit in engine._scheduler.units for group in unit.groups if group.trainable is not frozen]
+    return [group for group in groups_of(engine) if group.trainable is not frozen]
 
 
 def all_codes(engine: shardwell.Engine) -> list[Tensor]:

@@ -17,7 +17,14 @@ from shardwell.engine.engine import Engine
 from shardwell.memory import TemporaryBuffers
 from shardwell.parallel.work import Work
 from shardwell.sharding.context import EngineContext
-from shardwell.sharding.gradients import Gradients
+from tests.support.internals import (
+    groups_of,
+    handed_out,
+    memory_going_down,
+    memory_kept_by,
+    offloaded_of,
+    temporary_buffers_of,
+)
 
 _DEPTH = 12  # callers that a place names
 
@@ -76,48 +83,25 @@ def watch() -> None:
 
 def look(engine: Engine) -> None:
     """After a step, and after gradients were given up: what is out is gradients that are kept, and copies."""
-    scratch = engine._context.scratch
+    scratch = temporary_buffers_of(engine)
     if scratch in _failed:
         return
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
-    kept = {id(tensor) for group in groups for tensor in _kept_by(group)}
-    kept |= {id(memory) for memory in _on_their_way_down(engine)}
-    for key, (_, state, unit) in list(scratch._out.items()):
+    groups = groups_of(engine)
+    kept = {id(tensor) for group in groups for tensor in memory_kept_by(group)}
+    kept |= {id(memory) for memory in memory_going_down(engine)}
+    for key, (_, state, unit) in list(handed_out(scratch).items()):
         if key not in kept and not _comes_back(scratch, key, engine):
             place = _places.get(scratch, {}).get(key, "?")
             found.append(f"{state.value} of '{unit}' were not given back; they were taken here:\n{place}")
-    _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in scratch._out}
+    _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in handed_out(scratch)}
 
 
 def _comes_back(scratch: TemporaryBuffers, key: int, engine: Engine) -> bool:
     """Whether memory is still given back by threads that bring gradients down to the host."""
-    deadline = time.monotonic() + (5.0 if getattr(engine.optimizer, "_offloaded", None) is not None else 0.0)
-    while key in scratch._out and time.monotonic() < deadline:
+    deadline = time.monotonic() + (5.0 if offloaded_of(engine) is not None else 0.0)
+    while key in handed_out(scratch) and time.monotonic() < deadline:
         time.sleep(0.005)
-    return key not in scratch._out
-
-
-def _kept_by(group: Any) -> Iterator[Any]:
-    gradients: Gradients = group.gradients
-    yield from (gradients.result, gradients._flat)
-    if gradients._handed is not None:
-        yield gradients._handed[0]
-    if gradients._lost is not None:
-        yield gradients._lost._both
-    if group.shard is not None:
-        if group.shard.second is not None:
-            yield group.shard.second._kept
-        if group.shard._lifted is not None:
-            yield group.shard._lifted[0]
-
-
-def _on_their_way_down(engine: Engine) -> Iterator[Any]:
-    """Gradients that updates on the host are still brought."""
-    if (offloaded := getattr(engine.optimizer, "_offloaded", None)) is not None:
-        descent = offloaded.host.descent
-        yield from (memory for _, memory in descent._leaving)
-        for parcel in [*descent._parcels.values(), *(job.parcel for job in offloaded.host._jobs.values())]:
-            yield from parcel.gradients.values()
+    return key not in handed_out(scratch)
 
 
 def said() -> list[str]:

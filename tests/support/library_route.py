@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
+from tests.support.internals import collectives_of
 from tests.support.live_bytes import live_bytes
 from tests.support.models import Gpt, batches, share, zero
 
@@ -102,8 +103,8 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
     )
     kind: Any = torch.optim.AdamW if "offload_optimizer" in run.block else torch.optim.SGD
     engine = shardwell.initialize(model=model, optimizer=kind(model.parameters(), lr=0.1), config=config).engine
-    assert engine._context.world.hops is not None, "these are no two nodes"
-    assert not engine._context.world.host_drives_progress
+    assert collectives_of(engine).hops is not None, "these are no two nodes"
+    assert not collectives_of(engine).host_drives_progress
     losses, held = [], []
     for number, batch in enumerate(batches(STEPS, ROWS)):
         total = 0.0

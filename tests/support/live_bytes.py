@@ -34,7 +34,7 @@ class PeakWatch(TorchDispatchMode):
             for item in gc.get_objects():
                 if issubclass(type(item), torch.Tensor):
                     self._remember(item)
-        self.start = self._now()
+        self.start = self.now()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -42,14 +42,14 @@ class PeakWatch(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs, result)):
                 if isinstance(leaf, torch.Tensor):
                     self._remember(leaf)
-        self.peak = max(self.peak, self._now())
+        self.peak = max(self.peak, self.now())
         return result
 
     def _remember(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._known.setdefault(storage._cdata, StorageWeakRef(storage))
 
-    def _now(self) -> int:
+    def now(self) -> int:
         total = 0
         for key, reference in list(self._known.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -27,6 +27,7 @@ from shardwell.utils import (
     safe_set_local_optimizer_state,
 )
 from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.internals import host_updates_of, offloaded_of
 from tests.support.models import Gpt, zero
 from tests.support.training import Case, all_sharded
 
@@ -188,8 +189,8 @@ def blocks(parameters: str, optimizer: str, path: Path | str, **others: Any) -> 
 
 def wait_for_the_reader(engine: shardwell.Engine) -> None:
     """Until it has brought what the next step will update first."""
-    if engine.optimizer._offloaded is not None:
-        engine.optimizer._offloaded.host.bytes_in_advance()
+    if offloaded_of(engine) is not None:
+        host_updates_of(engine).bytes_in_advance()
 
 
 class counted:  # noqa: N801

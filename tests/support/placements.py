@@ -14,6 +14,7 @@ import shardwell
 from shardwell.memory import StateKind, Tier
 from shardwell.sharding import released
 from tests.support.checkpoint_legs import everything
+from tests.support.internals import units_of
 from tests.support.live_bytes import PeakWatch
 from tests.support.models import zero
 from tests.support.offload_cases import quickly
@@ -75,7 +76,7 @@ def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[s
     held: Counter[Tier] = Counter()
     for (state, _, tier), size in engine.memory().now.items():
         held[tier] += size if state in (StateKind.PARAMETERS, StateKind.OPTIMIZER) else 0
-    rows = [unit.groups[0].row for unit in engine._scheduler.units]
+    rows = [unit.groups[0].row for unit in units_of(engine)]
     return {
         "values": values,
         "rows": [(row.parameters.tier, row.optimizer.tier) for row in rows],

@@ -12,6 +12,7 @@ import shardwell
 from shardwell.parallel import TrafficKind
 from shardwell.parallel.traffic import BETWEEN, INSIDE
 from shardwell.utils import safe_get_full_fp32_param
+from tests.support.internals import groups_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 
 ALL = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
@@ -45,7 +46,7 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
     return {
         "losses": losses,
         "off": max(float((seen[n].float() - m).abs().max() / m.abs().max()) for n, m in masters.items()),
-        "shards": [group.layout.shard_numel for unit in engine._scheduler.units for group in unit.groups],
+        "shards": [group.layout.shard_numel for group in groups_of(engine)],
         "gathered": [received[TrafficKind.GATHER, hop] for hop in (INSIDE, BETWEEN)],
         "reduced": [received[TrafficKind.REDUCE, hop] for hop in (INSIDE, BETWEEN)],
         "whole": whole_parameters(model),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,17 @@ def test_what_tests_share_is_in_support() -> None:
     homes = {path.relative_to(TESTS).parts[0] for path in others}
     assert homes == PROGRAMS | {"support"}
     assert not [path.name for path in (TESTS / "support").rglob("test_*.py")]
+
+
+def test_tests_reach_into_engines_in_one_place() -> None:
+    """What is renamed in the engine is then renamed once here, too."""
+    inside = re.compile(r"\b(?:engine|other)\._[a-z]\w*")
+    found = {
+        str(path.relative_to(TESTS)): names
+        for path in MODULES
+        if path != TESTS / "support" / "internals.py" and (names := inside.findall(path.read_text()))
+    }
+    assert found == {}
 
 
 def test_contributors_are_told_what_each_folder_claims() -> None:

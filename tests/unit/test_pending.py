@@ -14,6 +14,7 @@ from shardwell.memory.device import Device
 from shardwell.parallel.hierarchical import HierarchicalTransport
 from shardwell.parallel.work import Work
 from tests.support import leaks
+from tests.support.internals import temporary_buffers_of
 
 
 def test_work_that_nobody_waited_for_is_found_with_its_place() -> None:
@@ -48,13 +49,13 @@ def test_what_dies_with_its_engine_is_no_matter() -> None:
 def test_memory_that_a_step_does_not_give_back_is_found_with_its_place() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     engine = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).engine
-    kept = engine._context.scratch.allocate(8, torch.float32, StateKind.STAGING, "(staging)")
+    kept = temporary_buffers_of(engine).allocate(8, torch.float32, StateKind.STAGING, "(staging)")
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     (words,) = leaks.said()
     assert "staging of '(staging)' were not given back" in words
     assert "test_memory_that_a_step_does_not_give_back" in words
-    engine._context.scratch.free(kept)
+    temporary_buffers_of(engine).free(kept)
     engine.zero_grad()
     assert not leaks.said()
 
