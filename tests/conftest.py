@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import dropped
-from tests.ranks import Ranks
+from tests.support import leaks
+from tests.support.ranks import Ranks
 
 torch.set_num_threads(1)
-dropped.watch()
+leaks.watch()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_dropped() -> Iterator[None]:
     """Work that nobody waited for, and memory that was not given back, fail the test (in ranks, their job)."""
-    dropped.said()
+    leaks.said()
     yield
-    assert not (words := dropped.said()), "\n".join(words)
+    assert not (words := leaks.said()), "\n".join(words)
 
 
 @pytest.fixture(scope="session")

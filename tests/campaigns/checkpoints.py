@@ -29,8 +29,9 @@ from shardwell.checkpoint.sources import open_source
 from shardwell.errors import ShardwellError
 from tests.campaigns.mutations import FOREIGN, OWN, Mutation, flip
 from tests.campaigns.result import Result, command_line
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import RankFailedError, Ranks
+from tests.support.internals import units_of
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import RankFailedError, Ranks
 
 TAG = "step"
 BLOCK = 256  # bytes; small, so that the small tensors here have many blocks
@@ -82,7 +83,7 @@ def save(root: str, layout: tuple[int, int, int], steps: int) -> None:
 def digest(engine: shardwell.Engine) -> str:
     """Of all numbers that this rank holds, and that a load may change."""
     found = hashlib.sha256()
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         unit.wait()
         for group in unit.groups:
             with group.open_master():

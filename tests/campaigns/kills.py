@@ -29,7 +29,7 @@ import torch
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
 from tests.campaigns.result import Result, command_line
-from tests.cli.command import ROOT, arguments, environment
+from tests.support.command import ROOT, arguments, environment
 
 SCRIPT = ROOT / "tests" / "campaigns" / "kills_script.py"
 SAMPLES = 101  # of the script's data set

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
 
 KEPT = ROOT / "benchmarks" / "results" / "campaigns.json"
 PAGE = ROOT / "docs" / "faults.md"

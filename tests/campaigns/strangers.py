@@ -21,7 +21,7 @@ from benchmarks.hosts import ADDRESSES
 from benchmarks.launch import stop
 from tests.campaigns.network import STRANGER, Network, why_no_network
 from tests.campaigns.result import Result, command_line
-from tests.cli.command import ROOT, arguments, environment
+from tests.support.command import ROOT, arguments, environment
 
 ATTACK = 15.0  # seconds that a job under attack takes at least
 LIMIT = 240.0  # seconds for a job that takes ten on an idle machine

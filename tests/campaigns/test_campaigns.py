@@ -14,6 +14,8 @@ import pytest
 from tests.campaigns import page
 from tests.campaigns.result import Result, command_line
 
+pytestmark = pytest.mark.slow
+
 
 def run(name: str, folder: Path, count: int) -> dict[str, Any]:
     file = folder / "found.json"

@@ -6,6 +6,8 @@ import pytest
 
 from tests.campaigns.kills import Report, Settings, misplaced_samples, run_job
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
@@ -13,13 +15,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return run_job(Path(tmp_path_factory.mktemp("campaign")), Settings(kills=4, seed=10))
 
 
-@pytest.mark.slow
 def test_nothing_is_lost_when_ranks_are_killed(report: Report) -> None:
     assert {claim: problem for claim, problem in report.checks.items() if problem} == {}
     assert len(report.checks) == 8
 
 
-@pytest.mark.slow
 def test_the_kills_were_felt(report: Report) -> None:
     assert [kill.moment for kill in report.kills] == ["save", "training", "save", "start"]
     assert report.repeated > 0

@@ -10,8 +10,10 @@ import torch
 
 from tests.campaigns.checkpoints import Campaign
 from tests.campaigns.mutations import OWN
-from tests.checkpoint.samples import save_own
-from tests.ranks import Ranks
+from tests.support.checkpoint_samples import save_own
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.slow
 
 
 def test_changed_checkpoints_are_refused_or_loaded_as_they_were(ranks: Ranks, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwell.checkpoint import Folder
-from tests.checkpoint.deepspeed_cases import FOLDER, TAG
+from tests.support.deepspeed_checkpoints import FOLDER, TAG
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from shardwell.checkpoint import FileRecord, Reader, checksums, write
 from shardwell.checkpoint.checksums import Sums
 from shardwell.errors import CheckpointError
-from tests.checkpoint.legs import Leg, everything, run_leg, run_leg_in_blocks
-from tests.checkpoint.samples import same_bits
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, everything, run_leg, run_leg_in_blocks
+from tests.support.checkpoint_samples import same_bits
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 CASE = Case(dtype=torch.float32)
 TAG = "global_step1"

@@ -19,10 +19,10 @@ import torch.distributed as dist
 import shardwell
 from shardwell.checkpoint import Folder, files
 from shardwell.errors import CheckpointError
-from tests.checkpoint.legs import Leg, everything, run_leg
-from tests.models import batches, share
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.models import batches, share
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 CASE = Case(dtype=torch.float32)
 FILE = "rank-00001.safetensors"

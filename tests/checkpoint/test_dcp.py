@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwell.checkpoint.sources import DcpSource, open_source
 from shardwell.errors import CheckpointError
-from tests.checkpoint.samples import assert_same, everything
-from tests.ranks import Ranks
+from tests.support.checkpoint_samples import assert_same, everything
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -26,8 +26,8 @@ from shardwell.checkpoint.sources.torch_files import _names_in as names_in
 from shardwell.checkpoint.sources.torch_files import _pickle_in as pickle_in
 from shardwell.checkpoint.sources.torch_files import load
 from shardwell.errors import CheckpointError
-from tests.checkpoint.deepspeed_cases import CASES, FOLDER, MAIN, TAG, rewrite, truth, whole
-from tests.checkpoint.samples import same_bits
+from tests.support.checkpoint_samples import same_bits
+from tests.support.deepspeed_checkpoints import CASES, FOLDER, MAIN, TAG, rewrite, truth, whole
 
 pytestmark = pytest.mark.usefixtures("no_deepspeed")
 

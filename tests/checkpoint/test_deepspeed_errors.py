@@ -12,8 +12,8 @@ import torch
 
 from shardwell.checkpoint.sources.deepspeed import DeepSpeedSource
 from shardwell.errors import CheckpointError
-from tests.checkpoint.deepspeed_cases import CASES, FOLDER, MAIN, SECOND, TAG, rewrite, truth, whole
-from tests.checkpoint.samples import same_bits
+from tests.support.checkpoint_samples import same_bits
+from tests.support.deepspeed_checkpoints import CASES, FOLDER, MAIN, SECOND, TAG, rewrite, truth, whole
 
 pytestmark = pytest.mark.usefixtures("no_deepspeed")
 

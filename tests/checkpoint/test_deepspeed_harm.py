@@ -21,8 +21,8 @@ from shardwell.checkpoint.sources import torch_files
 from shardwell.checkpoint.sources.deepspeed import DeepSpeedSource
 from shardwell.checkpoint.sources.torch_files import Stub, json_entries, load
 from shardwell.errors import CheckpointError
-from tests.checkpoint.deepspeed_cases import FOLDER, MAIN, SECOND, TAG, rewrite, truth, whole
-from tests.checkpoint.samples import same_bits
+from tests.support.checkpoint_samples import same_bits
+from tests.support.deepspeed_checkpoints import FOLDER, MAIN, SECOND, TAG, rewrite, truth, whole
 
 pytestmark = pytest.mark.usefixtures("no_deepspeed")
 

@@ -11,9 +11,10 @@ import torch
 
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint.sources import ShardwellSource
-from tests.checkpoint.legs import Leg, run_leg, run_leg_in_blocks, uninterrupted
-from tests.parity.loops import Case, distance, plainly
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, run_leg, run_leg_in_blocks, uninterrupted
+from tests.support.internals import groups_of
+from tests.support.ranks import Ranks
+from tests.support.training import Case, distance, plainly
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -90,7 +91,7 @@ def read_counting(leg: Leg, root: str) -> dict[str, int]:
         engine.load_checkpoint(root)
     finally:
         ShardwellSource.close = before  # type: ignore[method-assign]
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     own = sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
     (read, beside), stretches = opened[0], sum(len(run.pieces) for group in groups for run, _ in group.spans)
     whole = sum(group.layout.numel for group in groups)

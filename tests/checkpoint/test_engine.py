@@ -20,11 +20,12 @@ from shardwell.errors import CheckpointError
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon
-from tests.checkpoint.engines import CASE, alone, masters, step
-from tests.checkpoint.legs import Leg
-from tests.models import batches, share, whole_parameters, zero
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, masters, step
+from tests.support.checkpoint_legs import Leg
+from tests.support.internals import locks_of
+from tests.support.models import batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 # ------------------------------------------------------------------------------------------------------ surface
 
@@ -81,7 +82,7 @@ def test_old_checkpoints_go_when_only_some_are_kept(tmp_path: Path) -> None:
 def test_leftovers_of_a_crash_go_and_a_save_of_another_job_stays(tmp_path: Path) -> None:
     crashed, living = Folder(tmp_path), Folder(tmp_path)
     left, written = crashed.begin("global_step9"), living.begin("global_step10")
-    os.close(crashed._locks.pop(left.name))
+    os.close(locks_of(crashed).pop(left.name))
     engine = alone()
     with pytest.warns(UserWarning, match="nothing was loaded"):
         engine.load_checkpoint(tmp_path)

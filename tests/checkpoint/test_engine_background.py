@@ -16,10 +16,11 @@ import torch.distributed as dist
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint import save as saving
 from shardwell.errors import CheckpointError
-from tests.checkpoint.engines import CASE, alone, step
-from tests.checkpoint.legs import Leg, everything, run_leg
-from tests.models import batches, share
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, step
+from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.internals import saver_of
+from tests.support.models import batches, share
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
@@ -71,7 +72,7 @@ def errors_in_the_background(root: str) -> list[str]:
 
     saving.stream = failing  # type: ignore[assignment]
     engine.save_checkpoint(root, "bad", asynchronous=True)
-    while engine._checkpoints._saver._thread.is_alive():
+    while saver_of(engine)._thread.is_alive():
         time.sleep(0.01)
     saving.stream = write
     engine.backward(engine(rows))
@@ -98,7 +99,7 @@ def test_the_memory_of_a_snapshot_is_used_again_and_in_the_books(tmp_path: Path)
     step(engine)
     before = engine.memory().total()
     engine.save_checkpoint(tmp_path, "one", asynchronous=True)
-    snapshot = engine._checkpoints._saver._snapshot
+    snapshot = saver_of(engine)._snapshot
     engine.finish_saving()
     address, size = snapshot._memory.data_ptr(), snapshot._memory.numel()
     assert engine.memory().total() == before + size

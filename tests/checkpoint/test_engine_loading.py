@@ -15,10 +15,10 @@ from shardwell.checkpoint import Folder
 from shardwell.checkpoint import load as loading
 from shardwell.checkpoint.sources import ShardwellSource
 from shardwell.errors import CheckpointError
-from tests.checkpoint.engines import CASE, alone, masters, step
-from tests.checkpoint.legs import Leg, everything
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, masters, step
+from tests.support.checkpoint_legs import Leg, everything
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 def test_another_optimizer_is_refused_unless_the_model_alone_is_wanted(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def load_while_whole(root: str) -> list[bool]:
     with pytest.raises(ZeroDivisionError), torch.no_grad():
         other.module(batches(1, 4)[0])
     handle.remove()
-    assert any(unit.residency.name != "RELEASED" for unit in other._scheduler.units)
+    assert any(unit.residency != "sharded" for unit in other.units)
     other.load_checkpoint(root)
     found = whole_parameters(other.module)
     return [bool(torch.equal(found[name], expected[name])) for name in expected]

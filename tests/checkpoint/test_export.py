@@ -27,7 +27,7 @@ from shardwell.checkpoint import Folder, export_dcp
 from shardwell.checkpoint.export import to_dcp, to_own, to_safetensors
 from shardwell.checkpoint.sources import DcpSource, SafetensorsSource, ShardwellSource, Source, open_source, reading
 from shardwell.errors import CheckpointError
-from tests.checkpoint.samples import VALUES, Counting, assert_same, everything, save_own, tensors
+from tests.support.checkpoint_samples import VALUES, Counting, assert_same, everything, save_own, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

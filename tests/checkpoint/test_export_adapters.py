@@ -17,8 +17,8 @@ import shardwell
 from shardwell.checkpoint.export import to_safetensors
 from shardwell.checkpoint.sources import open_source
 from shardwell.errors import CheckpointError
-from tests.cli.command import shardwell as command
-from tests.models import zero
+from tests.support.command import shardwell as command
+from tests.support.models import zero
 
 peft = pytest.importorskip("peft")
 TOKENS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(2))

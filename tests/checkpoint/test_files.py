@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwell.checkpoint import DTYPES, Entry, Reader, stream, write
 from shardwell.checkpoint.files import CHUNK
 from shardwell.errors import CheckpointError
-from tests.checkpoint.samples import same_bits
+from tests.support.checkpoint_samples import same_bits
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:

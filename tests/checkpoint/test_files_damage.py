@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwell.checkpoint import DTYPES, FileRecord, Reader, write
 from shardwell.errors import CheckpointError
-from tests.checkpoint.samples import same_bits
+from tests.support.checkpoint_samples import same_bits
 
 
 def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
-from tests.checkpoint.folders import FILES, abandon, fill, hidden, lay_aside, load, save
+from tests.support.checkpoint_folders import FILES, abandon, fill, hidden, lay_aside, load, save
 
 # --- the life of a checkpoint -----------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
-from tests.checkpoint.folders import fill, hidden, load, save
-from tests.ranks import Ranks
+from tests.support.checkpoint_folders import fill, hidden, load, save
+from tests.support.ranks import Ranks
 
 
 def at_once(*acts: Callable[[], None]) -> None:

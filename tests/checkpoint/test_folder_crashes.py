@@ -14,7 +14,7 @@ import pytest
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
-from tests.checkpoint.folders import FILES, abandon, fill, hidden, lay_aside, load, save
+from tests.support.checkpoint_folders import FILES, abandon, fill, hidden, lay_aside, load, save
 
 CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "utime", "unlink", "rmdir", "close")
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwell.checkpoint import Folder, Manifest
 from shardwell.errors import CheckpointError
-from tests.checkpoint.folders import FILES, fill, load, save
+from tests.support.checkpoint_folders import FILES, fill, load, save
 
 # --- files that are not as the manifest says --------------------------------------------------------------------
 

@@ -20,10 +20,11 @@ from shardwell.checkpoint.sources import SafetensorsSource
 from shardwell.errors import CheckpointError
 from shardwell.memory import Tier
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.checkpoint.deepspeed_cases import FOLDER
-from tests.models import batches, whole_parameters, zero
-from tests.parity.loops import Case, distance
-from tests.ranks import Ranks
+from tests.support.deepspeed_checkpoints import FOLDER
+from tests.support.internals import groups_of
+from tests.support.models import batches, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case, distance
 
 LLAMA = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 GPT2 = {"vocab_size": 31, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -51,7 +52,7 @@ def load_slices(
         engine.load_model(path)
     finally:
         SafetensorsSource.close = close  # type: ignore[method-assign]
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     own = sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
     rest = {tier.value: sum(size for (_, _, t), size in engine.memory().now.items() if t is tier) for tier in Tier}
     masters = {name: safe_get_full_fp32_param(p).float() for name, p in model.named_parameters()}

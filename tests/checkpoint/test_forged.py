@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import CheckpointError
-from tests.checkpoint.legs import everything
-from tests.models import Gpt, batches, zero
+from tests.support.checkpoint_legs import everything
+from tests.support.internals import loss_scale_of
+from tests.support.models import Gpt, batches, zero
 
 TAG = "global_step2"
 ABSENT = object()
@@ -66,7 +67,7 @@ def all_of(engine: shardwell.Engine) -> dict[str, Any]:
         "counters": (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
         "schedule": engine.lr_scheduler.state_dict(),
-        "scale": engine._scale.state_dict(),
+        "scale": loss_scale_of(engine).state_dict(),
         "extra": engine.module.extra.count,
         "python": random.getstate(),
         "torch": torch.get_rng_state(),

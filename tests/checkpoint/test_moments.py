@@ -11,10 +11,10 @@ import torch
 import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.kernels import Moment8bit, moments8
-from tests.checkpoint.legs import Leg, run_leg
-from tests.models import Gpt, zero
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, run_leg
+from tests.support.models import Gpt, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 EIGHT_BITS = {"shardwell": {"moments": "8bit", "shard_at_world_one": True}, "zero_optimization": HOST}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.errors import CheckpointError
 from shardwell.utils import safe_get_full_optimizer_state
-from tests.models import zero
-from tests.ranks import Ranks
+from tests.support.models import zero
+from tests.support.ranks import Ranks
 
 
 class Odd(torch.optim.Optimizer):

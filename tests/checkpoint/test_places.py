@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
-from tests.checkpoint.engines import CASE, alone, step
-from tests.checkpoint.legs import Leg
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, step
+from tests.support.checkpoint_legs import Leg
+from tests.support.internals import locks_of
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["no folder", "empty folder"])
@@ -126,7 +127,7 @@ def test_a_folder_that_cannot_be_written_to_is_read_with_what_crashes_left(
     engine.save_checkpoint(tmp_path)
     crashed = Folder(tmp_path)
     left = crashed.begin("later")
-    os.close(crashed._locks.pop(left.name))
+    os.close(locks_of(crashed).pop(left.name))
     opened = os.open
 
     def read_only(*_: Any, **__: Any) -> None:

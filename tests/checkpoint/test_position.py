@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import shardwell
 from shardwell.errors import CheckpointError
-from tests.models import whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.models import whole_parameters, zero
+from tests.support.ranks import Ranks
 
 SAMPLES = 40
 

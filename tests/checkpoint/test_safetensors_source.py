@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwell.checkpoint.sources import SafetensorsSource, open_source
 from shardwell.errors import CheckpointError
-from tests.checkpoint.samples import assert_same, everything
+from tests.support.checkpoint_samples import assert_same, everything
 
 INDEX = "model.safetensors.index.json"
 CONTENT = {

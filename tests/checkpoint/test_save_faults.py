@@ -20,12 +20,12 @@ from shardwell.checkpoint import Folder, directory
 from shardwell.checkpoint import save as saving
 from shardwell.checkpoint.export import to_safetensors
 from shardwell.errors import CheckpointError
-from tests.checkpoint.engines import CASE, alone, step
-from tests.checkpoint.folders import hidden
-from tests.checkpoint.legs import Leg
-from tests.checkpoint.samples import Counting
-from tests.models import batches, share
-from tests.ranks import Ranks
+from tests.support.checkpoint_engines import CASE, alone, step
+from tests.support.checkpoint_folders import hidden
+from tests.support.checkpoint_legs import Leg
+from tests.support.checkpoint_samples import Counting
+from tests.support.models import batches, share
+from tests.support.ranks import Ranks
 
 
 def test_a_save_in_the_background_without_a_free_thread_is_made_at_once(

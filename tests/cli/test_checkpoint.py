@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint.sources import open_source
 from shardwell.cli import app
-from tests.checkpoint.samples import VALUES, assert_same, everything, save_own, tensors
-from tests.cli.command import shardwell
+from tests.support.checkpoint_samples import VALUES, assert_same, everything, save_own, tensors
+from tests.support.command import shardwell
+from tests.support.internals import locks_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -322,7 +323,7 @@ def test_prune_removes_the_oldest_and_old_leftovers(root: Path) -> None:
     save_own(root, "step-40", tensors(), VALUES)
     folder = Folder(root)
     fresh, old = folder.begin("x"), folder.begin("y")
-    os.close(folder._locks.pop(old.name))  # whoever wrote it is gone
+    os.close(locks_of(folder).pop(old.name))  # whoever wrote it is gone
     for path in (old / ".lock", old):
         os.utime(path, (0, 0))
     result = checkpoint("prune", root, "--keep-last", "2", "--dry-run")

@@ -11,7 +11,9 @@ from benchmarks import checkpoints
 from benchmarks.checkpoints import judged, main, summarise
 from benchmarks.measure import command_line
 from benchmarks.model import TINY
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
 def test_what_is_loaded_is_what_was_saved_and_no_more_is_read(report: dict[str, Any]) -> None:
     assert list(report["summary"]) == ["2 ranks, disk"]
     figures = report["summary"]["2 ranks, disk"]["shardwell3"]
@@ -40,7 +41,6 @@ def test_what_is_loaded_is_what_was_saved_and_no_more_is_read(report: dict[str, 
     assert 0 < figures["save_seconds"] <= figures["durable_seconds"]
 
 
-@pytest.mark.slow
 def test_results_name_no_folder_of_the_machine(report: dict[str, Any], tmp_path: Path) -> None:
     assert report["command"] == "python -m benchmarks.checkpoints --size tiny --rounds 1 --only shardwell3"
     assert str(ROOT) not in json.dumps(report)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from shardwell.cli.demo_command import _draw
-from tests.cli.command import shardwell
+from tests.support.command import shardwell
+
+pytestmark = pytest.mark.slow
 
 Run = tuple[subprocess.CompletedProcess[str], Path]
 

@@ -12,7 +12,7 @@ from shardwell import kernels
 from shardwell.cli import doctor_command
 from shardwell.cli.doctor_command import check
 from shardwell.version import __version__
-from tests.cli.command import shardwell
+from tests.support.command import shardwell
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.overheads import main
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
+
+pytestmark = pytest.mark.slow
 
 SMALL = ("--small", "--device", "cpu", "--only", "lora")
 
@@ -24,13 +26,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
 def test_every_variant_of_the_part_has_figures(report: dict[str, Any]) -> None:
     assert [entry["error"] for entry in report["raw"].values()] == [None, None]
     assert all(len(one["all_seconds"]) == 2 for entry in report["raw"].values() for one in entry["rounds"])
 
 
-@pytest.mark.slow
 def test_lora_trains_alike_in_both_engines(report: dict[str, Any]) -> None:
     (row,) = report["ratios"]
     assert row["losses_agree"]
@@ -38,7 +38,6 @@ def test_lora_trains_alike_in_both_engines(report: dict[str, Any]) -> None:
     assert last < first
 
 
-@pytest.mark.slow
 def test_results_name_no_folder_of_the_machine(report: dict[str, Any], tmp_path: Path) -> None:
     text = json.dumps(report)
     assert str(ROOT) not in text

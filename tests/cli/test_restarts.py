@@ -13,7 +13,9 @@ import pytest
 from shardwell.cli.agent import visible_gpus
 from shardwell.cli.run_command import parse_nodes
 from shardwell.errors import ShardwellError
-from tests.cli.command import arguments, environment, shardwell
+from tests.support.command import arguments, environment, shardwell
+
+pytestmark = pytest.mark.slow
 
 SECRET = "of nobody but these tests"
 STARTS = """
@@ -183,7 +185,6 @@ def nodes(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
         launcher.kill()
 
 
-@pytest.mark.slow
 def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     tmp_path: Path, nodes: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
@@ -209,7 +210,6 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     assert second == "another node has come, or starts again; starting again with 2 ranks instead of 1"
 
 
-@pytest.mark.slow
 def test_the_others_end_when_the_node_is_lost_where_they_meet(
     tmp_path: Path, nodes: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
@@ -241,7 +241,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_a_fixed_number_of_nodes_starts_again_together_when_a_rank_of_one_is_killed(tmp_path: Path) -> None:
     """The other node's rank waits, and would for long: its launcher hears that a node starts again."""
     (tmp_path / "script.py").write_text(STARTS + ONCE_MORE)
@@ -258,7 +257,6 @@ def test_a_fixed_number_of_nodes_starts_again_together_when_a_rank_of_one_is_kil
             launcher.kill()
 
 
-@pytest.mark.slow
 def test_a_node_that_fails_for_good_ends_the_other_whose_ranks_wait(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(STARTS + "if rank == 1: raise ValueError('spoilt')\nwaits()\n")
     with socket.socket() as probe:

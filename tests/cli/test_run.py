@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from shardwell.cli.failures import RankFailure, can_be_cured, in_order
-from tests.cli.command import ROOT, arguments, environment, shardwell
+from tests.support.command import ROOT, arguments, environment, shardwell
 
 PROMPT = 20.0  # seconds for a run that takes three on an idle machine; a hang would take minutes
 

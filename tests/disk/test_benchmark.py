@@ -12,6 +12,8 @@ import pytest
 from benchmarks import disk
 from shardwell.offload.disk_queue import ENGINES, unusable
 
+pytestmark = pytest.mark.slow
+
 FIO = """#!/bin/sh
 for word in "$@"; do case "$word" in --filename=*) : > "${word#*=}";; esac; done
 echo '{"jobs": [{"read": {"bw_bytes": 4000000000}, "write": {"bw_bytes": 4000000000}}]}'

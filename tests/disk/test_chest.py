@@ -14,8 +14,8 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Device, MemoryStats, Tier
 from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
 from shardwell.offload.swapped_tensors import SwappedTensors
-from tests.disk.engines import settings
-from tests.disk.test_trouble import replace
+from tests.support.disk_engines import replace_file, settings
+from tests.support.internals import files_of
 
 
 def test_a_chest_gives_back_what_was_put_into_it(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_write_that_failed_does_not_matter_to_who_writes_all_anew(tmp_path: Pa
         chest, tensor = SwappedTensors(tier, MemoryStats(), "unit"), torch.zeros(1).expand(5000)
         chest.register([tensor])
         memory = aligned(chest.num_bytes)
-        drive = os.dup(tier._files[0].descriptor)
+        drive = os.dup(files_of(tier)[0].descriptor)
 
         def rewrite(value: float) -> None:
             chest.swap_in_to(memory, blank=True)
@@ -89,11 +89,11 @@ def test_a_write_that_failed_does_not_matter_to_who_writes_all_anew(tmp_path: Pa
             for transfer in chest.swap_out(changed=True):
                 transfer.end()
 
-        replace(tier, __file__, os.O_RDONLY)
+        replace_file(tier, __file__, os.O_RDONLY)
         rewrite(1.0)
         with pytest.raises(ShardwellError, match="Bad file descriptor"):
             chest.swap_in_to(memory)
-        os.dup2(drive, tier._files[0].descriptor)
+        os.dup2(drive, files_of(tier)[0].descriptor)
         os.close(drive)
         with pytest.raises(ShardwellError, match="Bad file descriptor"):
             chest.open()

@@ -14,7 +14,7 @@ from shardwell.kernels import io
 from shardwell.offload import disk_queue
 from shardwell.offload.disk import AioSettings, DiskTier
 from shardwell.offload.disk_queue import ENGINES, choose, fastest, measure, unusable
-from tests.disk.engines import BLOCK, EACH, settings
+from tests.support.disk_engines import BLOCK, EACH, settings
 
 BUILT = pytest.mark.skipif("threads" in unusable(), reason="the native library was not built")
 

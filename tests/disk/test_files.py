@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from shardwell.kernels.io import SECTOR
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.disk_file import DiskFile
-from tests.disk.engines import BLOCK, noise, settings
+from tests.support.disk_engines import BLOCK, noise, settings
+from tests.support.internals import files_of
 
 
 def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -43,7 +44,7 @@ def test_files_have_no_name_and_no_other_readers(
     opened = [] if is_unnamed else without_unnamed_files(monkeypatch)
     with DiskTier([tmp_path], settings()) as tier:
         tier.write(tier.allocate(BLOCK), 0, noise(BLOCK)).wait()
-        status = os.fstat(tier._files[0].descriptor)
+        status = os.fstat(files_of(tier)[0].descriptor)
         assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
         assert os.listdir(tmp_path) == []
     for _, flags in opened:

@@ -10,7 +10,7 @@ import pytest
 from shardwell.offload import param_swap
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.param_swap import ReadAheadDepth
-from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
+from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, settings
 
 
 class Clock:

@@ -22,7 +22,8 @@ from shardwell.kernels.io import SECTOR
 from shardwell.memory import Device
 from shardwell.offload import disk
 from shardwell.offload.disk import DiskExtent, DiskTier, FileRegion, aligned
-from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
+from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, settings
+from tests.support.internals import files_of
 
 SIZES = [0, 1, 511, SECTOR - 1, SECTOR, SECTOR + 1, BLOCK, BLOCK + 1, 7 * BLOCK, 9 * BLOCK + 5 * SECTOR + 17]
 
@@ -135,7 +136,7 @@ def test_extents_are_spread_over_the_paths(tmp_path: Path) -> None:
     with DiskTier(paths(tmp_path, 3), settings()) as tier:
         for _ in range(30):
             tier.allocate(BLOCK)
-        assert [file.size for file in tier._files] == [10 * BLOCK] * 3
+        assert [file.size for file in files_of(tier)] == [10 * BLOCK] * 3
 
 
 def test_freed_space_is_used_again_and_the_rest_of_the_extents_stays(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_freed_space_is_used_again_and_the_rest_of_the_extents_stays(tmp_path: P
         for extent, _ in kept.values():
             tier.free(extent)
         assert tier.num_bytes == 0
-        assert [os.fstat(file.descriptor).st_size for file in tier._files] == [0, 0]
+        assert [os.fstat(file.descriptor).st_size for file in files_of(tier)] == [0, 0]
 
 
 @EACH

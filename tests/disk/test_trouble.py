@@ -28,7 +28,8 @@ from shardwell.offload.disk_file import file_system, free_bytes
 from shardwell.offload.param_swap import ReadBuffers, SwappedShard
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.offload.swapped_tensors import SwappedTensors
-from tests.disk.engines import BLOCK, EACH, Stuck, noise, settings
+from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, replace_file, settings
+from tests.support.internals import files_of
 
 TINY = 1 << 20
 
@@ -53,20 +54,13 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", os.fspath(path)], check=True)
 
 
-def replace(tier: DiskTier, target: str, flags: int = os.O_RDWR) -> None:
-    """Something else behind the descriptor of the tier's file, as if the drive had turned into it."""
-    other = os.open(target, flags)
-    os.dup2(other, tier._files[0].descriptor)
-    os.close(other)
-
-
 def test_more_than_the_disk_has_is_refused_at_once(tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings()) as tier:
         tier.allocate(SECTOR)
         size = 2 * (free_bytes(tmp_path) or 0)
         with pytest.raises(ShardwellError, match=r"reserving .*iB failed \(No space left on device\); .*iB are free"):
             tier.allocate(size)
-        assert tier.num_bytes == os.fstat(tier._files[0].descriptor).st_size == SECTOR
+        assert tier.num_bytes == os.fstat(files_of(tier)[0].descriptor).st_size == SECTOR
 
 
 def test_a_disk_that_fills_up_is_an_error_that_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +88,7 @@ def test_a_failed_reservation_is_taken_back(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(os, "posix_fallocate", half)
         with pytest.raises(ShardwellError, match="quota exceeded"):
             tier.allocate(10 * SECTOR)
-        assert os.fstat(tier._files[0].descriptor).st_size == 0
+        assert os.fstat(files_of(tier)[0].descriptor).st_size == 0
 
 
 def test_without_reservations_space_is_taken_when_it_is_written(
@@ -134,7 +128,7 @@ def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
 def test_no_space_at_a_write_reaches_the_ticket(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(20 * BLOCK)
-        replace(tier, "/dev/full")
+        replace_file(tier, "/dev/full")
         transfer = tier.write(extent, 0, noise(20 * BLOCK))
         for _ in range(2):
             with pytest.raises(ShardwellError, match=r"writing 320.0 KiB, at byte .* \(No space left .*free space"):
@@ -145,7 +139,7 @@ def test_no_space_at_a_write_reaches_the_ticket(engine: str, tmp_path: Path) -> 
 def test_an_input_output_error_reaches_the_ticket(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(20 * BLOCK)
-        replace(tier, "/proc/self/mem")  # at its beginning nothing can be read
+        replace_file(tier, "/proc/self/mem")  # at its beginning nothing can be read
         with pytest.raises(ShardwellError, match=r"reading 320.0 KiB, .* \(Input/output error\); .*dmesg"):
             tier.read(extent, 0, aligned(20 * BLOCK)).wait()
 
@@ -154,7 +148,7 @@ def test_an_input_output_error_reaches_the_ticket(engine: str, tmp_path: Path) -
 def test_a_file_that_may_not_be_written_reaches_the_ticket(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(BLOCK)
-        replace(tier, __file__, os.O_RDONLY)
+        replace_file(tier, __file__, os.O_RDONLY)
         with pytest.raises(ShardwellError, match="Bad file descriptor"):
             tier.write(extent, 0, noise(BLOCK)).wait()
 
@@ -165,7 +159,7 @@ def test_a_file_that_was_cut_is_a_short_read(engine: str, left: int, tmp_path: P
     with DiskTier([tmp_path], settings(engine)) as tier:
         extent = tier.allocate(20 * BLOCK)
         tier.write(extent, 0, noise(20 * BLOCK)).wait()
-        os.ftruncate(tier._files[0].descriptor, left)
+        os.ftruncate(files_of(tier)[0].descriptor, left)
         with pytest.raises(ShardwellError, match=rf"^{tmp_path}: reading .*fewer bytes moved than were asked for"):
             tier.read(extent, 0, aligned(20 * BLOCK)).wait()
         tier.read(extent, 0, aligned(left // BLOCK * BLOCK)).wait()
@@ -177,7 +171,7 @@ def test_an_error_leaves_the_tier_usable(engine: str, tmp_path: Path) -> None:
     with DiskTier([tmp_path, tmp_path / "other"], settings(engine)) as tier:
         extent, memory, found = tier.allocate(BLOCK), noise(BLOCK), aligned(BLOCK)
         extent_there = tier.allocate(BLOCK)
-        replace(tier, "/dev/full")
+        replace_file(tier, "/dev/full")
         with pytest.raises(ShardwellError, match="No space"):
             tier.write(extent, 0, memory).wait()
         tier.write(extent_there, 0, memory).wait()
@@ -266,7 +260,7 @@ def test_errors_are_told_before_they_go_up(tmp_path: Path) -> None:
         extent = tier.allocate(BLOCK)
         tier.write(extent, 0, noise(BLOCK)).wait()
         assert not told
-        replace(tier, "/proc/self/mem")
+        replace_file(tier, "/proc/self/mem")
         with pytest.raises(ShardwellError, match="Input/output error") as read:
             tier.read(extent, 0, aligned(BLOCK)).wait()
         with pytest.raises(ShardwellError, match="No space left") as allocated:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.parallel import Agreement
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 SOON = 6.0  # seconds
 LINGER = 5.0  # that rank 0 waits for others to hear what became of a save

@@ -15,8 +15,9 @@ import shardwell
 from shardwell.checkpoint.save import Saver
 from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.optim import ShardedOptimizer
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.internals import collectives_of, saver_of
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 SOON = 4.0  # seconds
 LINGER = 5.0  # that rank 0 waits for others to hear what became of a save
@@ -122,7 +123,7 @@ def told_late(folder: str) -> tuple[int, str, str]:
             time.sleep(0.02)
         engine.save_checkpoint(folder, tag="second", asynchronous=True)
         if dist.get_rank() == 1:
-            engine._checkpoints._saver._thread.join()
+            saver_of(engine)._thread.join()
             with pytest.raises(shardwell.CheckpointError):
                 step(engine)  # it knows already
         else:
@@ -151,7 +152,7 @@ def lost(folder: str, *, asynchronous: bool) -> tuple[str, float]:
         if dist.get_rank() == 1:
             patch.setattr(Saver, "_write", lambda *_: None)
             engine.save_checkpoint(folder, tag="one", asynchronous=asynchronous)
-            engine._context.world.abort_links()
+            collectives_of(engine).abort_links()
             store.wait(["rank 0 is done"], timedelta(seconds=30))
             return "", 0.0
         try:

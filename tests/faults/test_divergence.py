@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 LIMIT = 5.0  # seconds; where ranks are to diverge, less is enough
 SHORT = 1.5

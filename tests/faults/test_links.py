@@ -22,32 +22,13 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.errors import PeerError, ShardwellError
-from shardwell.memory import Device, MemoryStats, TemporaryBuffers
-from shardwell.parallel import Agreement, Collectives, gloo_wait
+from shardwell.parallel import gloo_wait
 from shardwell.parallel.gloo_wait import wait_all
 from shardwell.parallel.mesh import world_mesh
-from shardwell.parallel.traffic import TrafficStats
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
-
-SOON = 4.0  # seconds
-
-
-def routes() -> Collectives:
-    """The collectives of all ranks, on links of their own."""
-    home = Device(torch.device("cpu"))
-    comm = Collectives(world_mesh(home.torch_device), home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
-    comm.agreement = Agreement(comm.mesh, SOON, comm.abort_links)
-    return comm
-
-
-def waited(comm: Collectives, flat: torch.Tensor) -> dict[str, Any]:
-    begin = time.monotonic()
-    try:
-        comm.all_gather(flat, "GATHER all").wait()
-    except ShardwellError as error:
-        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begin}
-    return {"error": "", "text": "", "seconds": time.monotonic() - begin}
+from tests.support.internals import collectives_of
+from tests.support.links import SOON, routes, waited
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 
 def cut_in_turn() -> list[str]:
@@ -198,7 +179,7 @@ KILLED = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from tests.faults.test_links import routes, waited
+from tests.support.links import routes, waited
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 comm, flat = routes(), torch.zeros(1 << 28, dtype=torch.uint8)
 waited(comm, torch.zeros(2))
@@ -234,7 +215,7 @@ def without_a_word() -> dict[str, Any]:
     engine.step()
     store, begin, found = dist.distributed_c10d._get_default_store(), time.monotonic(), {}
     if rank == 3:
-        engine._context.world.abort_links()
+        collectives_of(engine).abort_links()
     else:
         try:
             engine(rows)

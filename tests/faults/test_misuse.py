@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwell
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 def engine_for(stage: int, **config: Any) -> shardwell.Engine:

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwell
 from shardwell.errors import ShardwellError
-from tests.models import zero
+from tests.support.models import zero
 
 
 def engine(stage: int = 2, accumulation: int = 1) -> shardwell.Engine:

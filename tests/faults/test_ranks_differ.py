@@ -18,8 +18,9 @@ from shardwell.engine import consistency
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Agreement, Collectives, TrafficStats
 from shardwell.parallel.mesh import world_mesh
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.internals import collectives_of, device_of
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 
 class Small(nn.Module):
@@ -139,10 +140,8 @@ def change_a_rate(stage: int, name: str, groups: int, late: bool = False) -> dic
     optimizer = torch.optim.AdamW(split, lr=0.1)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage))
     if late:
-        device = SimpleNamespace(
-            is_cuda=True, scalar=engine._context.device.scalar, read_async=engine._context.device.read_async
-        )
-        engine.optimizer._global_norm._rates._context = SimpleNamespace(world=engine._context.world, device=device)
+        device = SimpleNamespace(is_cuda=True, scalar=device_of(engine).scalar, read_async=device_of(engine).read_async)
+        engine.optimizer._global_norm._rates._context = SimpleNamespace(world=collectives_of(engine), device=device)
     taken = 0
     try:
         for batch in batches(5, 4):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.parallel import heartbeat
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 SHORT = 1.0  # seconds: the limit of divergences
 SLOW = 4.0
@@ -134,8 +134,9 @@ def test_engines_of_an_earlier_process_group_do_not_hide_that(ranks: Ranks) -> N
     assert "DivergenceError" in {answer["error"] for answer in answers}
 
 
+@pytest.mark.slow
 def test_survivors_of_a_kill_end_soon_and_name_the_rank_that_is_gone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.faults.killed_script", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.killed_script", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(answers) == 4, done.stderr[-2000:]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardwell import ShardwellError, checkpointing
 from shardwell.checkpointing import Policy
-from tests.parity.test_checkpointing import Peers
-from tests.ranks import Ranks
+from tests.support.model_parallel import Peers
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shardwell.checkpoint import Folder
-from tests.checkpoint.legs import Leg, everything, run_leg, uninterrupted
-from tests.gpu.test_gpu import nccl_engine
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, everything, run_leg, uninterrupted
+from tests.support.gpu import nccl_engine
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 pytestmark = pytest.mark.gpu
 

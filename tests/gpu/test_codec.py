@@ -9,7 +9,7 @@ import torch
 
 from shardwell.kernels import quantize_reference
 from shardwell.kernels.quantize import Codec, Kind
-from tests.codec.cases import KINDS, LENGTHS, MAKERS, TYPES, laid_out, likely, same
+from tests.support.codec_cases import KINDS, LENGTHS, MAKERS, TYPES, laid_out, likely, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", KINDS)]
 

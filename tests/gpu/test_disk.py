@@ -9,7 +9,7 @@ import torch
 
 from shardwell.memory import Device
 from shardwell.offload.disk import DiskTier, aligned
-from tests.disk.engines import EACH, settings
+from tests.support.disk_engines import EACH, settings
 
 pytestmark = pytest.mark.gpu
 

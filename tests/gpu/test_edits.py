@@ -12,8 +12,8 @@ from torch import nn
 import shardwell
 from shardwell.kernels.rounding import join, narrow, split
 from shardwell.sharding.edits import adopt, digest
-from tests.models import zero
-from tests.parity.test_edits import check, every_edit
+from tests.support.edits import check, every_edit
+from tests.support.models import zero
 
 pytestmark = pytest.mark.gpu
 

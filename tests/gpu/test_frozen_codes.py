@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from shardwell.kernels.quantize import Codec
-from tests.comm.test_frozen_codes import below, run
-from tests.comm.test_frozen_codes_access import looked_at, saved
-from tests.ranks import Ranks
+from tests.support.frozen_codes import below, looked_at, run, saved
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 

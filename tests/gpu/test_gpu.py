@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwell
 from shardwell.optim.overflow_check import FIRST_STEPS
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.parity.loops import Case, all_sharded, distance, plainly
-from tests.ranks import Ranks
+from tests.support.gpu import nccl_engine, on_the_gpu
+from tests.support.internals import groups_of
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import Case, distance, plainly
 
 pytestmark = pytest.mark.gpu
 
@@ -38,12 +39,6 @@ def test_rounding_kernels_equal_the_reference_bit_for_bit() -> None:
     assert torch.equal(back[~nan].view(torch.int32), bits[~nan])
     assert back[nan].isnan().all()
     assert torch.equal(to_bf16(there, torch.empty_like(high_there))[~nan.cuda()], high_there[~nan.cuda()])
-
-
-def on_the_gpu(cases: list[Case], stage: int) -> list[dict[str, Any]]:
-    os.environ["SHARDWELL_DEVICE"] = "cuda:0"
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return all_sharded(cases, stage)
 
 
 CASES = [Case(steps=8, clip=0.5, groups=True), Case(steps=8, accumulation=4)]
@@ -101,18 +96,6 @@ def born_on_the_gpu() -> dict[str, bool]:
     shardwell.initialize(model=model, config=zero(3))
     found = whole_parameters(model)
     return {name: bool(torch.equal(found[name], plain[name])) for name in plain}
-
-
-def nccl_engine(stage: int, **config: Any) -> tuple[shardwell.Engine, list[torch.Tensor]]:
-    os.environ["SHARDWELL_DEVICE"] = "cuda:0"
-    dist.destroy_process_group()
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    torch.manual_seed(0)
-    model = Gpt(width=64, blocks=4, vocab=160)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    config["shardwell"] = {"shard_at_world_one": True}
-    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage, **config)).engine
-    return engine, batches(6, 4, 160)
 
 
 def nccl_steps(stage: int, bf16: bool) -> dict[str, Any]:
@@ -183,7 +166,7 @@ def resting_bytes(stage: int, bf16: bool) -> tuple[int, int]:
     gc.collect()
     before = torch.cuda.memory_allocated()
     engine, data = nccl_engine(stage, bf16={"enabled": bf16})
-    numel = sum(group.layout.numel for unit in engine._scheduler.units for group in unit.groups)
+    numel = sum(group.layout.numel for group in groups_of(engine))
     for batch in data[:2]:
         engine.backward(engine(batch))
         engine.step()

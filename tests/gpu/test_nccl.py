@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.library import NUM_RANKS, RANKS_PER_NODE, complaints
+from tests.support.library_route import NUM_RANKS, RANKS_PER_NODE, complaints
 
 LIMIT = 240.0  # seconds, for all runs of all stages
 
@@ -32,7 +32,7 @@ def started(folder: Path, port: int, rank: int) -> subprocess.Popen[bytes]:
         "GLOO_SOCKET_IFNAME": "lo", "SHARDWELL_DEVICE": "cuda:0",
     }  # fmt: skip
     with (folder / f"{rank}.log").open("wb") as log:
-        command = [sys.executable, "-m", "tests.comm.library", str(folder)]
+        command = [sys.executable, "-m", "tests.support.library_route", str(folder)]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 

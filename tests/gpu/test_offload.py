@@ -12,14 +12,11 @@ import pytest
 import torch
 
 from shardwell.utils import safe_get_full_fp32_param
-from tests.checkpoint.legs import Leg, run_leg
-from tests.gpu.test_gpu import nccl_engine, on_the_gpu
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import disk_case
-from tests.offload.test_gradients_on_disk import waiting_on
-from tests.offload.test_offload import HOST, PRECISIONS, host_case
-from tests.parity.loops import Case
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg, run_leg
+from tests.support.gpu import nccl_engine, on_the_gpu
+from tests.support.offload_cases import HOST, PRECISIONS, blocks, disk_case, host_case, waiting_on
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,10 @@ import torch
 
 import shardwell
 from shardwell.memory import Tier
-from tests.models import zero
-from tests.offload.test_disk_state import on_disk
-from tests.offload.test_placement import BELOW, BORN, CLIPPED, Stack, auto, born, trained
-from tests.ranks import Ranks
+from tests.support.models import zero
+from tests.support.offload_cases import on_disk
+from tests.support.placements import BELOW, BORN, CLIPPED, Stack, auto, born, trained
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import whole_parameters
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_offload import check_equal
-from tests.offload.test_schedule import ORDERS, PLACES, in_any_order, ring
-from tests.ranks import Ranks
+from tests.support.execution_orders import ORDERS, PLACES, in_any_order, ring
+from tests.support.models import whole_parameters
+from tests.support.offload_cases import blocks, check_equal
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -11,20 +11,23 @@ from torch import nn
 
 import shardwell
 from shardwell.engine import TraceAction
-from tests.gpu.test_gpu import nccl_engine, on_the_gpu
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.parity.loops import Case, distance
-from tests.parity.scenes import Scene, play_all, play_plainly
-from tests.parity.test_use import (
+from tests.support.gpu import nccl_engine, on_the_gpu
+from tests.support.internals import groups_of
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.scenes import (
     Experts,
     FrozenAndThawed,
     GatedPerStep,
     GradientPenalty,
+    Scene,
     SometimesUsed,
     UsedOutside,
     UsedOutsideRecomputed,
+    play_all,
+    play_plainly,
 )
-from tests.ranks import Ranks
+from tests.support.training import Case, distance
 
 pytestmark = pytest.mark.gpu
 
@@ -140,7 +143,7 @@ def gathers_of_frozen_weights(keep: Any) -> list[int]:
         with engine.record() as trace:
             engine.backward(engine(batch))
             engine.step()
-        frozen = [g for unit in engine._scheduler.units for g in unit.groups if not g.trainable]
+        frozen = [g for g in groups_of(engine) if not g.trainable]
         assert trace.count(TraceAction.GATHER) > 0
         bytes_whole.append(sum(group.flat.present for group in frozen))
     return bytes_whole

@@ -11,11 +11,12 @@ import torch
 from shardwell.kernels.quantize import Codec
 from shardwell.parallel import quantized
 from shardwell.parallel.traffic import TrafficKind
-from tests.comm.test_coded import moved
-from tests.comm.test_trial import AUTO, ON, trained_if
-from tests.comm.test_zeropp import ALL, trained
-from tests.gpu.test_gpu import nccl_engine
-from tests.ranks import Ranks
+from tests.support.coded_collectives import moved
+from tests.support.gpu import nccl_engine
+from tests.support.internals import collectives_of, temporary_buffers_of
+from tests.support.ranks import Ranks
+from tests.support.zeropp import ALL, trained
+from tests.support.zeropp_auto import AUTO, ON, trained_if
 
 pytestmark = pytest.mark.gpu
 
@@ -67,14 +68,14 @@ def test_what_is_tried_on_the_gpu_is_in_force_there(ranks: Ranks) -> None:
 def on_lanes() -> list[bool]:
     """One rank of NCCL: nobody waits on the host between encoding, moving, decoding and what reads that."""
     engine, _ = nccl_engine(3)
-    context, codec = engine._context, Codec("int8")
+    world, buffers, codec = collectives_of(engine), temporary_buffers_of(engine), Codec("int8")
     same = []
     for seed in range(20):
         torch.manual_seed(seed)
         values = torch.randn(3_000_001, device="cuda")
         flat, into, received = values.clone(), torch.zeros_like(values), torch.empty_like(values)
-        quantized.all_gather(context.world, flat, codec, TrafficKind.GATHER, context.scratch).wait()
-        quantized.reduce_scatter([(context.world, codec)], values.clone(), into, 0.5, False, context.scratch).wait()
+        quantized.all_gather(world, flat, codec, TrafficKind.GATHER, buffers).wait()
+        quantized.reduce_scatter([(world, codec)], values.clone(), into, 0.5, False, buffers).wait()
         codes = torch.empty(codec.num_bytes(len(values)), dtype=torch.uint8, device="cuda")
         codec.encode(values, codes)
         codec.decode(codes, received)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import shardwell
-from tests.gradients.loops import Net, adamw, data, net
-from tests.models import whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.gradient_loops import Net, adamw, data, net
+from tests.support.internals import reducer_of
+from tests.support.models import whole_parameters, zero
+from tests.support.ranks import Ranks
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -173,7 +174,7 @@ def after_a_step_of_ones_own(stage: int) -> dict[str, Any]:
     mine.step()
     weight = model.last.weight
     seen: dict[str, Any] = {"hangs": weight.grad is not None, "words": words_of(weight.grad.sum)}
-    seen["again"] = words_of(engine._scheduler.reducer.take_edits, at_step=True)
+    seen["again"] = words_of(reducer_of(engine).take_edits, at_step=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine(second).backward()

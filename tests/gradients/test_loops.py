@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gradients.loops import LOOPS, differences
-from tests.ranks import Ranks
+from tests.support.gradient_loops import LOOPS, differences
+from tests.support.ranks import Ranks
 
 HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "shardwell": {"commit": "after_norm"}}
 DISK = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}, "shardwell": {"commit": "after_norm"}}

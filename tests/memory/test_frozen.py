@@ -15,25 +15,13 @@ from shardwell.engine import TraceAction
 from shardwell.memory import StateKind
 from shardwell.parallel import TrafficKind
 from shardwell.zero import GatheredParameters
-from tests.memory.live import live_bytes
-from tests.models import whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.adapters import STEPS, WIDTH, Adapted
+from tests.support.internals import finish_backward, groups_of, units_of
+from tests.support.live_bytes import live_bytes
+from tests.support.models import whole_parameters, zero
+from tests.support.ranks import Ranks
 
-WIDTH, STEPS = 32, 4
 STAGES = (0, 1, 2, 3)
-
-
-class Adapted(nn.Module):
-    """A frozen matrix with a small trainable detour, in one unit."""
-
-    def __init__(self, rank: int = 4) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, rank, bias=False)
-        self.up = nn.Linear(rank, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 class Plain(nn.Module):
@@ -88,8 +76,8 @@ def micro_step(engine: shardwell.Engine, step: int) -> None:
 
 
 def settle(engine: shardwell.Engine) -> None:
-    engine._scheduler.finish_backward()
-    for unit in engine._scheduler.units:
+    finish_backward(engine)
+    for unit in units_of(engine):
         for group in unit.trainable:
             group.gradients.wait()
 
@@ -109,7 +97,7 @@ def bytes_of_a_run(stage: int, precision: str) -> dict[str, Any]:
     engine.step()
     at_rest, live = engine.memory(), live_bytes() - before if counts else None
     books = {**with_gradients.now, **with_gradients.peak, **at_rest.now, **at_rest.peak}
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {
         "owners": sorted({unit for state, unit, _ in books if state in (StateKind.GRADIENTS, StateKind.OPTIMIZER)}),
         "trainable": sum(group.layout.padded for group in groups if group.trainable),
@@ -161,7 +149,7 @@ def kept(room: int | str, **config: Any) -> dict[str, Any]:
         found["gathered"].append(engine.traffic().total(TrafficKind.GATHER))
         found["parameters"].append(engine.memory().total(StateKind.PARAMETERS))
         found["traces"].append(sorted({trace.unit_names[e.unit] for e in trace if e.action is TraceAction.GATHER}))
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {
         **found,
         "frozen": {group.unit: group.layout.padded for group in groups if not group.trainable},

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from tests.models import zero
-from tests.ranks import Ranks
+from tests.support.models import zero
+from tests.support.ranks import Ranks
 
 MIB = 1 << 20
 LAYERS, LAYER = 12, 8 * MIB  # bytes

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from tests.memory.live import live_bytes
-from tests.models import zero
-from tests.ranks import Ranks
+from tests.support.live_bytes import live_bytes
+from tests.support.models import zero
+from tests.support.ranks import Ranks
 
 STEPS = {"device": 50, "host": 16, "disk": 16}  # those below the device take longer
 SETTLED = 4  # steps after which a run holds what it holds

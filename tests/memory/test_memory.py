@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.memory import StateKind
-from tests.memory.live import PeakWatch, live_bytes
-from tests.models import Gpt, batches, share, zero
-from tests.ranks import Ranks
+from tests.support.internals import finish_reduces, groups_of, units_of
+from tests.support.live_bytes import PeakWatch, live_bytes
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 SIZE = {"width": 64, "blocks": 4, "vocab": 160}
 
@@ -38,11 +39,11 @@ def bytes_of_a_run(stage: int, bf16: bool, accumulation: int) -> dict[str, int]:
         engine.step()
     rest, rest_by_books = live_bytes() - before, engine.memory().total()
     micro_step(engine)
-    engine._scheduler.reducer.finish_all()  # the last one may still be on its way
-    for unit in engine._scheduler.units:
+    finish_reduces(engine)  # the last one may still be on its way
+    for unit in units_of(engine):
         for group in unit.trainable:
             group.gradients.wait()
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {
         "numel": sum(group.layout.numel for group in groups),
         "pad": sum(group.layout.padded - group.layout.numel for group in groups),
@@ -100,7 +101,7 @@ def bytes_of_no_sync(stage: int) -> tuple[int, int]:
     with engine.no_sync():
         micro_step(engine)
     held = engine.memory().total(StateKind.GRADIENTS)
-    return held, sum(group.layout.numel for unit in engine._scheduler.units for group in unit.groups)
+    return held, sum(group.layout.numel for group in groups_of(engine))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -124,7 +125,7 @@ def peak_of_a_step() -> dict[str, int]:
     del model, loss
     with PeakWatch() as watch:
         micro_step(engine, 3)
-    units = sorted((unit.numel * 4 for unit in engine._scheduler.units), reverse=True)
+    units = sorted((unit.numel * 4 for unit in units_of(engine)), reverse=True)
     return {
         "peak": watch.peak - watch.start,
         "gradients": sum(units) // dist.get_world_size(),
@@ -154,7 +155,7 @@ def bytes_of_construction(stage: int) -> dict[str, int]:
     born = live_bytes()
     with PeakWatch() as regroup:
         engine = shardwell.initialize(model=model, config=config).engine
-    units = sorted((unit.numel * 4 for unit in engine._scheduler.units), reverse=True)
+    units = sorted((unit.numel * 4 for unit in units_of(engine)), reverse=True)
     shards = sum(units) // dist.get_world_size()
     return {
         "peak": watch.peak - watch.start,

@@ -15,9 +15,21 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
-from tests.offload.loops import ODD, WIDTH, Net, Plain, Sharded, Step, check_alike, config_for, plain, played
-from tests.offload.test_disk_state import quickly
-from tests.ranks import Ranks
+from tests.support.before_step_loops import (
+    ODD,
+    WIDTH,
+    Net,
+    Plain,
+    Sharded,
+    Step,
+    check_alike,
+    config_for,
+    plain,
+    played,
+)
+from tests.support.internals import units_of
+from tests.support.offload_cases import quickly
+from tests.support.ranks import Ranks
 
 TIERS = ["none", "cpu", "nvme"]
 KEY = '"shardwell": {"commit": "after_norm"}'
@@ -90,7 +102,7 @@ def trained(stage: int, tier: str, path: str, commit: str, accumulation: int) ->
             loss = on.loss(10 * number + micro)
             on.optimizer.zero_grad() if micro == 0 else None  # as many loops have it
             on.backward(loss)
-            went += [any(unit.is_ahead for unit in on.engine._scheduler.units)] if micro == accumulation - 1 else []
+            went += [any(unit.is_ahead for unit in units_of(on.engine))] if micro == accumulation - 1 else []
             on.step()
         on.look()
     return on.values(), went
@@ -123,7 +135,7 @@ def placed(name: str) -> tuple[list[bool], str]:
     check_alike(played(Plain(Net()), iter(played_odd)), played(Sharded(Net(), config), iter(played_odd)))
     on = played(Sharded(Net(), config), repeat(plain, STEPS_TO_LEARN))
     on.backward(on.loss(STEPS_TO_LEARN))
-    went = [unit.is_ahead for unit in on.engine._scheduler.units]
+    went = [unit.is_ahead for unit in units_of(on.engine)]
     on.step()
     try:
         named(name)(on, 9)

@@ -29,10 +29,11 @@ from shardwell.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
-from tests.models import whole_parameters, zero
-from tests.offload.test_offload import PRECISIONS, check_equal
-from tests.offload.test_on_the_way import slowly
-from tests.ranks import Ranks
+from tests.support.internals import offloaded_of
+from tests.support.models import whole_parameters, zero
+from tests.support.offload_cases import PRECISIONS, check_equal
+from tests.support.ranks import Ranks
+from tests.support.updates_in_flight import slowly
 
 Engine = shardwell.Engine
 Change = Callable[[Engine], Iterator[None]]  # until it yields: before backward; then: before the step
@@ -84,13 +85,13 @@ def backward(engine: Engine, number: int) -> None:
 
 def is_ahead(engine: Engine) -> bool:
     """Some update was begun before the norm is known."""
-    offloaded, ahead = engine.optimizer._offloaded, engine.optimizer._ahead
+    offloaded, ahead = offloaded_of(engine), engine.optimizer._ahead
     return bool(ahead._steps) or (offloaded is not None and bool(offloaded.host._jobs))
 
 
 def end_updates(engine: Engine) -> None:
     """The worker has done what was begun."""
-    offloaded = engine.optimizer._offloaded
+    offloaded = offloaded_of(engine)
     for job in offloaded.host._jobs.values() if offloaded is not None else ():
         job.tickets[0].wait()
 

@@ -15,7 +15,9 @@ from benchmarks.offload import main, ratios
 from benchmarks.offload_floor import floor_of
 from benchmarks.offload_timeline import MARKER, draw, rows_of
 from benchmarks.offload_variants import VARIANTS
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
+
+pytestmark = pytest.mark.slow
 
 TINY = ("--size", "tiny", "--device", "cpu", "--steps", "2")
 FLOOR = {"forward": 1.0, "backward": 3.0, "compute": 4.0, "update": {"fp32": 5.0, "8bit": 2.0}, "bus": 6.0}
@@ -32,7 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_variants_train_alike_and_have_figures(folder: Path) -> None:
     found = json.loads((folder / "offload.json").read_text())["sizes"]["tiny"]
     assert [entry["error"] for entry in found["raw"].values()] == [None, None]
@@ -44,7 +45,6 @@ def test_variants_train_alike_and_have_figures(folder: Path) -> None:
     assert ours["floor"] == pytest.approx(floor["backward"] + max(floor["forward"], floor["update"]["fp32"]))
 
 
-@pytest.mark.slow
 def test_a_timeline_has_updates_inside_the_step(folder: Path) -> None:
     profiles = json.loads((folder / "steps.json").read_text())
     assert (folder / "steps.png").read_bytes().startswith(b"\x89PNG")
@@ -58,7 +58,6 @@ def test_a_timeline_has_updates_inside_the_step(folder: Path) -> None:
     assert at_once["busy"]["update"] > 0
 
 
-@pytest.mark.slow
 def test_results_name_no_folder_of_the_machine(folder: Path) -> None:
     raw = json.loads((folder / "offload.json").read_text())["sizes"]
     assert str(ROOT) not in json.dumps(raw)

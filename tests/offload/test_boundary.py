@@ -14,11 +14,11 @@ from torch import Tensor
 import shardwell
 from shardwell.errors import NonFiniteError
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
-from tests.models import Gpt, whole_parameters, zero
-from tests.offload.test_disk_state import AIO, on_disk, quickly
-from tests.offload.test_offload import HOST, OPTIMIZERS, check_equal
-from tests.offload.test_on_the_way import Forks, backward, copied
-from tests.ranks import Ranks
+from tests.support.internals import units_of
+from tests.support.models import Gpt, whole_parameters, zero
+from tests.support.offload_cases import AIO, HOST, OPTIMIZERS, check_equal, on_disk, quickly
+from tests.support.ranks import Ranks
+from tests.support.updates_in_flight import Forks, backward, copied
 
 
 def looked_at(stage: int, block: dict[str, Any], commit: str, looks: bool) -> tuple[dict[str, Tensor], list[Any]]:
@@ -104,7 +104,7 @@ def half_finite(block: dict[str, Any], name: str) -> tuple[str, dict[str, tuple[
     with pytest.raises(NonFiniteError) as caught:
         engine.step()
     counts: dict[str, tuple[int, int]] = {}
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         names = [slot.name for group in unit.trainable for slot in group.layout.slots]
         after = {key: safe_get_full_fp32_param(p) for key, p in model.named_parameters() if key in names}
         changed = sum(int((value != before[key]).sum()) for key, value in after.items())

@@ -19,11 +19,10 @@ from shardwell.errors import CheckpointError, ConfigError
 from shardwell.offload.cpu_kernels import HostKernel
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.muon import Muon
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.offload.test_disk_state import engine_with
-from tests.offload.test_offload import HOST, check_equal
-from tests.offload.test_on_the_way import train
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.offload_cases import HOST, check_equal, engine_with
+from tests.support.ranks import Ranks
+from tests.support.updates_in_flight import train
 
 # ------------------------------------------------------------------------------ optimizers that are not elementwise
 

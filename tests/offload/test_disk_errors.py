@@ -20,13 +20,12 @@ from shardwell.offload.param_swap import SwappedShard
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import Unit
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests.disk.test_trouble import replace as replace_file
-from tests.models import batches, share, whole_parameters, zero
-from tests.offload.test_disk_in_advance import Choosing
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import AIO, engine_with, on_disk, quickly
-from tests.offload.test_offload import check_equal
-from tests.ranks import Ranks
+from tests.support.disk_engines import replace_file
+from tests.support.execution_orders import Choosing
+from tests.support.internals import disk_of, host_updates_of, units_of
+from tests.support.models import batches, share, whole_parameters, zero
+from tests.support.offload_cases import AIO, blocks, check_equal, engine_with, on_disk, quickly
+from tests.support.ranks import Ranks
 
 LIMIT = 30.0  # seconds: what hangs has failed
 
@@ -58,7 +57,7 @@ def train(engine: shardwell.Engine, num_steps: int = 2) -> None:
 
 
 def wait(engine: shardwell.Engine) -> None:
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         unit.wait()
 
 
@@ -66,37 +65,37 @@ def wait(engine: shardwell.Engine) -> None:
 
 
 def reading_masters(engine: shardwell.Engine) -> None:
-    group = engine._scheduler.units[2].groups[0]
+    group = units_of(engine)[2].groups[0]
     with failing(SwappedTensors, "open", only=group.chest):  # the parameters' chest is open already
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def writing_masters(engine: shardwell.Engine) -> None:
-    group = engine._scheduler.units[2].groups[0]
+    group = units_of(engine)[2].groups[0]
     value = safe_get_full_fp32_param(group.parameters[0])
     with failing(SwappedTensors, "_write", only=group.swapped_shard.chest):
         safe_set_full_fp32_param(group.parameters[0], value)
 
 
 def joining_masters(engine: shardwell.Engine) -> None:
-    group = engine._scheduler.units[2].groups[0]
+    group = units_of(engine)[2].groups[0]
     with failing(FlatBuffer, "allocate", only=group._joined):
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def reading_ahead(engine: shardwell.Engine) -> None:
-    with failing(SwappedShard, "read", only=engine._scheduler.units[3].groups[0].swapped_shard):
+    with failing(SwappedShard, "read", only=units_of(engine)[3].groups[0].swapped_shard):
         engine(batches(1, 4)[0])
 
 
 def reading_to_look(engine: shardwell.Engine) -> None:
-    page, last_first = engine._scheduler.units[0].groups[0].swapped_shard, list(engine.module.parameters())[::-1]
+    page, last_first = units_of(engine)[0].groups[0].swapped_shard, list(engine.module.parameters())[::-1]
     with failing(SwappedShard, "read", only=page), shardwell.zero.GatheredParameters(last_first):
         pytest.fail("it was opened")
 
 
 def remembering_masters(engine: shardwell.Engine) -> None:
-    group = engine._scheduler.units[0].groups[0]
+    group = units_of(engine)[0].groups[0]
     with failing(SwappedTensors, "open", only=group.chest), shardwell.zero.GatheredParameters(group.parameters):
         pytest.fail("it was opened")
 
@@ -114,13 +113,13 @@ def after(folder: str, go_wrong: Callable[[shardwell.Engine], None] | None) -> d
     engine = engine_with(blocks("nvme", "nvme", folder))
     train(engine)
     wait(engine)
-    engine.optimizer._offloaded.host.forget_guesses()
+    host_updates_of(engine).forget_guesses()
     if go_wrong is not None:
         with pytest.raises(ShardwellError, match="as it was told"):
             go_wrong(engine)
     train(engine)
     engine.save_checkpoint(f"{folder}/saved")
-    assert not [unit.name for unit in engine._scheduler.units if unit.is_held]
+    assert not [unit.name for unit in units_of(engine) if unit.is_held]
     return whole_parameters(engine.module)
 
 
@@ -157,7 +156,7 @@ def stepping(folder: str) -> bool:
     check_equal({name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}, before)
     sizes = [len(group["params"]) for group in engine.optimizer.param_groups]
     train(engine)
-    return sizes == [len(engine._scheduler.units)]
+    return sizes == [len(engine.units)]
 
 
 def test_a_step_that_fails_leaves_parameters_on_disk_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
@@ -229,8 +228,7 @@ def one_drive_fails(folder: str, look: str) -> tuple[str, str]:
     train(engine)
     wait(engine)
     if dist.get_rank() == 1:
-        assert engine._context.disk is not None
-        replace_file(engine._context.disk, "/proc/self/mem")
+        replace_file(disk_of(engine), "/proc/self/mem")
     try:
         LOOKS[look](engine)
     except ShardwellError as error:

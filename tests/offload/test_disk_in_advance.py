@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwell
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests.models import batches, whole_parameters, zero
-from tests.offload.test_disk_parameters import counted
-from tests.offload.test_disk_state import AIO, engine_with, on_disk, quickly
-from tests.offload.test_offload import HOST, check_equal
-from tests.ranks import Ranks
+from tests.support.execution_orders import Choosing
+from tests.support.internals import host_updates_of, offloaded_of, units_of
+from tests.support.models import batches, whole_parameters, zero
+from tests.support.offload_cases import AIO, HOST, check_equal, counted, engine_with, on_disk, quickly
+from tests.support.ranks import Ranks
 
 
 def read_ahead(engine: shardwell.Engine) -> int:
     """Bytes; the reader has nothing left to do."""
-    offloaded = engine.optimizer._offloaded
+    offloaded = offloaded_of(engine)
     return 0 if offloaded is None else offloaded.host.bytes_in_advance()
 
 
@@ -59,7 +59,7 @@ def reads(folder: str, commit: str) -> dict[str, Any]:
         found["in forward"] = sum(sizes)
         engine.backward(loss)
         engine.step()
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
     finally:
         DiskTier.read = before  # type: ignore[method-assign]
@@ -107,20 +107,6 @@ def test_whoever_wants_what_was_read_in_advance_gets_it(ranks: Ranks, tmp_path: 
     check_equal(below, above)
 
 
-class Choosing(nn.Module):
-    """Blocks of which each batch uses some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(6)])
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
-        for number in used:
-            x = x + self.blocks[number](x)
-        return self.head(x).square().mean()
-
-
 USED = [(0, 1, 2, 3, 4, 5), (0, 1), (4, 5), (2, 3), (0, 5), (1, 2, 3), (5, 4, 3, 2, 1, 0), (0, 1, 2, 3, 4, 5)]
 
 
@@ -162,7 +148,7 @@ def moved(commit: str, path: str) -> list[dict[str, int]]:
         with counted(bytes_moved):
             engine.backward(engine(torch.ones(2, 16).bfloat16(), used))
             engine.step()
-            for unit in engine._scheduler.units:
+            for unit in units_of(engine):
                 unit.wait()
             read_ahead(engine)
         found.append(bytes_moved)
@@ -223,11 +209,11 @@ def taken_unawares(folder: str, how: str) -> int:
     step(engine, batches(1, 4)[0])
     read_ahead(engine)
     optimizer, may_go_on = engine.optimizer, threading.Event()
-    optimizer._offloaded.host.forget_guesses()
+    host_updates_of(engine).forget_guesses()
     with guessing(may_go_on):
         step(engine, batches(1, 4)[0])
         engine.zero_grad()
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
         threading.Timer(0.1, may_go_on.set).start()
         if how == "refit":
@@ -251,9 +237,9 @@ def crossed(folder: str) -> bool:
     engine = engine_with(on_disk(Path(folder)))
     for batch in batches(2, 4):
         step(engine, batch)
-    updates = engine.optimizer._offloaded.host
+    updates = host_updates_of(engine)
     updates.forget_guesses()
-    unit = engine._scheduler.units[1]
+    unit = units_of(engine)[1]
     unit.wait()
     with unit.trainable[0].swapped_in():
         guess = updates._reader.submit(lambda: updates.store.prepare(unit))
@@ -290,7 +276,7 @@ def failing(folder: str) -> str:
         step(engine, data[1])  # a guess that came to nothing stops nobody
         OptimizerSwapper.seat = broken  # type: ignore[method-assign]
         step(engine, data[2])
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
     except shardwell.ShardwellError as error:
         return str(error)

@@ -15,27 +15,31 @@ import shardwell
 from shardwell.config import load
 from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
-from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer
+from shardwell.offload.disk import DiskTransfer
 from shardwell.offload.param_swap import SwappedShard
 from shardwell.sharding.tiled import TiledLinear
-from tests.checkpoint.legs import Leg
-from tests.disk.test_trouble import replace as replace_file
-from tests.models import batches, whole_parameters, zero
-from tests.offload.test_disk_state import AIO, engine_with, quickly, run_quickly, story
-from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
-from tests.parity.loops import Case, all_sharded
-from tests.ranks import Ranks
+from tests.support.checkpoint_legs import Leg
+from tests.support.disk_engines import replace_file
+from tests.support.internals import disk_of, groups_of, prefetched_shards_of, units_of
+from tests.support.models import batches, whole_parameters, zero
+from tests.support.offload_cases import (
+    AIO,
+    HOST,
+    PRECISIONS,
+    blocks,
+    check_equal,
+    counted,
+    engine_with,
+    host_case,
+    quickly,
+    run_quickly,
+    story,
+    wait_for_the_reader,
+)
+from tests.support.ranks import Ranks
+from tests.support.training import Case, all_sharded
 
 PLACES = [(parameters, optimizer) for parameters in ("none", "cpu", "nvme") for optimizer in ("none", "cpu", "nvme")]
-
-
-def blocks(parameters: str, optimizer: str, path: Path | str, **others: Any) -> dict[str, Any]:
-    """The part of a configuration that says where states rest."""
-    named = {"nvme_path": str(path)}
-    return {
-        "offload_param": {"device": parameters, **(named if parameters == "nvme" else {}), "max_in_cpu": 0, **others},
-        "offload_optimizer": {"device": optimizer, **(named if optimizer == "nvme" else {})},
-    }
 
 
 def everywhere(case: Case, places: list[tuple[str, str]], path: str) -> list[dict[str, Tensor]]:
@@ -137,41 +141,12 @@ def adapted(block: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], t
             x = torch.randn(2, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
             engine.backward(engine(x).float().square().mean())
             engine.step()
-            for unit in engine._scheduler.units:
+            for unit in units_of(engine):
                 unit.wait()
             wait_for_the_reader(engine)
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     sizes = [sum(g.layout.shard_numel for g in groups if g.trainable is kind) for kind in (True, False)]
     return whole_parameters(engine.module), moved, (sizes[0], sizes[1])
-
-
-def wait_for_the_reader(engine: shardwell.Engine) -> None:
-    """Until it has brought what the next step will update first."""
-    if engine.optimizer._offloaded is not None:
-        engine.optimizer._offloaded.host.bytes_in_advance()
-
-
-class counted:  # noqa: N801
-    """Counts the bytes that the disk tiers of this process move."""
-
-    def __init__(self, moved: dict[str, int]) -> None:
-        self._moved = moved
-
-    def __enter__(self) -> None:
-        self._begin = DiskTier._begin
-        begin, moved = self._begin, self._moved
-
-        def count(
-            tier: DiskTier, is_write: bool, extent: DiskExtent, start: int, memory: Tensor, *rest: bool
-        ) -> DiskTransfer:
-            if moved:
-                moved["written" if is_write else "read"] += memory.numel() * memory.element_size()
-            return begin(tier, is_write, extent, start, memory, *rest)
-
-        DiskTier._begin = count  # type: ignore[method-assign]
-
-    def __exit__(self, *_: Any) -> None:
-        DiskTier._begin = self._begin  # type: ignore[method-assign]
 
 
 def test_frozen_parameters_on_disk_are_only_read(ranks: Ranks, tmp_path: Path) -> None:
@@ -231,7 +206,7 @@ def books(parameters: str, optimizer: str, path: str) -> dict[str, float]:
     quickly()
     engine = engine_with(blocks(parameters, optimizer, path))
     train(engine, 2)
-    numel = sum(group.own[1] - group.own[0] for unit in engine._scheduler.units for group in unit.groups)
+    numel = sum(group.own[1] - group.own[0] for group in groups_of(engine))
     found: defaultdict[str, float] = defaultdict(float)
     for (state, _, tier), size in engine.memory().now.items():
         found[f"{state.value} {tier.value}"] += size / numel
@@ -242,7 +217,7 @@ def train(engine: Any, num_steps: int) -> None:
     for batch in batches(num_steps, 4):
         engine.backward(engine(batch))
         engine.step()
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
 
 
@@ -250,7 +225,7 @@ def where_parameters_rest(path: str, max_in_cpu: int) -> list[Tier]:
     quickly()
     engine = engine_with(blocks("nvme", "nvme", path, max_in_cpu=max_in_cpu))
     train(engine, 1)
-    return [group.row.parameters.tier for unit in engine._scheduler.units for group in unit.groups]
+    return [group.row.parameters.tier for group in groups_of(engine)]
 
 
 def test_parameters_that_may_be_on_the_host_are(ranks: Ranks, tmp_path: Path) -> None:
@@ -281,8 +256,7 @@ def expected_reads(path: str, buffer_count: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwappedShard, "read", lambda page: found.append(page._coming is not None) or read(page))
         train(engine, 1)
-    assert engine._scheduler.pages is not None
-    assert engine._scheduler.pages.num_ahead == 0
+    assert prefetched_shards_of(engine).num_ahead == 0
     return found
 
 
@@ -302,7 +276,7 @@ def depths(path: str, buffer_count: int, seconds: list[float]) -> list[int]:
         for each in seconds:
             patch.setattr(DiskTransfer, "seconds", each)
             train(engine, 2)
-            found.append(engine._scheduler.pages.pace.depth)
+            found.append(prefetched_shards_of(engine).pace.depth)
     return found
 
 
@@ -319,8 +293,7 @@ def test_a_drive_that_fails_is_an_error_where_the_unit_is_needed(
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(blocks("nvme", optimizer, tmp_path))
     train(engine, 1)
-    assert engine._context.disk is not None
-    replace_file(engine._context.disk, "/proc/self/mem")
+    replace_file(disk_of(engine), "/proc/self/mem")
     for _ in range(2):  # and again: nobody was left waiting
         with pytest.raises(ShardwellError, match=r"\(Input/output error\)"):
             train(engine, 2)

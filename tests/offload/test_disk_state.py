@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import os
@@ -17,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.memory import MemoryReport, StateKind, Tier
 from shardwell.offload import host_updates
@@ -31,42 +29,27 @@ from shardwell.optim.lion import Lion
 from shardwell.sharding import Unit
 from shardwell.sharding.spec import CommitPolicy
 from shardwell.utils import (
-    safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
 )
-from tests.checkpoint.legs import Leg, everything, run_leg
-from tests.disk.test_trouble import replace as replace_file
-from tests.models import Gpt, batches, share, whole_parameters, zero
-from tests.offload.test_offload import HOST, PRECISIONS, check_equal, host_case
-from tests.parity.loops import Case, all_sharded
-from tests.ranks import Ranks
-
-AIO = {"block_size": 8192, "queue_depth": 4}
-
-
-def on_disk(*paths: Path, **others: Any) -> dict[str, Any]:
-    for path in paths:
-        path.mkdir(exist_ok=True)
-    return {"offload_optimizer": {"device": "nvme", "nvme_path": ", ".join(map(str, paths)), **others}}
-
-
-def disk_case(case: Case, *paths: Path) -> Case:
-    return replace(case, config={**case.config, "zero_optimization": on_disk(*paths), "aio": AIO})
-
-
-def run_all(cases: list[Case], stage: int) -> list[dict[str, Tensor]]:
-    quickly()
-    return all_sharded(cases, stage)
-
-
-def quickly() -> None:
-    os.environ["SHARDWELL_IO"] = "threads"  # without measuring which engine is the fastest
+from tests.support.checkpoint_legs import Leg, everything
+from tests.support.disk_engines import replace_file
+from tests.support.internals import device_of, disk_of, files_of, units_of
+from tests.support.models import Gpt, batches, share, whole_parameters
+from tests.support.offload_cases import (
+    HOST,
+    PRECISIONS,
+    check_equal,
+    disk_case,
+    engine_with,
+    host_case,
+    on_disk,
+    quickly,
+    run_all,
+    run_quickly,
+    story,
+)
+from tests.support.ranks import Ranks
+from tests.support.training import Case
 
 
 def check_same_bits(ranks: Ranks, case: Case, stage: int, *paths: Path) -> None:
@@ -138,18 +121,6 @@ def stepped(name: str, block: dict[str, Any]) -> dict[str, Tensor | float]:
     return found
 
 
-def engine_with(
-    block: dict[str, Any], optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, stage: int = 3, **own: Any
-) -> shardwell.Engine:
-    torch.manual_seed(0)
-    model = Gpt()
-    make = optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2))
-    config = zero(
-        stage, zero_optimization=block, bf16={"enabled": True}, shardwell={"shard_at_world_one": True, **own}, aio=AIO
-    )
-    return shardwell.initialize(model=model, optimizer=make(model.parameters()), config=config, device="cpu").engine
-
-
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_optimizers_with_kernels_step_it(ranks: Ranks, tmp_path: Path, name: str) -> None:
     below = ranks.run(2, stepped, name, HOST)[0]
@@ -167,75 +138,6 @@ def test_an_optimizer_without_a_kernel_is_refused(tmp_path: Path, monkeypatch: p
 # ------------------------------------------------------------------------------------------------------ everyone else
 
 
-class Fork(nn.Module):
-    """Two layers, of which one may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
-
-    def forward(self, x: Tensor, short: bool) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return x if short else x + self.second(x)
-
-
-class Forked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Fork() for _ in range(3)])
-        self.head = nn.Linear(9, 5)
-
-    def forward(self, x: Tensor, short: bool) -> Tensor:
-        for block in self.blocks:
-            x = block(x, short)
-        return self.head(x).float().square().mean()
-
-
-def story(block: dict[str, Any], stage: int, moments: str) -> dict[str, Any]:
-    """All that can happen to masters and state between steps."""
-    quickly()
-    torch.manual_seed(0)
-    model = Forked()
-    own = {"moments": moments, "commit": "after_norm", "shard_at_world_one": True}
-    config = zero(stage, zero_optimization=block, bf16={"enabled": True}, shardwell=own)
-    engine, optimizer, *_ = shardwell.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
-    )
-    generator = torch.Generator().manual_seed(dist.get_rank())
-
-    def step(short: bool = False) -> None:
-        engine.backward(engine(torch.randn(4, 9, generator=generator), short))
-        engine.step()
-
-    step()
-    before = copy.deepcopy(optimizer.state_dict())
-    step(short=True)  # cuts what is stepped as one
-    weight, other = model.blocks[1].first.weight, model.blocks[2].second.weight
-    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) * 1.5)
-    safe_set_full_optimizer_state(weight, torch.full((9, 9), 0.25), "exp_avg")
-    if stage == 3:
-        part = safe_get_local_fp32_param(other)
-        if part is not None:
-            safe_set_local_fp32_param(other, part + 1.0)
-            state = safe_get_local_optimizer_state(other, "exp_avg_sq")
-            safe_set_local_optimizer_state(other, torch.full_like(state, 0.5), "exp_avg_sq")
-    with shardwell.zero.GatheredParameters([weight, other], modifier_rank=0), torch.no_grad():
-        other[0].fill_(0.125)
-    step()
-    found = {f"middle {name}": value for name, value in everything(engine).items()}
-    engine.load_state_dict({name: value * 0.5 for name, value in engine.state_dict().items()})
-    model.head = nn.Linear(9, 7)  # fitted at the next forward
-    with shardwell.zero.GatheredParameters(model.blocks[0].first.bias, modifier_rank=0), torch.no_grad():
-        model.blocks[0].first.bias.data = torch.full((9,), 0.0625)
-    step(short=True)
-    step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    step()
-    for number, state in before["state"].items():
-        found |= {f"dict {number} {key}": value[:] if value.ndim else float(value) for key, value in state.items()}
-    return {**found, **everything(engine)}
-
-
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whoever_looks_or_changes_does_so_on_disk(ranks: Ranks, tmp_path: Path, stage: int, moments: str) -> None:
@@ -244,11 +146,6 @@ def test_whoever_looks_or_changes_does_so_on_disk(ranks: Ranks, tmp_path: Path, 
     for one, other in zip(below, deeper, strict=True):
         assert len(one) > 100
         check_equal(other, one)
-
-
-def run_quickly(leg: Leg, root: str) -> dict[str, Any]:
-    quickly()
-    return run_leg(leg, root)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -269,7 +166,7 @@ def filled(block: dict[str, Any], free: float) -> tuple[dict[str, Any], list[str
     """Train with the state of the first units moved up after some steps."""
     quickly()
     engine = engine_with(block)
-    engine._context.device.free_bytes = lambda: free  # type: ignore[method-assign]
+    device_of(engine).free_bytes = lambda: free  # type: ignore[method-assign]
     for batch in batches(5, 4):
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
@@ -308,9 +205,9 @@ def books(path: str, moments: str, directory: str) -> tuple[MemoryReport, int, i
         engine.save_checkpoint(directory)
         engine.load_checkpoint(directory)
     whole_parameters(engine.module)
-    sizes = [sum(group.own[1] - group.own[0] for group in unit.groups) for unit in engine._scheduler.units]
+    sizes = [sum(group.own[1] - group.own[0] for group in unit.groups) for unit in units_of(engine)]
     held = engine.memory()
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         for shard in engine.optimizer.shards.of(unit):
             state = engine.optimizer.state[shard.tensor]
             assert shard.tensor.untyped_storage().nbytes() == 4
@@ -345,7 +242,7 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
 ) -> None:
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(on_disk(tmp_path), commit="after_norm")
-    seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in engine._scheduler.units}
+    seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in units_of(engine)}
     overlaps = []
     seat, step = OptimizerSwapper.seat, host_updates.HostUpdateQueue._step
 
@@ -431,8 +328,7 @@ def test_a_drive_that_fails_is_an_error_where_the_unit_is_needed(
     engine.backward(engine(rows))
     engine.step()
     whole_parameters(engine.module)
-    assert engine._context.disk is not None
-    replace_file(engine._context.disk, target)
+    replace_file(disk_of(engine), target)
 
     def train() -> None:
         for _ in range(3):  # what could not be written is missed at the next read
@@ -447,7 +343,7 @@ def test_a_shadow_on_disk_commits_after_the_norm(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SHARDWELL_IO", "threads")
     engine = engine_with(on_disk(tmp_path), commit="shadow")
     assert set(engine.offload.commits.values()) == {CommitPolicy.AFTER_NORM}
-    assert len(engine.offload.commits) == len(engine._scheduler.units)
+    assert len(engine.offload.commits) == len(engine.units)
 
 
 def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,8 +352,7 @@ def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.Monke
         engine = engine_with(on_disk(tmp_path))
         engine.backward(engine(batches(1, 4)[0]))
         engine.step()
-        assert engine._context.disk is not None
-        file = engine._context.disk._files[0]
+        file = files_of(disk_of(engine))[0]
         assert file.size > 0
         if destroys:
             engine.destroy()

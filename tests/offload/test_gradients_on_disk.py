@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,21 @@ from shardwell.offload.grad_swap import GradientSwapper
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
-from tests.disk.test_trouble import replace as replace_drive
-from tests.models import Gpt, batches, share, whole_parameters, zero
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import AIO, disk_case, on_disk, quickly, run_all
-from tests.offload.test_offload import check_equal, host_case
-from tests.parity.loops import Case
-from tests.ranks import Ranks
-
-
-def waiting_on(tier: str, case: Case) -> Case:
-    return replace(case, config={**case.config, "shardwell": {**case.config["shardwell"], "gradients": tier}})
+from tests.support.disk_engines import replace_file
+from tests.support.internals import disk_of, end_passes, host_updates_of, trainable_groups_of, units_of
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.offload_cases import (
+    AIO,
+    blocks,
+    check_equal,
+    disk_case,
+    host_case,
+    on_disk,
+    quickly,
+    run_all,
+    waiting_on,
+)
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -99,11 +102,11 @@ def bytes_of_gradients(block: dict[str, Any], tier: str, accumulation: int) -> t
     found: dict[Tier, int] = {}
 
     def look(number: int) -> None:
-        engine._scheduler.end_passes()
+        end_passes(engine)
         found.update(held(engine))
 
     trained(engine, look=look)
-    groups = [group for unit in engine._scheduler.units for group in unit.trainable if group.is_stepped_on_host]
+    groups = [group for group in trainable_groups_of(engine) if group.is_stepped_on_host]
     return sum(group.own[1] - group.own[0] for group in groups), found
 
 
@@ -139,14 +142,14 @@ def bytes_moved(block: dict[str, Any], tier: str, accumulation: int) -> tuple[in
     finally:
         for name, original in originals.items():
             setattr(DiskTier, name, original)
-    numel = sum(g.own[1] - g.own[0] for unit in engine._scheduler.units for g in unit.trainable if g.is_stepped_on_host)
+    numel = sum(g.own[1] - g.own[0] for g in trainable_groups_of(engine) if g.is_stepped_on_host)
     return numel, moved["read"], moved["write"]
 
 
 def settled(engine: shardwell.Engine) -> None:
-    for unit in engine._scheduler.units:
+    for unit in units_of(engine):
         unit.wait()
-    engine.optimizer._offloaded.host.bytes_in_advance()
+    host_updates_of(engine).bytes_in_advance()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def given_up(block: dict[str, Any], tier: str, accumulation: int) -> dict[str, T
     engine.optimizer.zero_grad()
     trained(engine, 1)
     engine.backward(engine(rows[0]))
-    engine._scheduler.end_passes()
+    end_passes(engine)
     engine.backward(engine(rows[1]))
     engine.step()
     return whole_parameters(engine.module)
@@ -234,7 +237,7 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
     trained(engine, 1)
     settled(engine)
     put_back, failed = SwappedTensors.swap_out, list[SwappedTensors]()
-    chests = [away.chest for away in engine.optimizer._offloaded.host.descent._waiting._units.values()]
+    chests = [away.chest for away in host_updates_of(engine).descent._waiting._units.values()]
 
     def failing(chest: SwappedTensors, *, changed: bool) -> Any:
         if changed and chest is chests[1] and not failed:
@@ -278,8 +281,8 @@ def with_sums_that_cannot_be_read(block: dict[str, Any], micro: int) -> tuple[bo
         waiting: GradientSwapper, unit: Unit, *args: Any, **kwargs: Any
     ) -> tuple[dict[ShardedGroup, Tensor], list[Any]]:
         sums, reads = add(waiting, unit, *args, **kwargs)
-        calls.extend([unit] if unit is engine._scheduler.units[2] else [])
-        if unit is not engine._scheduler.units[2] or len(calls) != micro + 1:
+        calls.extend([unit] if unit is units_of(engine)[2] else [])
+        if unit is not units_of(engine)[2] or len(calls) != micro + 1:
             return sums, reads
         for tensor in sums.values():
             tensor.fill_(float("nan") if micro == 2 else 1e3)
@@ -303,7 +306,7 @@ def with_a_drive_that_fails_on_rank_1(block: dict[str, Any], accumulation: int) 
     trained(engine, 1)
     settled(engine)
     if dist.get_rank() == 1:
-        replace_drive(engine._context.disk, os.devnull, os.O_RDONLY)
+        replace_file(disk_of(engine), os.devnull, os.O_RDONLY)
     begin = time.monotonic()
     try:
         for _ in range(2):
@@ -325,7 +328,7 @@ def test_a_drive_that_fails_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_pat
 
 def tiers_of(block: dict[str, Any], **own: Any) -> set[Tier]:
     engine = clipped(block, own.pop("gradients", "auto"), **own)
-    groups = [group for unit in engine._scheduler.units for group in unit.trainable if group.is_stepped_on_host]
+    groups = [group for group in trainable_groups_of(engine) if group.is_stepped_on_host]
     return {group.row.gradients.tier for group in groups}
 
 

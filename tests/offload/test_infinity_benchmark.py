@@ -22,8 +22,10 @@ from benchmarks.infinity_worker import measure, variant_of
 from shardwell.config import load
 from shardwell.errors import ConfigError
 from shardwell.offload.disk import AioSettings, DiskTier, aligned
-from tests.cli.command import ROOT
-from tests.ranks import Ranks
+from tests.support.command import ROOT
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.slow
 
 TINY = SIZES["tiny"]
 PARAMETERS = TINY.model.num_parameters
@@ -236,7 +238,6 @@ def test_a_plot_is_of_several_files(tmp_path: Path) -> None:
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_a_run_leaves_figures_and_nothing_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the measuring processes import the benchmarks from here
     drive, path = tmp_path / "drive", tmp_path / "infinity.json"

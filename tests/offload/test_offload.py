@@ -16,42 +16,15 @@ import shardwell
 from shardwell.errors import ConfigError, NonFiniteError, ShardwellError
 from shardwell.memory import StateKind
 from shardwell.offload import host_updates
-from shardwell.optim.lion import Lion
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from tests.checkpoint.legs import Leg, everything, run_leg
-from tests.models import Gpt, batches, share, whole_parameters, zero
-from tests.parity.loops import Case, all_sharded, distance, plainly
-from tests.ranks import Ranks
-
-HOST = {"offload_optimizer": {"device": "cpu"}}
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-}
-
-
-def host_case(commit: str, precision: str = "bf16", moments: str = "fp32", **kwargs: Any) -> Case:
-    config = {
-        "zero_optimization": HOST,
-        "shardwell": {"shard_at_world_one": True, "commit": commit, "moments": moments},
-        **PRECISIONS[precision],
-    }
-    return Case(dtype=torch.float32, config=config, **{"steps": 8, **kwargs})
-
+from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.internals import device_of, groups_of
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.offload_cases import HOST, OPTIMIZERS, PRECISIONS, check_equal, host_case
+from tests.support.ranks import Ranks
+from tests.support.training import Case, all_sharded, distance, plainly
 
 # --------------------------------------------------------------------------------------------------------- numbers
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, fused=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1, fused=True),
-    "Lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),  # no kernel: torch's own steps it, in line
-}
 
 
 def steps_apart(name: str, precision: str, stage: int, clip: float) -> dict[str, float]:
@@ -298,7 +271,7 @@ def filled(stage: int, moments: str, free: float) -> tuple[dict[str, torch.Tenso
     config = zero(stage, zero_optimization=block, bf16={"enabled": True}, shardwell=own)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
-    engine._context.device.free_bytes = lambda: free  # type: ignore[method-assign]
+    device_of(engine).free_bytes = lambda: free  # type: ignore[method-assign]
     for batch in batches(6, 4):
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
@@ -342,7 +315,7 @@ def bytes_by_tier(ratio: float, moments: str = "fp32") -> dict[str, float]:
     for (state, _, tier), size in engine.memory().now.items():
         if state is StateKind.OPTIMIZER:
             held[tier.value] += size
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {**held, "own": float(sum(group.own[1] - group.own[0] for group in groups))}
 
 
@@ -461,14 +434,3 @@ def test_checkpoints_go_to_8_bit_moments_and_back(ranks: Ranks, tmp_path: Path) 
         else:
             assert np.array_equal(middle["loaded"][name], value), name
     check_equal(last["loaded"], middle["ended"])
-
-
-def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.array_equal(_for_numpy(found[name]), _for_numpy(value)), name
-
-
-def _for_numpy(value: Any) -> Any:
-    """NumPy has no bf16: fp32 has all its values."""
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.errors import NonFiniteError, ReleasedParameterError
 from shardwell.memory import StateKind, Tier
-from shardwell.offload.host_updates import HostUpdateQueue
 from shardwell.optim.overflow_check import OverflowCheck
 from shardwell.utils import (
     safe_get_full_fp32_param,
@@ -24,46 +23,12 @@ from shardwell.utils import (
     safe_get_local_optimizer_state,
     safe_set_full_grad,
 )
-from tests.checkpoint.legs import everything
-from tests.models import Gpt, batches, share, whole_parameters, zero
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import engine_with, on_disk, quickly
-from tests.offload.test_offload import HOST, check_equal
-from tests.ranks import Ranks
-
-
-@contextlib.contextmanager
-def slowly() -> Iterator[None]:
-    """The reader and the worker take their time."""
-
-    def slow(of: Callable[..., None]) -> Callable[..., None]:
-        def work(*args: Any) -> None:
-            time.sleep(0.03)
-            of(*args)
-
-        return work
-
-    before = HostUpdateQueue._fetch, HostUpdateQueue._work
-    HostUpdateQueue._fetch, HostUpdateQueue._work = map(slow, before)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        HostUpdateQueue._fetch, HostUpdateQueue._work = before  # type: ignore[method-assign]
-
-
-def backward(engine: shardwell.Engine, number: int = 0) -> None:
-    rows = batches(number + 1, 4)[number]
-    engine.backward(engine(share(rows, dist.get_rank(), dist.get_world_size())))
-
-
-def train(engine: shardwell.Engine, num_steps: int = 2) -> None:
-    for number in range(num_steps):
-        backward(engine, number)
-        engine.step()
-
-
-def copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: torch.as_tensor(value).clone() for name, value in values.items()}
+from tests.support.checkpoint_legs import everything
+from tests.support.internals import units_of
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.offload_cases import HOST, blocks, check_equal, engine_with, on_disk, quickly
+from tests.support.ranks import Ranks
+from tests.support.updates_in_flight import Forks, backward, copied, slowly, train
 
 
 def seen(engine: shardwell.Engine) -> dict[str, Any]:
@@ -87,7 +52,7 @@ def loaded(block: dict[str, Any], commit: str, folder: str, steps: bool) -> tupl
         if steps:
             engine.step()
         engine.load_checkpoint(folder)
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
         found = copied(everything(engine))
     train(engine, 1)
@@ -297,7 +262,7 @@ def refitted(commit: str) -> list[dict[tuple[StateKind, str, Tier], int]]:
             model.blocks[1].up.weight.requires_grad_(trains)
             engine.refit()
             train(engine)
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             unit.wait()
         now = engine.memory().now.items()
         found.append({key: size for key, size in now if key[0] in (StateKind.GRADIENTS, StateKind.STAGING) and size})
@@ -381,29 +346,6 @@ def test_a_rank_may_read_its_own_part_alone(ranks: Ranks, where: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------- what a boundary is not told
-
-
-class Fork(nn.Module):
-    """A branch that is used in some steps only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, short: bool) -> Tensor:
-        x = torch.tanh(self.always(x))
-        return x if short else x + self.sometimes(x)
-
-
-class Forks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Fork(), Fork()])
-
-    def forward(self, x: Tensor, short: bool, leave_out: int = -1) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = x if index == leave_out else block(x, short)
-        return x.square().mean()
 
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -11,97 +11,43 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import shardwell
 from shardwell.config import load
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import StateKind, Tier
+from shardwell.memory import Tier
 from shardwell.offload.placement import TierPlacement, plan
 from shardwell.runtime import budget
-from shardwell.sharding import ShardedGroup, released
-from tests.checkpoint.legs import everything
-from tests.memory.live import PeakWatch
-from tests.models import zero
-from tests.offload.test_disk_state import on_disk, quickly
-from tests.offload.test_offload import check_equal
-from tests.ranks import Ranks
-
-DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
-
+from shardwell.sharding import ShardedGroup
+from tests.support.checkpoint_legs import everything
+from tests.support.live_bytes import PeakWatch
+from tests.support.models import zero
+from tests.support.offload_cases import check_equal, on_disk
+from tests.support.placements import (
+    BELOW,
+    BORN,
+    CLIPPED,
+    DEVICE,
+    DISK,
+    HOST,
+    SHARE,
+    Layer,
+    Stack,
+    auto,
+    born,
+    configured,
+    trained,
+)
+from tests.support.ranks import Ranks
 
 # -------------------------------------------------------------------------------------------------------- training
 
 
-class Layer(nn.Module):
-    """Of whole registers: torch's optimizers round the ends of other tensors in their own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
-
-
-class Stack(nn.Module):
-    """Units of one size."""
-
-    def __init__(self, layers: int = 8) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-SHARE = 64 * 64 // 2  # parameters of a layer on each of 2 ranks
 SEATS = {"buffer_count": 3}
-BELOW = {"offload_optimizer": {"device": "cpu"}}
 ALL_BELOW = {**BELOW, "offload_param": {"device": "cpu"}}
 
 
-def auto(device: int, host: int, **others: Any) -> dict[str, Any]:
-    """Budgets of each of 2 ranks, in bytes a parameter of one layer."""
-    return {"placement": "auto", "device_memory": device * SHARE, "host_memory": 2 * host * SHARE, **others}
-
-
-def configured(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:
-    """Plans that need no memory for gradients that wait, where nothing makes them wait."""
-    quickly()
-    if "gradient_clipping" not in others:
-        own = {"commit": "at_once", **own}
-    adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-    return zero(3, zero_optimization=block, shardwell=own, optimizer=adam, bf16={"enabled": True}, **others)
-
-
-def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:
-    config = configured(block, own, train_micro_batch_size_per_gpu=4, **others)
-    torch.manual_seed(0)
-    engine = shardwell.initialize(model=Stack(), config=config).engine
-    for step in range(4 * engine.gradient_accumulation_steps()):
-        torch.manual_seed(10 * step + dist.get_rank())
-        engine.backward(engine(torch.randn(4, 64)))
-        engine.step()
-    values = everything(engine)
-    held: Counter[Tier] = Counter()
-    for (state, _, tier), size in engine.memory().now.items():
-        held[tier] += size if state in (StateKind.PARAMETERS, StateKind.OPTIMIZER) else 0
-    rows = [unit.groups[0].row for unit in engine._scheduler.units]
-    return {
-        "values": values,
-        "rows": [(row.parameters.tier, row.optimizer.tier) for row in rows],
-        "gradients": [row.gradients.tier for row in rows],
-        "held": +held,
-        "planned": engine.offload.at_rest(),
-        "text": str(engine.offload),
-    }
-
-
 UP, MIDDLE, DOWN = (DEVICE, DEVICE), (DEVICE, HOST), (DEVICE, DISK)
-CLIPPED = {"gradient_clipping": 0.05, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
@@ -241,19 +187,19 @@ def grown(own: dict[str, Any]) -> list[Any]:
     torch.manual_seed(0)
     model = Stack(layers=4)
     engine = shardwell.initialize(model=model, config=configured(ALL_BELOW, own)).engine
-    before = [unit.groups[0].row.parameters.tier for unit in engine._scheduler.units]
+    before = [unit.tiers["parameters"] for unit in engine.units]
     model.layers[0] = Layer()
     model.layers.append(Layer())
     for _ in range(2):
         engine.backward(engine(torch.ones(4, 64)))
         engine.step()
-    return [before, [unit.groups[0].row.parameters.tier for unit in engine._scheduler.units]]
+    return [before, [unit.tiers["parameters"] for unit in engine.units]]
 
 
 def test_a_unit_that_is_built_anew_keeps_its_place_and_a_new_one_rests_deep(ranks: Ranks) -> None:
     for before, after in ranks.run(2, grown, auto(2 * 14, 100)):
-        assert before == [DEVICE] * 2 + [HOST] * 2
-        assert after == [DEVICE] * 2 + [HOST] * 3
+        assert before == [DEVICE.value] * 2 + [HOST.value] * 2
+        assert after == [DEVICE.value] * 2 + [HOST.value] * 3
 
 
 @pytest.mark.parametrize(
@@ -297,7 +243,7 @@ def built(path: str, upside_down: bool) -> dict[str, Any]:
         if upside_down:
             patch.setattr(TierPlacement, "depth", 0)
         engine = shardwell.initialize(model=model, config=config).engine
-    return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine._scheduler.units]}
+    return {"order": order, "more": watch.peak - watch.start, "names": [u.name for u in engine.units]}
 
 
 def test_units_that_rest_deepest_are_built_first(ranks: Ranks, tmp_path: Path) -> None:
@@ -311,44 +257,6 @@ def test_units_that_rest_deepest_are_built_first(ranks: Ranks, tmp_path: Path) -
         assert other["order"] == names
         assert found["more"] <= (2 * whole + part) * SHARE + SCALARS
         assert other["more"] >= found["more"] + 2 * 2 * SHARE  # lower halves, while the upper ones wait for the disk
-
-
-BORN = {"cpu": HOST, "nvme": DISK}
-
-
-def born(path: str, remote: str) -> dict[str, Any]:
-    """A model whose shards wait elsewhere: what it is, where its bytes are, how many were in memory at once."""
-    block = {"offload_param": {"device": "cpu", "nvme_path": path}, "offload_optimizer": {"device": "cpu"}}
-    config = configured(block, {}, aio={"block_size": 8192})
-    Path(path).mkdir(exist_ok=True)
-    with PeakWatch() as watch, shardwell.zero.Init(config=config, remote_device=remote):
-        torch.manual_seed(0)
-        model = Stack()
-        model.empty = nn.Parameter(torch.empty(0, 4))
-        nn.init.constant_(model.layers[3].inner.weight, 0.5)  # comes back to a shard that has left
-        with torch.no_grad():
-            model.layers[5].inner.weight.mul_(2.0)
-    peak = watch.peak - watch.start
-    keepers = [released.owner_of(parameter) for parameter in model.parameters()]
-    at_rest = [keeper.at_rest for keeper in keepers]
-    disk = keepers[0]._nursery.context.disk
-    reserved = 0 if disk is None else disk.num_bytes
-    books = keepers[0]._nursery.context.account.report().now
-    with shardwell.zero.GatheredParameters(model.parameters()):
-        values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine = shardwell.initialize(model=model, config=config).engine
-    left = None if disk is None else disk.num_bytes
-    engine.backward(engine(torch.ones(4, 64)))
-    engine.step()
-    return {
-        "at rest": at_rest,
-        "by books": {tier: sum(size for (_, _, t), size in books.items() if t is tier) for tier in Tier},
-        "peak": peak,
-        "reserved": reserved,
-        "left": left,
-        "values": values,
-        "stepped": everything(engine),
-    }
 
 
 @pytest.mark.parametrize("remote", list(BORN))

@@ -31,7 +31,7 @@ from shardwell.optim.factory import factory_for
 from shardwell.runtime import budget
 from shardwell.sharding import GroupPrecision
 from shardwell.sharding.spec import CommitPolicy
-from tests.offload.test_placement import DEVICE, DISK, HOST
+from tests.support.placements import DEVICE, DISK, HOST
 
 BF16 = GroupPrecision.of(torch.bfloat16, torch.bfloat16, True)
 FP32 = GroupPrecision.of(torch.float32, None, True)

@@ -5,108 +5,25 @@ A device with memory of its own is played by the host here: what would be copied
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwell
 from shardwell.memory import StateKind, TemporaryBuffers
-from shardwell.memory.device import Device
 from shardwell.offload.disk import DiskTransfer
-from shardwell.offload.param_swap import ReadAheadDepth, SwappedShard
+from shardwell.offload.param_swap import ReadAheadDepth
 from shardwell.sharding.shard import StoredShard
 from shardwell.utils import safe_set_full_fp32_param
-from tests.models import whole_parameters, zero
-from tests.offload.test_disk_parameters import blocks
-from tests.offload.test_disk_state import AIO, quickly, story
-from tests.offload.test_offload import check_equal
-from tests.ranks import Ranks
-
-PLACES = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
-
-
-@contextlib.contextmanager
-def lifting(lifts: bool = True) -> Iterator[list[str]]:
-    """Shards are copied ahead of their gathers, or not; yields the names of those that were."""
-    lifted: list[str] = []
-    lift, expect = StoredShard.prefetch_to_device, SwappedShard.expect
-
-    def noted(shard: StoredShard) -> bool:
-        is_lifted = lift(shard)
-        lifted.extend([shard._name] * is_lifted)
-        return is_lifted
-
-    def at_once(page: SwappedShard) -> bool:
-        is_asked = expect(page)
-        for transfer in page._coming[1] if page._coming is not None else ():
-            transfer.wait()  # or it would be a matter of luck which pages have come in time
-        return is_asked
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "has_device_memory", lifts)
-        patch.setattr(StoredShard, "prefetch_to_device", noted)
-        patch.setattr(SwappedShard, "expect", at_once)
-        yield lifted
-
-
-class Ring(nn.Module):
-    """Blocks that run in any order, also more than once."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        for index in order:
-            x = self.blocks[index](x) + x
-        return x
-
-
-IN_ORDER = list(range(6))
-ORDERS = [IN_ORDER] * 3 + [[4, 2, 0, 1, 5, 3], [0, 1, 2], [2, 1, 2, 3, 2, 4], [3, 4, 0, 0, 1], IN_ORDER]
-
-
-def ring(
-    block: dict[str, Any], orders: list[list[int]], width: int = 16, num_frozen: int = 0, **others: Any
-) -> tuple[shardwell.Engine, list[Any]]:
-    """Train, but for the first blocks; returns the engine and the trace of the last step."""
-    quickly()
-    torch.manual_seed(0)
-    model = Ring(width)
-    model.blocks[:num_frozen].requires_grad_(False)
-    config = zero(
-        3,
-        zero_optimization={**block, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
-        aio=AIO,
-        bf16={"enabled": True},
-        **others,
-    )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
-    for step, order in enumerate(orders):
-        generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
-        x = torch.randn(2, width, generator=generator).bfloat16().to(engine.device).requires_grad_()
-        with engine.record() as trace:
-            engine.backward(engine(x, order).float().square().mean())
-            engine.step()
-            for unit in engine._scheduler.units:
-                unit.wait()
-    return engine, list(trace)
-
-
-def in_any_order(block: dict[str, Any], commit: str, *, lifts: bool, width: int = 16) -> tuple[dict[str, Tensor], int]:
-    """The parameters that were learned, and how many shards were lifted."""
-    others = {"shardwell": {"commit": commit}, "gradient_clipping": 0.5 if commit == "after_norm" else 0.0}
-    with lifting(lifts) as lifted:
-        engine, _ = ring(block, ORDERS, width, **others)
-        return whole_parameters(engine.module), len(lifted)
+from tests.support.execution_orders import IN_ORDER, ORDERS, PLACES, Ring, in_any_order, lifting, ring
+from tests.support.internals import groups_of, handed_out, lifted_shard_of, temporary_buffers_of, units_of
+from tests.support.models import whole_parameters
+from tests.support.offload_cases import blocks, check_equal, story
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("commit", ["at_once", "after_norm"])
@@ -144,7 +61,7 @@ def changed_between(block: dict[str, Any]) -> tuple[Tensor, int]:
         x = torch.ones(2, 16).bfloat16()
         with torch.no_grad():
             engine.module(x, IN_ORDER[:3])
-            assert engine._scheduler.units[4].groups[0].shard._lifted is not None
+            assert lifted_shard_of(units_of(engine)[4].groups[0]) is not None
             safe_set_full_fp32_param(engine.module.blocks[4][0].weight, torch.zeros(16, 16))
             with shardwell.zero.GatheredParameters([engine.module.blocks[4][0].bias], modifier_rank=0):
                 engine.module.blocks[4][0].bias.fill_(0.25)
@@ -163,7 +80,7 @@ def coded(block: dict[str, Any], *, lifts: bool) -> tuple[dict[str, Tensor], dic
     coding = {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True}
     with lifting(lifts) as lifted:
         engine, _ = ring({**block, **coding}, ORDERS, num_frozen=3, shardwell={"keep_frozen": 0})
-        encoded = {group.name: group.is_quantized for unit in engine._scheduler.units for group in unit.groups}
+        encoded = {group.name: group.is_quantized for group in groups_of(engine)}
         assert set(encoded.values()) == {False, True}
         counts = {kind: sum(encoded[name] is kind for name in lifted) for kind in (False, True)}
         return whole_parameters(engine.module), counts
@@ -223,8 +140,7 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
         return is_lifted
 
     def copies() -> list[Tensor]:
-        shards = [group.shard for unit in engine._scheduler.units for group in unit.groups]
-        return [shard._lifted[0] for shard in shards if shard is not None and shard._lifted is not None]
+        return [lifted[0] for group in groups_of(engine) if (lifted := lifted_shard_of(group)) is not None]
 
     with lifting():
         engine, _ = ring(block, ORDERS[:2])
@@ -236,9 +152,9 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
             with torch.no_grad():
                 engine.eval()
                 engine(torch.ones(2, 16).bfloat16(), IN_ORDER[:3])
-        left = [entry for entry in engine._context.scratch._out.values() if entry[1] is StateKind.STAGING]
+        left = [entry for entry in handed_out(temporary_buffers_of(engine)).values() if entry[1] is StateKind.STAGING]
         assert len(left) == len(copies())
-        return most, engine._scheduler.units[-1].releasable[0].layout.shard_numel * 2, len(left)
+        return most, units_of(engine)[-1].releasable[0].layout.shard_numel * 2, len(left)
 
 
 @pytest.mark.parametrize("orders", [[IN_ORDER] * 2, ORDERS], ids=["in order", "wrong guesses"])

@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardwell
 from shardwell.errors import ShardwellError
-from tests.offload.loops import Net, Plain, check_alike, config_for, rows
-from tests.offload.test_disk_state import quickly
-from tests.ranks import Ranks
+from tests.support.before_step_loops import Net, Plain, check_alike, config_for, rows
+from tests.support.offload_cases import quickly
+from tests.support.ranks import Ranks
 
 
 def hooked(stage: int, tier: str, path: str, kind: str) -> list[tuple[str, bool, int, dict[str, Any], bool]]:

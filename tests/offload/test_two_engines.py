@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
-from tests.offload.loops import Net, Plain, Sharded, check_alike, config_for, rows
-from tests.offload.test_disk_state import quickly
-from tests.ranks import Ranks
+from tests.support.before_step_loops import Net, Plain, Sharded, check_alike, config_for, rows
+from tests.support.offload_cases import quickly
+from tests.support.ranks import Ranks
 
 
 def judge(real: Plain, number: int, fake: Tensor) -> None:

@@ -16,7 +16,7 @@ from tests.programs.campaign import Campaign, outcomes
 from tests.programs.draw import Kinds, draw
 from tests.programs.program import Program
 from tests.programs.trial import Outcome
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def main() -> int:

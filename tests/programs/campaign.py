@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.programs.program import Program, Setting
 from tests.programs.shrink import shrunk
 from tests.programs.trial import Outcome, attempt_all
-from tests.ranks import RankFailedError, Ranks
+from tests.support.ranks import RankFailedError, Ranks
 
 BATCH = 40  # programs in one job
 

@@ -14,7 +14,9 @@ from tests.programs.program import Program, Setting
 from tests.programs.regressions import REGRESSIONS
 from tests.programs.shrink import shrunk
 from tests.programs.trial import Outcome
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 150), (2, 120)])

@@ -12,8 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.properties.trees import CONTAINERS, LEAVES, Case, train_plainly, train_sharded
-from tests.ranks import Ranks
+from tests.support.random_models import CONTAINERS, LEAVES, Case, train_plainly, train_sharded
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = int(os.environ.get("SHARDWELL_EXAMPLES", "0"))
 

@@ -15,9 +15,10 @@ import shardwell
 from shardwell.kernels.quantize import Codec
 from shardwell.parallel import TrafficKind
 from shardwell.parallel.traffic import BETWEEN
-from tests.comm.counter import WireCounter
-from tests.models import zero
-from tests.ranks import Ranks
+from tests.support.internals import groups_of
+from tests.support.models import zero
+from tests.support.ranks import Ranks
+from tests.support.wire_counter import WireCounter
 
 WIDTH, BLOCKS, VOCAB = 8192, 48, 32_000
 
@@ -69,7 +70,7 @@ def simulate(rank: int, num_ranks: int) -> dict[str, Any]:
         engine.backward(engine(tokens))
         engine.step()
     counter.__exit__(None, None, None)
-    groups = [group for unit in engine._scheduler.units for group in unit.groups]
+    groups = groups_of(engine)
     return {
         "seconds": time.monotonic() - start,
         "numel": sum(group.layout.numel for group in groups),
@@ -105,7 +106,7 @@ def simulate_nodes(rank: int, num_ranks: int, of: int, block: dict[str, Any]) ->
         engine.backward(engine(torch.zeros(1, 512, device="meta")).sum())
         engine.step()
     found = engine.traffic().received
-    shards = [group.layout.shard_numel for unit in engine._scheduler.units for group in unit.groups]
+    shards = [group.layout.shard_numel for group in groups_of(engine)]
     return {
         "shards": shards,
         "between": {kind: found.get((kind, BETWEEN), 0) for kind in (TrafficKind.GATHER, TrafficKind.REDUCE)},

@@ -40,8 +40,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shardwell
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.ranks import RankFailedError, Ranks
-from tests.support.cases import Case, all_cases, num_ranks, ranks_of_a_node
+from tests.support.ranks import RankFailedError, Ranks
+from tests.support.recorder_cases import Case, all_cases, num_ranks, ranks_of_a_node
 
 STEPS, SAVED_AFTER = 4, 2
 WIDTH, INNER, WORDS, BLOCKS = 32, 40, 37, 3  # sizes that three ranks do not divide

@@ -14,7 +14,7 @@ from shardwell.config import SCHEDULERS, Config, OffloadParamConfig, OptimizerCo
 from shardwell.config.schedules import NEEDED
 from shardwell.config.schema import ConfigBlock, block_of
 from shardwell.offload.disk import AioSettings
-from tests.unit.configs import at, batch, nested, pairs, refusal
+from tests.support.configs import at, batch, nested, pairs, refusal
 
 DEFAULTS = """
 gradient_clipping 0.0  steps_per_print null  communication_data_type null  optimizer null  scheduler null

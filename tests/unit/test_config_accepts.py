@@ -14,7 +14,7 @@ import torch
 from shardwell.config import load
 from shardwell.config.translate import RENAMED, SWITCHES
 from shardwell.config.unsupported import FEATURES, IDLE
-from tests.unit.configs import at, nested, pairs, refusal
+from tests.support.configs import at, nested, pairs, refusal
 
 # DeepSpeed's documented configuration, each key at its documented default or off.
 DOCUMENTED: dict[str, Any] = json.loads(Path(__file__).with_name("deepspeed_defaults.json").read_text())

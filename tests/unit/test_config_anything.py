@@ -15,7 +15,7 @@ from shardwell.config.schema import Config, ConfigBlock, block_of
 from shardwell.config.translate import RENAMED, SWITCHES
 from shardwell.config.unsupported import FEATURES, IDLE
 from shardwell.errors import ConfigError
-from tests.unit.configs import nested
+from tests.support.configs import nested
 
 
 def keys(block: type[ConfigBlock], prefix: str = "") -> Iterator[str]:

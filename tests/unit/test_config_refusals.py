@@ -11,7 +11,7 @@ import pytest
 from shardwell.config import load
 from shardwell.config.unsupported import FEATURES, IDLE, ONLY
 from shardwell.version import __version__
-from tests.unit.configs import at, nested, pairs, refusal
+from tests.support.configs import at, nested, pairs, refusal
 
 
 @pytest.mark.parametrize("value", [1.5, True, "many", "1.5", [1]])

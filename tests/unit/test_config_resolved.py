@@ -14,7 +14,7 @@ from rich.console import Console
 from shardwell.cli.config_command import show
 from shardwell.config import Config, OptimizerConfig, SchedulerConfig, ShardwellConfig, explain, load, table
 from shardwell.config.load import AUTO, BATCH, PARAMS
-from tests.unit.configs import at, batch, nested, refusal
+from tests.support.configs import at, batch, nested, refusal
 
 
 def sizes(train: Any = None, micro: Any = None, accumulation: Any = None) -> dict[str, Any]:

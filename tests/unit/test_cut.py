@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwell
 from shardwell.sharding.wrap import LeafRules, wrap_model
-from tests.models import Block, Gpt
+from tests.support.models import Block, Gpt
 
 
 def names(model: nn.Module, wanted: LeafRules | None = None) -> list[str]:

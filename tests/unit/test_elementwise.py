@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import shardwell
-from tests.models import zero
+from tests.support.models import zero
 
 
 class Signs(Optimizer):

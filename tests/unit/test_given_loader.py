@@ -15,8 +15,8 @@ import shardwell
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like
 from shardwell.errors import CheckpointError, ConfigError
-from tests.models import zero
-from tests.unit.test_loader import CPU, Numbers, Stream
+from tests.support.datasets import CPU, Numbers, Stream
+from tests.support.models import zero
 
 
 def both(given: DataLoader[Any], size: int | None = None, num_ranks: int = 2) -> list[list[list[int]]]:

@@ -16,8 +16,8 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Tier
 from shardwell.sharding import released, sharded_init
 from shardwell.sharding.init_parameters import InitParameter
-from tests.models import Gpt, batches, share, whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)

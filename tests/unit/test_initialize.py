@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 import shardwell
 from shardwell.engine import TraceAction, TraceEvent
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 class Rows(Dataset[Tensor]):

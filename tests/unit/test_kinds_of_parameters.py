@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 import shardwell
 from shardwell.zero import GatheredParameters
-from tests.models import whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.models import whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 class Marked(nn.Parameter):

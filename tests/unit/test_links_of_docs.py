@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 
 import shardwell
-from tests.cli.command import ROOT
+from tests.support.command import ROOT
 
 FRONT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = sorted([*(ROOT / name for name in FRONT), *(ROOT / "docs").rglob("*.md")])

@@ -2,42 +2,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.errors import CheckpointError, ShardwellError
-
-CPU = torch.device("cpu")
-
-
-class Numbers(Dataset[int]):
-    """Sample i is the number i."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Stream(IterableDataset[int]):
-    """Counts from `start` on."""
-
-    def __init__(self, start: int, length: int) -> None:
-        self.numbers = range(start, start + length)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.numbers)
+from tests.support.datasets import CPU, Numbers, Stream
 
 
 def loader(data: Dataset[Any], size: int = 1, rank: int = 0, num_ranks: int = 1, seed: int = 0) -> ShardedLoader:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.optim.muon import Muon, muon_groups, newton_schulz
-from tests.unit.stepping import MATRICES, SHAPES, Groups, close, equal, members, run, values
+from tests.support.optimizer_steps import MATRICES, SHAPES, Groups, close, equal, members, run, values
 
 # ------------------------------------------------------------------------------------------------------------- Muon
 

@@ -17,7 +17,7 @@ from shardwell.errors import ShardwellError
 from shardwell.optim.full_tensors import SlicePosition
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.muon import Muon
-from tests.unit.stepping import MATRICES, Groups, close, equal, members, run, two_groups, values
+from tests.support.optimizer_steps import MATRICES, Groups, close, equal, members, run, two_groups, values
 
 
 @dataclass

@@ -16,7 +16,7 @@ from shardwell.optim.full_tensors import LocalFullTensors, SlicePosition
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon
-from tests.unit.stepping import Groups, close, equal, members, reference, run, two_groups, values
+from tests.support.optimizer_steps import Groups, close, equal, members, reference, run, two_groups, values
 
 # ------------------------------------------------------------------------------------------------------------- Lion
 

@@ -13,14 +13,15 @@ from shardwell.memory import MemoryStats, StateKind, TemporaryBuffers
 from shardwell.memory.device import Device
 from shardwell.parallel.hierarchical import HierarchicalTransport
 from shardwell.parallel.work import Work
-from tests import dropped
+from tests.support import leaks
+from tests.support.internals import temporary_buffers_of
 
 
 def test_work_that_nobody_waited_for_is_found_with_its_place() -> None:
     scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
     Work(lambda: None)
     gc.collect()
-    (words,) = dropped.said()
+    (words,) = leaks.said()
     assert "nobody waited" in words
     assert "test_pending.py" in words
     assert scratch is not None
@@ -33,7 +34,7 @@ def test_work_that_was_waited_for_or_never_begun_is_no_matter() -> None:
     Work()
     gc.collect()
     assert scratch is not None
-    assert not dropped.said()
+    assert not leaks.said()
 
 
 def test_what_dies_with_its_engine_is_no_matter() -> None:
@@ -42,21 +43,21 @@ def test_what_dies_with_its_engine_is_no_matter() -> None:
     engine.backward(engine(torch.ones(1, 4)).sum())
     del engine, model
     gc.collect()
-    assert not dropped.said()
+    assert not leaks.said()
 
 
 def test_memory_that_a_step_does_not_give_back_is_found_with_its_place() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     engine = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).engine
-    kept = engine._context.scratch.allocate(8, torch.float32, StateKind.STAGING, "(staging)")
+    kept = temporary_buffers_of(engine).allocate(8, torch.float32, StateKind.STAGING, "(staging)")
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    (words,) = dropped.said()
+    (words,) = leaks.said()
     assert "staging of '(staging)' were not given back" in words
     assert "test_memory_that_a_step_does_not_give_back" in words
-    engine._context.scratch.free(kept)
+    temporary_buffers_of(engine).free(kept)
     engine.zero_grad()
-    assert not dropped.said()
+    assert not leaks.said()
 
 
 class Route:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from tests.models import Gpt, batches, share, whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 
 def released_engine(**config: Any) -> shardwell.Engine:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwell
-from tests.models import Gpt, batches, whole_parameters, zero
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches, whole_parameters, zero
+from tests.support.ranks import Ranks
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 

@@ -16,7 +16,7 @@ from shardwell.kernels.quantize import Codec
 from shardwell.memory import StateKind, Tier
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, SpecOverrides, spec_for
 from shardwell.sharding.storage import StorageForm, form_of, state_bytes
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 DEVICE, HOST, DISK = Tier
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

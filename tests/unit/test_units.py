@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardwell
-from tests.models import Gpt, batches
-from tests.ranks import Ranks
+from tests.support.models import Gpt, batches
+from tests.support.ranks import Ranks
 
 
 def config(stage: int, **zero: Any) -> dict[str, Any]:

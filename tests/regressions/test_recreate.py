@@ -1,0 +1,135 @@
+"""Pain: an engine cannot be made again in the same process, and what it leaves behind grows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwell
+from tests.support.live_bytes import live_bytes
+from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.ranks import Ranks
+from tests.support.training import distance
+
+ROUNDS = 8
+
+
+def make(stage: int, **config: Any) -> shardwell.Engine:
+    torch.manual_seed(0)
+    model = Gpt().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage, **config)).engine
+
+
+def train(engine: shardwell.Engine, num_steps: int = 2, seed: int = 1) -> list[float]:
+    losses = []
+    for batch in batches(num_steps, 12, seed=seed):
+        for micro in range(engine.gradient_accumulation_steps()):
+            steps = engine.gradient_accumulation_steps()
+            loss = engine(share(batch, dist.get_rank(), dist.get_world_size(), micro, steps))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def num_hooks(model: nn.Module) -> int:
+    of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    of_modules += sum(len(m._backward_hooks) + len(m._backward_pre_hooks) for m in model.modules())
+    return of_modules + sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+
+
+def come_and_go(stage: int) -> dict[str, list[Any]]:
+    """What is left of many engines: bytes (after the first and the last), threads, files, hooks, and their losses."""
+    left: dict[str, list[Any]] = {key: [] for key in ("bytes", "threads", "files", "hooks", "losses")}
+    for turn in range(ROUNDS):
+        engine = make(stage)
+        model = engine.module
+        left["losses"].append(train(engine))
+        engine.destroy()
+        left["hooks"].append(num_hooks(model))
+        del engine, model
+        if turn in (0, ROUNDS - 1):
+            left["bytes"].append(live_bytes())
+        left["threads"].append(len(os.listdir("/proc/self/task")))
+        left["files"].append(len(os.listdir("/proc/self/fd")))
+    return left
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_engines_come_and_go_and_leave_nothing_behind(ranks: Ranks, stage: int) -> None:
+    """Global state keeps every engine alive; here bytes, hooks, threads and files stay what they were."""
+    for left in ranks.run(2, come_and_go, stage):
+        assert left["hooks"] == [0] * ROUNDS
+        assert left["bytes"][-1] <= left["bytes"][0] + 1024
+        assert left["threads"][-1] <= left["threads"][0] + ROUNDS // 2  # some end a little later
+        assert left["files"][-1] <= left["files"][0] + ROUNDS // 2
+        assert all(losses == left["losses"][0] for losses in left["losses"])
+
+
+def hand_over(stages: tuple[int, int]) -> dict[str, Tensor]:
+    """The values of a destroyed engine go on in a new one, with a new optimizer."""
+    first = make(stages[0])
+    train(first, seed=1)
+    state = first.state_dict()
+    first.destroy()
+    del first
+    model = Gpt().double()
+    model.load_state_dict(state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    second = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stages[1])).engine
+    train(second, seed=2)
+    return whole_parameters(model)
+
+
+@pytest.mark.parametrize("stages", [(3, 3), (3, 1), (1, 3), (2, 0)], ids=str)
+def test_the_values_of_a_destroyed_engine_go_on_in_a_new_one(ranks: Ranks, stages: tuple[int, int]) -> None:
+    """A second engine finds the first one's leftovers; here it starts from the state that the first one gave."""
+    torch.manual_seed(0)
+    model = Gpt().double()
+    for seed in (1, 2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for batch in batches(2, 12, seed=seed):
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for found in ranks.run(2, hand_over, stages):
+        difference, name = distance(found, expected)
+        assert difference < 1e-10, f"{name} differs by {difference}"
+
+
+CONFIGS = [
+    (3, {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1}),
+    (1, {"bf16": {"enabled": True}}),
+    (3, {"zero_optimization": {"stage3_param_persistence_threshold": 100}}),
+]
+
+
+def side_by_side() -> tuple[list[list[float]], list[list[float]]]:
+    """Losses of several engines that take turns, and of the same engines one after the other."""
+    engines = [make(stage, **config) for stage, config in CONFIGS]
+    together: list[list[float]] = [[] for _ in engines]
+    for turn in range(3):
+        for engine, losses in zip(engines, together, strict=True):
+            losses += train(engine, 1, seed=turn)
+    for engine in engines:
+        engine.destroy()
+    alone = []
+    for stage, config in CONFIGS:
+        engine = make(stage, **config)
+        alone.append([loss for turn in range(3) for loss in train(engine, 1, seed=turn)])
+        engine.destroy()
+    return together, alone
+
+
+def test_engines_of_different_configurations_do_not_touch_each_other(ranks: Ranks) -> None:
+    """The last configuration holds for all engines; here each keeps its own, also while they take turns."""
+    for together, alone in ranks.run(2, side_by_side):
+        assert together == alone
+        assert len({tuple(losses) for losses in together}) == len(CONFIGS)

@@ -1,0 +1,162 @@
+"""What tests look at inside an engine where nothing public says it: the one place that knows the private names.
+
+`engine.units`, `engine.memory()`, `engine.traffic()` and `engine.record()` come first. What is here is for claims about
+shards, flat buffers and staging themselves, and for faults that are put where users cannot reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import shardwell
+from shardwell.checkpoint import Folder
+from shardwell.memory import Device, TemporaryBuffers
+from shardwell.offload.disk import DiskTier
+from shardwell.parallel import Collectives
+from shardwell.parallel.traffic import TrafficReport
+from shardwell.sharding import ShardedGroup, Unit
+from shardwell.sharding.gradients import Gradients
+
+
+def units_of(engine: shardwell.Engine) -> Sequence[Unit]:
+    """Return the units themselves, in the order of `engine.units`."""
+    return engine._scheduler.units
+
+
+def groups_of(engine: shardwell.Engine) -> list[ShardedGroup]:
+    """Return the groups of all units, frozen ones too."""
+    return [group for unit in units_of(engine) for group in unit.groups]
+
+
+def trainable_groups_of(engine: shardwell.Engine) -> list[ShardedGroup]:
+    """Return the groups of all units that get gradients."""
+    return [group for unit in units_of(engine) for group in unit.trainable]
+
+
+def collectives_of(engine: shardwell.Engine) -> Collectives:
+    """Return the collectives over all ranks."""
+    return engine._context.world
+
+
+def device_of(engine: shardwell.Engine) -> Device:
+    """Return the device with which the engine allocates."""
+    return engine._context.device
+
+
+def temporary_buffers_of(engine: shardwell.Engine) -> TemporaryBuffers:
+    """Return what hands out memory that lives for less than a step."""
+    return engine._context.scratch
+
+
+def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
+    """Return what was allocated and not freed: tensor, state and unit, by the tensor's `id`."""
+    return buffers._out
+
+
+def disk_of(engine: shardwell.Engine) -> DiskTier:
+    """Return the NVMe tier of an engine that has one."""
+    assert engine._context.disk is not None
+    return engine._context.disk
+
+
+def prefetched_shards_of(engine: shardwell.Engine) -> Any:
+    """Return what reads shards of parameters from NVMe in advance, of an engine that does."""
+    assert engine._scheduler.pages is not None
+    return engine._scheduler.pages
+
+
+def host_updates_of(engine: shardwell.Engine) -> Any:
+    """Return the queue of updates in host memory, of an engine that offloads its optimizer."""
+    offloaded = offloaded_of(engine)
+    assert offloaded is not None
+    return offloaded.host
+
+
+def saver_of(engine: shardwell.Engine) -> Any:
+    """Return what writes checkpoints in the background."""
+    return engine._checkpoints._saver
+
+
+def reducer_of(engine: shardwell.Engine) -> Any:
+    """Return what takes gradients in and reduce-scatters them."""
+    return engine._scheduler.reducer
+
+
+def finish_reduces(engine: shardwell.Engine) -> None:
+    """Wait for reduce-scatters in flight: the last of a backward may be."""
+    reducer_of(engine).finish_all()
+
+
+def keep_frozen(engine: shardwell.Engine, numel: int) -> None:
+    """Let frozen parameters stay unsharded from now on, up to that many elements."""
+    engine._scheduler.keep_frozen(numel)
+
+
+def finish_backward(engine: shardwell.Engine) -> None:
+    """End the backward as a step does that begins now."""
+    engine._scheduler.finish_backward()
+
+
+def end_passes(engine: shardwell.Engine) -> None:
+    """End forwards and backwards that are open, without a step."""
+    engine._scheduler.end_passes()
+
+
+def traffic_so_far(engine: shardwell.Engine) -> TrafficReport:
+    """Return what this rank received since the last step; `engine.traffic()` reports whole steps."""
+    return engine._ledger.current()
+
+
+def lifted_shard_of(group: ShardedGroup) -> Any:
+    """Return the copy of a group's shard that was brought to the device in advance; None if there is none."""
+    return None if group.shard is None else group.shard._lifted
+
+
+def files_of(tier: DiskTier) -> Any:
+    """Return the open files of the NVMe tier, one for each path."""
+    return tier._files
+
+
+def locks_of(folder: Folder) -> dict[str, int]:
+    """Return the descriptors of the locks that a folder holds on checkpoints that are being written, by name."""
+    return folder._locks
+
+
+def offloaded_of(engine: shardwell.Engine) -> Any:
+    """Return the part of the optimizer that steps below the device; None if there is none."""
+    return getattr(engine.optimizer, "_offloaded", None)  # without an optimizer there is none, either
+
+
+def open_calls_of(engine: shardwell.Engine) -> Any:
+    """Return the forwards of the engine that have begun and not ended."""
+    return engine._scheduler.calls
+
+
+def loss_scale_of(engine: shardwell.Engine) -> Any:
+    """Return what holds the loss scale."""
+    return engine._scale
+
+
+def memory_kept_by(group: ShardedGroup) -> Iterator[Any]:
+    """Return the tensors of `TemporaryBuffers` that a group may hold between steps."""
+    gradients: Gradients = group.gradients
+    yield from (gradients.result, gradients._flat)
+    if gradients._handed is not None:
+        yield gradients._handed[0]
+    if gradients._lost is not None:
+        yield gradients._lost._both
+    if group.shard is not None:
+        if group.shard.second is not None:
+            yield group.shard.second._kept
+        if group.shard._lifted is not None:
+            yield group.shard._lifted[0]
+
+
+def memory_going_down(engine: shardwell.Engine) -> Iterator[Any]:
+    """Return the memory of gradients that are being copied to the host, for its updates."""
+    if (offloaded := offloaded_of(engine)) is not None:
+        descent = offloaded.host.descent
+        yield from (memory for _, memory in descent._leaving)
+        for parcel in [*descent._parcels.values(), *(job.parcel for job in offloaded.host._jobs.values())]:
+            yield from parcel.gradients.values()

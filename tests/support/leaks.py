@@ -1,0 +1,130 @@
+"""What is begun must be ended: work that nobody waited for and memory that was not given back are errors in tests.
+
+`watch` makes `Work` say where it was made when it dies without having been waited for, and has every step look at
+what `TemporaryBuffers` has handed out. An engine that dies or fails takes with it what was on its way; that is no loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from shardwell.engine.engine import Engine
+from shardwell.memory import TemporaryBuffers
+from shardwell.parallel.work import Work
+from shardwell.sharding.context import EngineContext
+from tests.support.internals import (
+    groups_of,
+    handed_out,
+    memory_going_down,
+    memory_kept_by,
+    offloaded_of,
+    temporary_buffers_of,
+)
+
+_DEPTH = 12  # callers that a place names
+
+found: list[str] = []  # what was dropped, and where it was made
+_places: weakref.WeakKeyDictionary[TemporaryBuffers, dict[int, str]] = weakref.WeakKeyDictionary()
+_failed: weakref.WeakSet[TemporaryBuffers] = weakref.WeakSet()  # of engines that went through an error
+
+
+def watch() -> None:
+    """From now on, in this process."""
+    if hasattr(Work, "__del__"):
+        return
+    make, adopt, step, forget, together = (
+        Work.__init__, TemporaryBuffers.adopt, Engine.step, Engine.zero_grad, EngineContext.failing_together,
+    )  # fmt: skip
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self._finish is not None:
+            self.made_at, self.owner = _where()
+
+    def dropped(self: Any) -> None:
+        if getattr(self, "_finish", None) is not None and _counts(self.owner):
+            found.append(f"nobody waited for what was begun here:\n{self.made_at}")
+
+    def adopted(self: TemporaryBuffers, tensor: Any, *args: Any) -> Any:
+        _places.setdefault(self, {})[id(tensor)] = _where()[0]
+        return adopt(self, tensor, *args)
+
+    def stepped(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        at_boundary = self.is_gradient_accumulation_boundary()
+        answer = step(self, *args, **kwargs)
+        if at_boundary:
+            look(self)
+        return answer
+
+    def forgotten(self: Engine, *args: Any, **kwargs: Any) -> None:
+        forget(self, *args, **kwargs)
+        look(self)
+
+    @contextlib.contextmanager
+    def failing(self: EngineContext, *args: Any, **kwargs: Any) -> Iterator[None]:
+        try:
+            with together(self, *args, **kwargs):
+                yield
+        except Exception:
+            _failed.add(self.scratch)
+            raise
+
+    for owner, name, function in (
+        (Work, "__init__", made), (Work, "__del__", dropped), (TemporaryBuffers, "adopt", adopted),
+        (Engine, "step", stepped), (Engine, "zero_grad", forgotten), (EngineContext, "failing_together", failing),
+    ):  # fmt: skip
+        setattr(owner, name, function)
+
+
+def look(engine: Engine) -> None:
+    """After a step, and after gradients were given up: what is out is gradients that are kept, and copies."""
+    scratch = temporary_buffers_of(engine)
+    if scratch in _failed:
+        return
+    groups = groups_of(engine)
+    kept = {id(tensor) for group in groups for tensor in memory_kept_by(group)}
+    kept |= {id(memory) for memory in memory_going_down(engine)}
+    for key, (_, state, unit) in list(handed_out(scratch).items()):
+        if key not in kept and not _comes_back(scratch, key, engine):
+            place = _places.get(scratch, {}).get(key, "?")
+            found.append(f"{state.value} of '{unit}' were not given back; they were taken here:\n{place}")
+    _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in handed_out(scratch)}
+
+
+def _comes_back(scratch: TemporaryBuffers, key: int, engine: Engine) -> bool:
+    """Whether memory is still given back by threads that bring gradients down to the host."""
+    deadline = time.monotonic() + (5.0 if offloaded_of(engine) is not None else 0.0)
+    while key in handed_out(scratch) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return key not in handed_out(scratch)
+
+
+def said() -> list[str]:
+    """What was found since the last time."""
+    words, found[:] = list(dict.fromkeys(found)), []
+    return words
+
+
+def _counts(owner: weakref.ref[TemporaryBuffers] | None) -> bool:
+    scratch = owner() if owner is not None else None
+    return scratch is not None and scratch not in _failed
+
+
+def _where() -> tuple[str, weakref.ref[TemporaryBuffers] | None]:
+    """The callers, and whose memory it is about."""
+    frame, lines, owner = sys._getframe(2), [], None
+    while frame is not None and len(lines) < _DEPTH:
+        code = frame.f_code
+        lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_name}")
+        if owner is None:
+            this = frame.f_locals.get("self")
+            scratch = frame.f_locals.get("scratch") or getattr(this, "_scratch", None)
+            scratch = scratch or getattr(getattr(this, "_context", None), "scratch", None)
+            owner = weakref.ref(scratch) if isinstance(scratch, TemporaryBuffers) else None
+        frame = frame.f_back
+    return "\n".join(lines), owner
