@@ -10,7 +10,6 @@ import torch
 
 from shardwell.kernels.quantize import Codec
 from shardwell.parallel import quantized
-from shardwell.parallel.traffic import TrafficKind
 from tests.comm.test_coded import moved
 from tests.comm.test_trial import AUTO, ON, trained_if
 from tests.comm.test_zeropp import ALL, trained
@@ -73,7 +72,7 @@ def on_lanes() -> list[bool]:
         torch.manual_seed(seed)
         values = torch.randn(3_000_001, device="cuda")
         flat, into, received = values.clone(), torch.zeros_like(values), torch.empty_like(values)
-        quantized.all_gather(context.world, flat, codec, TrafficKind.GATHER, context.scratch).wait()
+        quantized.all_gather(context.world, flat, codec, context.scratch).wait()
         quantized.reduce_scatter([(context.world, codec)], values.clone(), into, 0.5, False, context.scratch).wait()
         codes = torch.empty(codec.num_bytes(len(values)), dtype=torch.uint8, device="cuda")
         codec.encode(values, codes)

@@ -4,7 +4,7 @@ from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.mesh import Axis, RankGroup, start_process_group
 from shardwell.parallel.traffic import TrafficKind, TrafficReport, TrafficStats
-from shardwell.parallel.work import Work
+from shardwell.parallel.transport import Work
 
 __all__ = [
     "Agreement",
