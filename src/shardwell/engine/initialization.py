@@ -134,7 +134,7 @@ def _engine(
     check_alike(context.world, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
-    _open_nodes(context, settings, ledger, agreement)
+    context = _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
     before = ModelBefore(model)
@@ -264,13 +264,14 @@ def _context(
     return EngineContext(home, account, scratch, routes), ledger
 
 
-def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, agreement: Agreement) -> None:
-    """Create the process group of each node, if its ranks hold a secondary shard of the parameters (hpZ)."""
+def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, agreement: Agreement) -> EngineContext:
+    """Return the context with this rank's node, if its ranks hold a secondary shard of the parameters (hpZ)."""
     mesh = context.world.mesh
     if _ranks_per_copy(settings, mesh.size):
         route = Collectives(node_mesh(mesh), context.device, ledger, context.scratch)
         route.agreement = agreement
-        context.comm[Axis.NODE] = route
+        context.comm[Axis.NODE] = route  # in place: the links that a failing rank cuts are found there
+    return replace(context)  # with the roles of what it has now
 
 
 def _ranks_per_copy(settings: Config, num_ranks: int) -> int:

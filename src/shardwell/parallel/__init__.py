@@ -3,6 +3,7 @@
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.mesh import Axis, RankGroup, start_process_group
+from shardwell.parallel.roles import MeshRoles
 from shardwell.parallel.traffic import TrafficKind, TrafficReport, TrafficStats
 from shardwell.parallel.transport import Work
 
@@ -10,6 +11,7 @@ __all__ = [
     "Agreement",
     "Axis",
     "Collectives",
+    "MeshRoles",
     "RankGroup",
     "TrafficKind",
     "TrafficReport",

@@ -163,9 +163,9 @@ def wait_all(
         waiter = _idle.pop()
     except IndexError:
         waiter = _WaitThread()
-    waiter.tasks.put(works)
     check: Callable[[], None] | None = None
     is_over = False
+    waiter.tasks.put(works)
     try:
         while not (is_over := waiter.done.acquire(timeout=_LOOK_EVERY)):
             check = check or poll_failures()
