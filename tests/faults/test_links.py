@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.errors import PeerError, ShardwellError
-from shardwell.parallel import gloo_wait
-from shardwell.parallel.gloo_wait import wait_all
+from shardwell.parallel import gloo
+from shardwell.parallel.gloo import wait_all
 from shardwell.parallel.mesh import world_mesh
 from tests.support.internals import collectives_of
 from tests.support.links import SOON, routes, waited
@@ -68,7 +68,7 @@ def fail_under_way(num_bytes: int) -> dict[str, Any]:
         assert comm.agreement is not None
         lost = comm.all_gather(flat, "GATHER all")
         comm.agreement.fail(ShardwellError("no more"))
-        lost._finish = None  # nobody will wait for it, which is what this is about
+        lost._callbacks.clear()  # nobody will wait for it, which is what this is about
         return {}
     return waited(comm, flat)
 
@@ -79,6 +79,10 @@ def test_a_message_that_is_on_its_way_when_a_rank_fails_is_not_waited_for(ranks:
     assert found["error"] == "PeerError"
     assert found["text"].startswith("rank 1 failed first: no more. All ranks stop where one fails")
     assert found["seconds"] < SOON
+
+
+def _nothing() -> None:
+    """Find no failure."""
 
 
 class Stuck:
@@ -97,10 +101,10 @@ def test_who_gives_up_leaves_a_thread_behind_that_serves_others_no_more() -> Non
         raise PeerError("rank 1 failed first")
 
     with pytest.raises(PeerError, match="rank 1"):
-        wait_all([done, stuck], look, pytest.fail)
-    wait_all([done, done], look, pytest.fail)
+        wait_all([done, stuck], lambda: look, pytest.fail)
+    wait_all([done, done], lambda: look, pytest.fail)
     stuck.over.set()
-    wait_all([done], look, pytest.fail)
+    wait_all([done], lambda: look, pytest.fail)
 
 
 @contextlib.contextmanager
@@ -124,13 +128,13 @@ def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPat
     """Where a wait of gloo's own would go on until a message comes. What comes soon is waited for, though."""
     stuck, done, abandoned = Stuck(), Stuck(), list[BaseException]()
     done.over.set()
-    monkeypatch.setattr(gloo_wait, "_GRACE", 0.5 if ends_after is None else 30.0)
+    monkeypatch.setattr(gloo, "_GRACE", 0.5 if ends_after is None else 30.0)
     if ends_after is not None:
         threading.Timer(ends_after, stuck.over.set).start()
     with alarm_after(0.1), pytest.raises(TimeoutError) as caught:
-        wait_all([stuck], lambda: None, abandoned.append)
+        wait_all([stuck], lambda: _nothing, abandoned.append)
     assert abandoned == ([caught.value] if ends_after is None else [])
-    wait_all([done], lambda: None, pytest.fail)
+    wait_all([done], lambda: _nothing, pytest.fail)
     stuck.over.set()
 
 
@@ -143,7 +147,7 @@ def interrupted(late: float, grace: float) -> dict[str, Any]:
         return waited(comm, torch.full((1 << 20,), 5.0)) | waited(comm, torch.full((1 << 20,), 5.0))
     flat = torch.zeros(1 << 20)
     with pytest.MonkeyPatch.context() as patch, alarm_after(0.2):
-        patch.setattr(gloo_wait, "_GRACE", grace)
+        patch.setattr(gloo, "_GRACE", grace)
         gathering = comm.all_gather(flat, "GATHER all")
         with pytest.raises(TimeoutError):
             gathering.wait()
@@ -261,8 +265,8 @@ def test_what_a_work_raises_goes_up_and_the_next_wait_knows_nothing_of_it() -> N
     done = Stuck()
     done.over.set()
     with pytest.raises(RuntimeError, match="connection closed"):
-        wait_all([done, Broken(), Stuck()], lambda: None, pytest.fail)
-    wait_all([done], lambda: None, pytest.fail)
+        wait_all([done, Broken(), Stuck()], lambda: _nothing, pytest.fail)
+    wait_all([done], lambda: _nothing, pytest.fail)
 
 
 def fail_and_forget() -> tuple[str, bool]:

@@ -10,7 +10,6 @@ import torch
 
 from shardwell.kernels.quantize import Codec
 from shardwell.parallel import quantized
-from shardwell.parallel.traffic import TrafficKind
 from tests.support.coded_collectives import moved
 from tests.support.gpu import nccl_engine
 from tests.support.internals import collectives_of, temporary_buffers_of
@@ -74,7 +73,7 @@ def on_lanes() -> list[bool]:
         torch.manual_seed(seed)
         values = torch.randn(3_000_001, device="cuda")
         flat, into, received = values.clone(), torch.zeros_like(values), torch.empty_like(values)
-        quantized.all_gather(world, flat, codec, TrafficKind.GATHER, buffers).wait()
+        quantized.all_gather(world, flat, codec, buffers).wait()
         quantized.reduce_scatter([(world, codec)], values.clone(), into, 0.5, False, buffers).wait()
         codes = torch.empty(codec.num_bytes(len(values)), dtype=torch.uint8, device="cuda")
         codec.encode(values, codes)

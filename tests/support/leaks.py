@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwell.engine.engine import Engine
 from shardwell.memory import TemporaryBuffers
-from shardwell.parallel.work import Work
+from shardwell.parallel.transport import Work
 from shardwell.sharding.context import EngineContext
 from tests.support.internals import (
     groups_of,
@@ -43,11 +43,10 @@ def watch() -> None:
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if self._finish is not None:
-            self.made_at, self.owner = _where()
+        self.made_at, self.owner = _where()
 
     def dropped(self: Any) -> None:
-        if getattr(self, "_finish", None) is not None and _counts(self.owner):
+        if hasattr(self, "owner") and not self.is_done and _counts(self.owner):
             found.append(f"nobody waited for what was begun here:\n{self.made_at}")
 
     def adopted(self: TemporaryBuffers, tensor: Any, *args: Any) -> Any:

@@ -6,13 +6,13 @@ import gc
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwell
 from shardwell.memory import MemoryStats, StateKind, TemporaryBuffers
 from shardwell.memory.device import Device
 from shardwell.parallel.hierarchical import HierarchicalTransport
-from shardwell.parallel.work import Work
+from shardwell.parallel.transport import Work
 from tests.support import leaks
 from tests.support.internals import temporary_buffers_of
 
@@ -60,20 +60,51 @@ def test_memory_that_a_step_does_not_give_back_is_found_with_its_place() -> None
     assert not leaks.said()
 
 
-class Route:
-    """A mesh of which nothing but its manner of waiting matters."""
+class Nothing:
+    """A transport that moves nothing."""
 
-    def __init__(self, *, host_waits: bool) -> None:
-        self.host_drives_progress = host_waits
+    def all_gather(self, flat: Tensor) -> Work:
+        return Work()
+
+    def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        return Work()
 
 
 @pytest.mark.parametrize("host_waits", [False, True])
 def test_who_waits_for_the_second_hop_ends_the_first(host_waits: bool) -> None:
     ended: list[str] = []
-    route = Route(host_waits=host_waits)
-    hops = HierarchicalTransport(route, route, TemporaryBuffers(Device("cpu"), MemoryStats()))  # type: ignore[arg-type]
+    scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
+    hops = HierarchicalTransport(Nothing(), Nothing(), scratch, node_size=2, local_rank=0, host_starts_hops=host_waits)
     first = Work(lambda: ended.append("first"))
     both = hops._followed(first, lambda: Work(lambda: ended.append("second")))
     assert not ended, "the host waited"
     both.wait()
     assert sorted(ended) == ["first", "second"]
+
+
+def test_callbacks_are_called_once_and_in_order_also_over_two_hops() -> None:
+    called: list[int] = []
+    first = Work(lambda: called.append(1)).then(lambda: called.append(2))
+    both = first.then_start(lambda: Work(lambda: called.append(3))).then(lambda: called.append(4))
+    assert both.start_next_hop()
+    assert called == [1, 2]
+    assert not both.start_next_hop()
+    both.wait()
+    both.wait()
+    assert called == [1, 2, 3, 4]
+
+
+def test_what_follows_a_callback_that_raises_is_not_called() -> None:
+    called: list[int] = []
+
+    def fail() -> None:
+        raise ValueError
+
+    plain = Work(fail).then(lambda: called.append(1))
+    two_hops = Work(fail).then_start(Work).then(lambda: called.append(1))
+    for work in (plain, two_hops):
+        with pytest.raises(ValueError):
+            work.wait()
+        work.wait()
+        assert work.is_done
+    assert not called

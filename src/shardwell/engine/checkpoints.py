@@ -121,7 +121,7 @@ class EngineCheckpoints:
 
     def _patience_of_all(self) -> Callable[[], float]:
         """Return a function that raises if a rank has failed: when all ranks wait, none must wait for a failed one."""
-        look_at_peers = self._world.poll_failures()
+        look_at_peers = self._world.links.poll_failures()
 
         def look() -> float:
             look_at_peers()
@@ -140,9 +140,9 @@ class EngineCheckpoints:
 
     def wait(self) -> None:
         """Wait until a save in the background has ended; raise its error, or that a rank has exited."""
-        gone = self._saver.wait(self._world.find_gone)
+        gone = self._saver.wait(self._world.links.find_gone)
         if gone is not None:
-            raise self._world.lost(gone) from gone
+            raise self._world.links.lost(gone) from gone
 
     def check(self) -> None:
         """Raise the error of a save in the background."""

@@ -206,8 +206,7 @@ class Engine(nn.Module):
         finally:
             self._scheduler.reducer.clear()
             self._scheduler.end_retention()
-            self._ledger.end_step()
-            self._agreement.begin_step()
+            self._context.world.end_step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.global_steps == 1:

@@ -42,9 +42,10 @@ from shardwell.optim.optimizer import StepOptions
 from shardwell.optim.overflow_check import NonfiniteNorm
 from shardwell.optim.user_optimizer import redirect, watch_optimizers
 from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats, start_process_group
+from shardwell.parallel.collectives import NodeHops
 from shardwell.parallel.consistency import check_alike
-from shardwell.parallel.hierarchical import HierarchicalTransport, ranks_per_node
 from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
+from shardwell.parallel.roles import ranks_per_node
 from shardwell.runtime.rebuild import UnitBuilder
 from shardwell.runtime.scheduler import PrefetchLimits, Scheduler
 from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for, wrap_model
@@ -118,8 +119,7 @@ def initialize(
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.world, "initialize", once_built(engine))
-        ledger.end_step()
-        agreement.begin_step()
+        context.world.end_step()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
@@ -134,7 +134,7 @@ def _engine(
     check_alike(context.world, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
-    _open_nodes(context, settings, ledger, agreement)
+    context = _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_disk(context, settings)
     before = ModelBefore(model)
@@ -250,25 +250,28 @@ def _context(
             route.abort_links()
 
     agreement.time_limit, agreement.cut_links = settings.shardwell.divergence_timeout, cut_links
-    everyone.agreement, agreement.probe = agreement, everyone.probe
+    everyone.agreement, agreement.probe = agreement, everyone.links.probe
     nodes = replace(world, node_size=ranks_per_node(everyone))
-    everyone.leaves_the_machine = nodes.node_size < nodes.size
+    hops = None
     if nodes.has_nodes:
         inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(nodes), across_mesh(nodes)))
         inside.agreement = across.agreement = agreement
-        everyone.hops = HierarchicalTransport(inside, across, scratch)
+        hops = NodeHops(inside, across)
+    everyone.use_nodes(nodes, hops)
     asked = settings.zero_optimization.zero_hpz_partition_size
-    everyone.mesh = _with_nodes(nodes, asked) if asked != "auto" and _ranks_per_copy(settings, world.size) else nodes
+    if asked != "auto" and _ranks_per_copy(settings, world.size):
+        everyone.set_nodes(_with_nodes(nodes, asked))
     return EngineContext(home, account, scratch, routes), ledger
 
 
-def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, agreement: Agreement) -> None:
-    """Create the process group of each node, if its ranks hold a secondary shard of the parameters (hpZ)."""
+def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, agreement: Agreement) -> EngineContext:
+    """Return the context with this rank's node, if its ranks hold a secondary shard of the parameters (hpZ)."""
     mesh = context.world.mesh
     if _ranks_per_copy(settings, mesh.size):
         route = Collectives(node_mesh(mesh), context.device, ledger, context.scratch)
         route.agreement = agreement
-        context.comm[Axis.NODE] = route
+        context.comm[Axis.NODE] = route  # in place: the links that a failing rank cuts are found there
+    return replace(context)  # with the roles of what it has now
 
 
 def _ranks_per_copy(settings: Config, num_ranks: int) -> int:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,39 +83,47 @@ class Stream:
 
     stream: torch.cuda.Stream | None = None
 
-    @contextlib.contextmanager
-    def after_current(self) -> Iterator[None]:
-        """Enqueue work on this stream, behind what the caller's stream has been given so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
+    def after_current(self) -> AbstractContextManager[None]:
+        """Return a context that enqueues work on this stream, behind what the caller's stream has been given so far."""
+        return _NO_STREAM if self.stream is None else _enqueue_after_current(self.stream)
 
-    @contextlib.contextmanager
-    def after(self, mark: Event) -> Iterator[None]:
-        """Enqueue work on this stream, behind an event on another one. Any thread may do so."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            mark.wait()
-            yield
+    def after(self, mark: Event) -> AbstractContextManager[None]:
+        """Return a context, for any thread, that enqueues work on this stream, behind an event on another one."""
+        return _NO_STREAM if self.stream is None else _enqueue_after(self.stream, mark)
 
     def record(self) -> Event:
         """Return an event behind the work that this stream has been given so far."""
         if self.stream is None:
-            return Event()
+            return _NO_EVENT
         event = torch.cuda.Event()
         event.record(self.stream)
         return Event(event)
+
+
+_NO_STREAM: AbstractContextManager[None] = contextlib.nullcontext()  # where the program order is the stream
+_NO_EVENT = Event()
+
+
+@contextlib.contextmanager
+def _enqueue_after_current(stream: torch.cuda.Stream) -> Iterator[None]:
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+@contextlib.contextmanager
+def _enqueue_after(stream: torch.cuda.Stream, mark: Event) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        mark.wait()
+        yield
 
 
 class Device:
     """A torch device, its streams, and all that differs between kinds of device."""
 
     torch_device: torch.device
+    is_cuda: bool
+    is_meta: bool  # tensors have shapes but no values: nothing can be read back
     all_gather_stream: Stream
     prefetch_stream: Stream  # copies shards to the device ahead of their all-gathers
     reduce_stream: Stream
@@ -125,6 +134,7 @@ class Device:
         where = torch.device(device)
         is_bare_cuda = where.type == "cuda" and str(where) == "cuda"
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if is_bare_cuda else where
+        self.is_cuda, self.is_meta = where.type == "cuda", where.type == "meta"
         if self.is_cuda:
             self.all_gather_stream = Stream(torch.cuda.Stream(self.torch_device))
             self.prefetch_stream = Stream(torch.cuda.Stream(self.torch_device))
@@ -139,18 +149,9 @@ class Device:
                 keep_freed_pages()
 
     @property
-    def is_cuda(self) -> bool:
-        return self.torch_device.type == "cuda"
-
-    @property
     def has_device_memory(self) -> bool:
         """Return whether the device has memory of its own, to which data on the host has to be copied."""
         return self.is_cuda
-
-    @property
-    def is_meta(self) -> bool:
-        """Return whether tensors have shapes but no values: nothing can be read back."""
-        return self.torch_device.type == "meta"
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = True) -> Tensor:
         """Return an uninitialised 1-D tensor on a tier.
@@ -187,7 +188,7 @@ class Device:
             copy = torch.empty_like(value, device="cpu", pin_memory=True)
             copy.copy_(value, non_blocking=True)
             return AsyncScalar(copy, self.now())
-        return AsyncScalar(value, Event())
+        return AsyncScalar(value, _NO_EVENT)
 
     def now(self) -> Event:
         """Return an event behind the work that the current stream has been given so far."""
@@ -272,7 +273,8 @@ class AsyncScalar:
 
     def get(self) -> Tensor:
         """Wait for the copy and return the value on the host."""
-        self.event.synchronize()
+        if self.event.event is not None:
+            self.event.synchronize()
         return self.value
 
 

@@ -1,15 +1,10 @@
-"""Statistics of allocated bytes, by state, unit and tier: the data behind `engine.memory()`.
-
-Every large allocation of an engine is added when it is made and removed when it is freed. The code that allocates does
-the counting; tests compare the statistics with an independent counter.
-"""
+"""Reports of allocated bytes, by state, unit and tier: what `engine.memory()` returns, and how it is rendered."""
 
 from __future__ import annotations
 
 import enum
-import threading
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,8 +44,8 @@ class MemoryReport:
 
     def total(self, state: StateKind | None = None, *, at_peak: bool = False) -> int:
         """Return all bytes, or those of one state."""
-        books = self.peak if at_peak else self.now
-        return sum(size for (kind, _, _), size in books.items() if state is None or kind is state)
+        entries = self.peak if at_peak else self.now
+        return sum(size for (kind, _, _), size in entries.items() if state is None or kind is state)
 
     def by_unit(self) -> dict[str, int]:
         """Return the current bytes of each unit."""
@@ -68,7 +63,8 @@ class MemoryReport:
             table.add_column(column, justify="left" if column in ("state", "tier") else "right")
         for state, tier in sorted({(s, t) for s, _, t in {**self.now, **self.peak}}, key=lambda st: st[0].value):
             now, peak = (
-                sum(n for (s, _, t), n in books.items() if (s, t) == (state, tier)) for books in (self.now, self.peak)
+                sum(n for (s, _, t), n in entries.items() if (s, t) == (state, tier))
+                for entries in (self.now, self.peak)
             )
             table.add_row(state.value, tier.value, human(now), human(peak))
         table.add_section()
@@ -84,54 +80,6 @@ class MemoryReport:
 
     def _repr_html_(self) -> str:
         return as_html(self.table())
-
-
-@dataclass
-class MemoryStats:
-    """The memory statistics of one engine."""
-
-    _now: defaultdict[Entry, int] = field(default_factory=lambda: defaultdict(int))
-    _peak: dict[Entry, int] = field(default_factory=dict)
-    _total: int = 0
-    _peak_total: int = 0
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # worker threads free memory too
-
-    def add(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
-        """Count an allocation."""
-        with self._lock:
-            self._now[state, unit, tier] += size
-            self._total += size
-            if self._total > self._peak_total:
-                self._peak_total = self._total
-                self._peak = {}  # copied lazily, by the next decrease
-
-    def remove(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
-        """Count the freeing of an allocation."""
-        with self._lock:
-            self._write_down_peak()
-            self._now[state, unit, tier] -= size
-            self._total -= size
-            assert self._now[state, unit, tier] >= 0, f"{unit} gave back more {state.value} than it held"
-
-    def set(self, state: StateKind, unit: str, tier: Tier, size: int) -> None:
-        """Set the size of an entry that is measured as a total, such as an optimizer's state."""
-        with self._lock:
-            held = self._now[state, unit, tier]
-            if size > held:
-                self.add(state, unit, tier, size - held)
-            elif size < held:
-                self.remove(state, unit, tier, held - size)
-
-    def report(self) -> MemoryReport:
-        """Return the current and the peak bytes."""
-        with self._lock:
-            self._write_down_peak()
-            return MemoryReport({k: v for k, v in self._now.items() if v}, dict(self._peak))
-
-    def _write_down_peak(self) -> None:
-        """Copy the current entries to the peak, if they are the peak and were not copied yet."""
-        if not self._peak and self._total == self._peak_total:
-            self._peak = {entry: size for entry, size in self._now.items() if size}
 
 
 def human(size: float) -> str:

@@ -7,8 +7,8 @@ import threading
 
 from torch import Tensor
 
+from shardwell.memory import MemoryStats, StateKind, Tier
 from shardwell.memory.device import Device, Waitable
-from shardwell.memory.statistics import MemoryStats, StateKind, Tier
 from shardwell.offload.disk_queue import aligned
 
 

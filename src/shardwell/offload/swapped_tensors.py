@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.kernels.io import SECTOR
-from shardwell.memory.statistics import MemoryStats, StateKind, Tier
+from shardwell.memory import MemoryStats, StateKind, Tier
 from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
 from shardwell.offload.disk_file import rounded
 

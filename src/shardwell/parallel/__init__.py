@@ -3,13 +3,15 @@
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.mesh import Axis, RankGroup, start_process_group
+from shardwell.parallel.roles import MeshRoles
 from shardwell.parallel.traffic import TrafficKind, TrafficReport, TrafficStats
-from shardwell.parallel.work import Work
+from shardwell.parallel.transport import Work
 
 __all__ = [
     "Agreement",
     "Axis",
     "Collectives",
+    "MeshRoles",
     "RankGroup",
     "TrafficKind",
     "TrafficReport",

@@ -34,7 +34,7 @@ from shardwell.parallel.signed_store import signed_where_secret
 from shardwell.parallel.stragglers import PeerWait
 
 _WINDOW = 4096  # tokens that define a position: longer than any step, so that no position in a step is ambiguous
-_MOST_PLACES = 1 << 16
+_MOST_POSITIONS = 1 << 16
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 _OLDEST = pow(_BASE, _WINDOW, _PRIME)
@@ -60,14 +60,15 @@ class Agreement:
     ) -> None:
         """Open the table. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self._mesh = mesh
+        self.rank, self.size = mesh.rank, mesh.size
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self.time_limit = time_limit
         self.cut_links = cut_links
-        self._book: dict[int, str] = {}
+        self._table: dict[int, str] = {}
         self._revisions: dict[int, int] = {}
         self._recent: deque[int] = deque()
-        self._edition = 0  # of the table: incremented when a full table is cleared
-        self._place = 0  # the position: a rolling hash over the last tokens
+        self._generation = 0  # of the table: incremented when a full table is cleared
+        self._position = 0  # the position: a rolling hash over the last tokens
         self._num_meetings = 0
         self.advice = _ADVICE  # what the user can do about a divergence
         self.num_moves = 0  # tokens so far, the same on all ranks at the same position
@@ -88,14 +89,6 @@ class Agreement:
             self._pulse = Heartbeats(self, number, mesh.rank, mesh.size, self._store, store)
 
     @property
-    def rank(self) -> int:
-        return self._mesh.rank
-
-    @property
-    def size(self) -> int:
-        return self._mesh.size
-
-    @property
     def store(self) -> Any:
         """Return the store in which the ranks of this engine leave messages for each other; None with one rank."""
         return self._store
@@ -110,25 +103,32 @@ class Agreement:
         if self._failure is not None:
             kind, words = self._failure
             raise kind(words)
-        expected = self._book.get(self._place)
+        expected = self._table.get(self._position)
         if expected is None:
             self._settle(token)
         elif expected != token:
             self._deviate(token, expected)
-        self._move(token)
+        self.num_moves += 1
+        self.last_token = token
+        code = zlib.crc32(token.encode()) + 1
+        self._recent.append(code)
+        position = (self._position * _BASE + code) % _PRIME
+        if len(self._recent) > _WINDOW:
+            position = (position - self._recent.popleft() * _OLDEST) % _PRIME
+        self._position = position
 
     def _settle(self, token: str) -> None:
         """Decide a new position: the first rank that reaches it writes its token down, and others compare theirs."""
-        self._check(self._board.first(f"new/{self._edition}/{self._place}", self._signed(token)), token)
+        self._check(self._board.first(f"new/{self._generation}/{self._position}", self._signed(token)), token)
         self._write(token)
 
     def _deviate(self, token: str, expected: str) -> None:
         """Wait until all ranks deviate from the expected token in the same way, and enter the new token."""
-        revision = self._revisions.get(self._place, 0)
-        key = f"turn/{self._edition}/{self._place}/{revision}"
+        revision = self._revisions.get(self._position, 0)
+        key = f"turn/{self._generation}/{self._position}/{revision}"
         self._check(self._board.first(key, self._signed(token)), token)
         self._wait_for_all(key, token, expected)
-        self._revisions[self._place] = revision + 1
+        self._revisions[self._position] = revision + 1
         self._write(token)
 
     def meet(self, token: str, *, limited: bool = True) -> None:
@@ -146,13 +146,13 @@ class Agreement:
 
         `expected` is the token in the table, if that is another one.
         """
-        self._board.set(f"{key}/{self._mesh.rank}", "")
+        self._board.set(f"{key}/{self.rank}", "")
         arrived = self._board.add(f"{key}/count", 1)
         wait = PeerWait(self, key, token, expected, timeout() if limited else float("inf"))
         pause = 1e-4
         before, self.is_waiting = self.is_waiting, True
         try:
-            while arrived < self._mesh.size:
+            while arrived < self.size:
                 self.check_failures()
                 self.check_exits(self.num_moves + bool(expected))  # a deviation is not counted yet
                 wait.look()
@@ -164,7 +164,7 @@ class Agreement:
 
     def missing(self, key: str) -> list[int]:
         """Return the ranks that have not arrived where this rank waits."""
-        return [rank for rank in range(self._mesh.size) if not self._board.has(f"{key}/{rank}")]
+        return [rank for rank in range(self.size) if not self._board.has(f"{key}/{rank}")]
 
     def sign_of(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of another rank; None if it sent none."""
@@ -181,9 +181,9 @@ class Agreement:
         """
         if not self._active:
             return {}
-        signs = {rank: self.sign_of(rank) for rank in range(self._mesh.size) if rank != self._mesh.rank}
+        signs = {rank: self.sign_of(rank) for rank in range(self.size) if rank != self.rank}
         known = {rank: sign for rank, sign in signs.items() if sign is not None}
-        if any(rank < self._mesh.rank and sign.moves >= self.num_moves for rank, sign in known.items()):
+        if any(rank < self.rank and sign.moves >= self.num_moves for rank, sign in known.items()):
             return {}
         return {rank: sign for rank, sign in known.items() if sign.moves < self.num_moves}
 
@@ -192,7 +192,7 @@ class Agreement:
         if theirs != token:
             raise self.fail(
                 DivergenceError(
-                    f"ranks diverge: rank {self._mesh.rank} is about to run '{token}' where rank {rank} runs "
+                    f"ranks diverge: rank {self.rank} is about to run '{token}' where rank {rank} runs "
                     f"'{theirs}'. {self.way_out(token, theirs)}"
                 )
             )
@@ -202,36 +202,26 @@ class Agreement:
         return self.advice if self.advise is None else self.advise(ours, theirs)
 
     def _signed(self, token: str) -> str:
-        return f"{self._mesh.rank} {token}"
+        return f"{self.rank} {token}"
 
     def _write(self, token: str) -> None:
-        if len(self._book) >= _MOST_PLACES:  # all ranks get here together, because their tables are equal
-            self._book.clear()
+        if len(self._table) >= _MOST_POSITIONS:  # all ranks get here together, because their tables are equal
+            self._table.clear()
             self._revisions.clear()
-            self._edition += 1
-        self._book[self._place] = token
-
-    def _move(self, token: str) -> None:
-        self.num_moves += 1
-        self.last_token = token
-        code = zlib.crc32(token.encode()) + 1
-        self._recent.append(code)
-        place = (self._place * _BASE + code) % _PRIME
-        if len(self._recent) > _WINDOW:
-            place = (place - self._recent.popleft() * _OLDEST) % _PRIME
-        self._place = place
+            self._generation += 1
+        self._table[self._position] = token
 
     def begin_step(self) -> None:
         """Start a new step: earlier tokens are no longer part of the position."""
         self._recent.clear()
-        self._place = 0
+        self._position = 0
 
     # ------------------------------------------------------------------------------------------------ failures
 
     def fail(self, error: ShardwellError) -> ShardwellError:
         """Tell the peers why this rank stops, wake peers that wait for it, and refuse further tokens here."""
         if self._active and self._failure is None:
-            self._failure = type(error), f"{error} (on this rank, {self._mesh.rank}). {_NO_RETURN}"
+            self._failure = type(error), f"{error} (on this rank, {self.rank}). {_NO_RETURN}"
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
         return error
 
@@ -249,11 +239,11 @@ class Agreement:
         """Tell peers that will wait for this rank why it does not come. The links stay open for their other users."""
         if self._active:
             with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
-                self._board.first(_FAILURE, f"peer {self._mesh.rank} {words}")
+                self._board.first(_FAILURE, f"peer {self.rank} {words}")
 
     def _tell(self, kind: str, words: str) -> None:
         with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
-            self._board.first(_FAILURE, f"{kind} {self._mesh.rank} {words}")
+            self._board.first(_FAILURE, f"{kind} {self.rank} {words}")
         self.is_over = True
         self.cut_links()
 
@@ -268,7 +258,7 @@ class Agreement:
             words = f"{_gone(lost[0])}, and the store that ranks leave words in has gone, too"
         else:
             words = (
-                f"rank {self._mesh.rank}: a peer stopped answering. The store that ranks leave words in is gone: the "
+                f"rank {self.rank}: a peer stopped answering. The store that ranks leave words in is gone: the "
                 f"process that holds it (rank 0's, or the launcher's) has ended ({error})"
             )
         self._failure = PeerError, words
@@ -281,7 +271,7 @@ class Agreement:
 
         If it left none, other ranks may have no link to the failed rank and wait for this one: they are told.
         """
-        deadline, words = time.monotonic() + 2.0, f"rank {self._mesh.rank}: a peer stopped answering: {error}"
+        deadline, words = time.monotonic() + 2.0, f"rank {self.rank}: a peer stopped answering: {error}"
         while time.monotonic() < deadline:
             try:
                 self.check_failures()
@@ -303,7 +293,7 @@ class Agreement:
         """
         if self._active and self._failure is None:
             with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
-                self._board.set(f"{_END}/{self._mesh.rank}", f"{self.num_moves} {words}")
+                self._board.set(f"{_END}/{self.rank}", f"{self.num_moves} {words}")
             self.is_over = True
 
     def check_exits(self, needed: int | None = None) -> None:
@@ -318,13 +308,13 @@ class Agreement:
 
     def _ended_ranks(self, needed: int) -> str | None:
         """Return the messages of ranks that ended before `needed` tokens, with advice; None if no rank has."""
-        others = (rank for rank in range(self._mesh.size) if rank != self._mesh.rank)
+        others = (rank for rank in range(self.size) if rank != self.rank)
         ended = [rank for rank in others if self._board.has(f"{_END}/{rank}")]
         words = [(rank, *self._board.get(f"{_END}/{rank}").partition(" ")[::2]) for rank in ended]
         if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):
             return None
         return (
-            f"{said}; rank {self._mesh.rank} goes on and waits for what it would bring. Give all ranks the same number "
+            f"{said}; rank {self.rank} goes on and waits for what it would bring. Give all ranks the same number "
             "of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop inside `with "
             "engine.join():`, where ranks may have different numbers of them."
         )

@@ -11,12 +11,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwell.errors import DivergenceError, PeerError
-
-if TYPE_CHECKING:
-    from shardwell.parallel.collectives import Collectives
+from shardwell.parallel.collectives import Collectives
 
 _SIZE = 16  # bytes of a digest
 _PATIENCE = 10.0  # seconds to wait for the messages of other ranks, which all know that they have to send them

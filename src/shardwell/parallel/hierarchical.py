@@ -13,69 +13,53 @@ the same position of their nodes are adjacent in a flat buffer, in a slab:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
 
 from torch import Tensor
 
 from shardwell.memory import StateKind, TemporaryBuffers
-from shardwell.parallel.mesh import local_ranks_are_consecutive
-from shardwell.parallel.traffic import TrafficKind
-from shardwell.parallel.work import Work
-
-if TYPE_CHECKING:
-    from shardwell.parallel.collectives import Collectives
+from shardwell.parallel.transport import STAGING, Transport, Work
 
 
 class HierarchicalTransport:
-    """The two groups that a world consists of: this rank's node, and the ranks at the same position of all nodes."""
+    """A transport of two hops, over this rank's node and over the ranks at the same position of all nodes."""
 
-    def __init__(self, inside: Collectives, across: Collectives, scratch: TemporaryBuffers) -> None:
-        self.inside, self.across, self._scratch = inside, across, scratch
+    def __init__(
+        self,
+        inside: Transport,
+        across: Transport,
+        scratch: TemporaryBuffers,
+        *,
+        node_size: int,
+        local_rank: int,
+        host_starts_hops: bool,
+    ) -> None:
+        """Join two transports.
 
-    def place_of(self, rank: int) -> int:
-        """Return the index of the shard of a flat buffer that `rank` owns."""
-        node, stand = divmod(rank, self.inside.mesh.size)
-        return stand * self.across.mesh.size + node
+        `host_starts_hops`: the host has to start the second hop, because no stream orders it behind the first.
+        """
+        self._inside, self._across, self._scratch = inside, across, scratch
+        self._node_size, self._local_rank, self._host_starts_hops = node_size, local_rank, host_starts_hops
 
-    def gather(self, flat: Tensor, kind: TrafficKind) -> Work:
+    def all_gather(self, flat: Tensor) -> Work:
         """Start an all-gather of `flat`: across the nodes first, then inside the node."""
-        slab = flat.chunk(self.inside.mesh.size)[self.inside.mesh.rank]
-        self.across.count(kind, slab)
-        self.inside.count(kind, flat)
-        return self._followed(self.across.move_all_gather(slab), lambda: self.inside.move_all_gather(flat))
+        slab = flat.chunk(self._node_size)[self._local_rank]
+        return self._followed(self._across.all_gather(slab), partial(self._inside.all_gather, flat))
 
-    def reduce(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool, kind: TrafficKind) -> Work:
+    def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start a reduce-scatter of `flat` into `into`: inside the node first, then across the nodes.
 
         The sum of a node is rounded to the dtype of `flat` once, and summed again in fp32 at least.
         """
-        part = self._scratch.allocate(flat.numel() // self.inside.mesh.size, flat.dtype, StateKind.STAGING, "(staging)")
-        self.inside.count(kind, flat)
-        self.across.count(kind, part)
-        first = self.inside.move_reduce_scatter(flat, part, 1.0, False)
-        second = self._followed(first, lambda: self.across.move_reduce_scatter(part, into, scale, accumulate))
-        return second.then(lambda: self._scratch.free(part))
+        part = self._scratch.allocate(flat.numel() // self._node_size, flat.dtype, StateKind.STAGING, STAGING)
+        first = self._inside.reduce_scatter(flat, part, 1.0, False)
+        second = self._followed(first, partial(self._across.reduce_scatter, part, into, scale, accumulate))
+        return second.then(partial(self._scratch.free, part))
 
     def _followed(self, first: Work, start: Callable[[], Work]) -> Work:
         """Return the work of two hops, the second of which the host or the stream starts."""
-        if self.across.host_drives_progress:
+        if self._host_starts_hops:
             return first.then_start(start)
         # The second hop is enqueued immediately, behind the first on the same stream. Waiting for it also finishes the
         # first, which holds memory until then.
         return start().then(first.wait)
-
-
-def ranks_per_node(world: Collectives) -> int:
-    """Return the ranks per node that the launchers report, after an all-reduce: all ranks get the same answer.
-
-    The last node may have fewer ranks. With other uneven sizes or another order of ranks, each rank counts as a node.
-    """
-    mesh = world.mesh
-    if mesh.size == 1:
-        return 1
-    most = int(-world.all_reduce_min(-mesh.local_world_size, "NODES"))
-    first = mesh.rank // most * most
-    fits = mesh.local_world_size == min(most, mesh.size - first) and (
-        most == mesh.size or local_ranks_are_consecutive(mesh.rank, most)
-    )
-    return most if world.all_reduce_min(float(fits), "NODES") else 1

@@ -9,28 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import Event, StateKind, Stream, TemporaryBuffers
-from shardwell.parallel.traffic import TrafficKind
-from shardwell.parallel.work import Work
+from shardwell.memory import Device, Event, StateKind, Stream, TemporaryBuffers
+from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.transport import STAGING, DirectTransport, Transport, Work
 
-if TYPE_CHECKING:
-    from shardwell.parallel.collectives import Collectives
-
-_STAGING = "(staging)"
 Keep = Callable[[Tensor], None]  # is passed the quantised shards of all ranks, before their memory is freed
 
 
+class Route(Protocol):
+    """What a quantised collective needs of the `Collectives` that announced and counted it."""
+
+    @property
+    def mesh(self) -> RankGroup: ...
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def shard_index(self) -> int: ...
+
+    @property
+    def host_drives_progress(self) -> bool: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    @property
+    def direct(self) -> DirectTransport: ...
+
+
 def all_gather(
-    world: Collectives,
+    comm: Route,
     flat: Tensor,
     codec: Codec,
-    kind: TrafficKind,
     scratch: TemporaryBuffers,
     rest: Tensor | None = None,
     copied: Callable[[], object] | None = None,
@@ -41,24 +58,24 @@ def all_gather(
     `rest` is this rank's own quantised shard. `copied` is called when the copy of `rest` is enqueued on the all-gather
     stream, which reads it no more after that.
     """
-    place = world.shard_index
+    index = comm.shard_index
 
     def bring(memory: Tensor) -> Work:
-        codes = memory.view(world.mesh.size, -1)
-        with world.device.all_gather_stream.after_current():
+        codes = memory.view(comm.mesh.size, -1)
+        with comm.device.all_gather_stream.after_current():
             if rest is None:
-                codec.encode(flat.view(len(codes), -1)[place], codes[place])
+                codec.encode(flat.view(len(codes), -1)[index], codes[index])
             else:
-                codes[place].copy_(rest, non_blocking=True)
+                codes[index].copy_(rest, non_blocking=True)
         if copied is not None:
             copied()
-        return world.all_gather_path(memory, kind)
+        return comm.transport.all_gather(memory)
 
-    return decode(world, flat, codec, bring, scratch, keep)
+    return decode(comm, flat, codec, bring, scratch, keep)
 
 
 def decode(
-    world: Collectives,
+    comm: Route,
     flat: Tensor,
     codec: Codec,
     bring: Callable[[Tensor], Work],
@@ -69,28 +86,28 @@ def decode(
 
     `bring` starts to write the quantised shards to memory; `keep` is passed that memory before it is freed.
     """
-    shards, lane = flat.view(world.mesh.size, -1), world.device.all_gather_stream
+    shards, stream = flat.view(comm.mesh.size, -1), comm.device.all_gather_stream
     size = codec.num_bytes(shards.shape[1])
-    memory = scratch.allocate(len(shards) * size, torch.uint8, StateKind.STAGING, _STAGING)
+    memory = scratch.allocate(len(shards) * size, torch.uint8, StateKind.STAGING, STAGING)
     moved = bring(memory)
 
     def decoded() -> Event:
-        with _behind(world, lane):
+        with _behind(comm, stream):
             codec.decode(memory.view(-1, size), shards)
-        return lane.record()
+        return stream.record()
 
     def finish() -> None:
         if keep is not None:
             keep(memory)
         scratch.free(memory)
 
-    if world.host_drives_progress:
+    if comm.host_drives_progress:
         return moved.then(lambda: decoded().wait()).then(finish)
     return moved.then(decoded().wait).then(finish)
 
 
 def reduce_scatter(
-    path: Sequence[tuple[Collectives, Codec]],
+    path: Sequence[tuple[Route, Codec]],
     flat: Tensor,
     into: Tensor,
     scale: float,
@@ -105,23 +122,25 @@ def reduce_scatter(
     """
     (comm, codec), *rest = path
     rows = flat.view(comm.mesh.size, -1)
-    size, lane = codec.num_bytes(rows.shape[1]), comm.device.reduce_stream
-    sent, received = (scratch.allocate(len(rows) * size, torch.uint8, StateKind.STAGING, _STAGING) for _ in range(2))
-    with lane.after_current():
+    size, stream = codec.num_bytes(rows.shape[1]), comm.device.reduce_stream
+    sent, received = (scratch.allocate(len(rows) * size, torch.uint8, StateKind.STAGING, STAGING) for _ in range(2))
+    with stream.after_current():
         if rest or lost is None:
             codec.encode(rows, sent.view(-1, size))
         else:
             _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), scratch)
-    moved = comm.move_all_to_all(sent, received)
-    part = scratch.allocate(rows.shape[1], torch.float32, StateKind.STAGING, _STAGING) if rest else _wide(into, scratch)
+    moved = comm.direct.all_to_all(sent, received)
+    part = scratch.allocate(rows.shape[1], torch.float32, StateKind.STAGING, STAGING) if rest else _wide(into, scratch)
 
     def add_up() -> Work:
-        with _behind(comm, lane):
+        with _behind(comm, stream):
             adds = accumulate and part is into
             codec.decode_sum(received.view(-1, size), part, 1.0 if rest else scale, add=adds)
             if not rest and part is not into:
                 into.add_(part) if accumulate else into.copy_(part)
-        return reduce_scatter(rest, part, into, scale, accumulate, scratch, lost) if rest else Work(lane.record().wait)
+        return (
+            reduce_scatter(rest, part, into, scale, accumulate, scratch, lost) if rest else Work(stream.record().wait)
+        )
 
     def give() -> None:
         for memory in (sent, received, *(() if part is into else (part,))):
@@ -132,16 +151,16 @@ def reduce_scatter(
     return add_up().then(moved.wait).then(give)
 
 
-def num_bytes(path: Sequence[tuple[Collectives, Codec]], numel: int) -> list[int]:
-    """Return the bytes that this rank receives on each hop of a quantised reduce-scatter."""
+def bytes_per_peer(path: Sequence[tuple[Route, Codec]], numel: int) -> list[int]:
+    """Return the bytes that this rank receives from each peer, on each hop of a quantised reduce-scatter."""
     found = []
     for comm, codec in path:
         numel //= comm.mesh.size
-        found.append((comm.mesh.size - 1) * codec.num_bytes(numel))
+        found.append(codec.num_bytes(numel))
     return found
 
 
-def residual_numel(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int:
+def residual_numel(path: Sequence[tuple[Route, Codec]], numel: int) -> int:
     """Return the number of elements that the last hop of a quantised reduce-scatter quantises."""
     for comm, _ in path[:-1]:
         numel //= comm.mesh.size
@@ -150,7 +169,7 @@ def residual_numel(path: Sequence[tuple[Collectives, Codec]], numel: int) -> int
 
 def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: TemporaryBuffers) -> None:
     """Quantise `rows` plus the earlier error `lost`; store the new error there, with non-finite values as zero."""
-    total, said = (scratch.allocate(rows.numel(), torch.float32, StateKind.STAGING, _STAGING) for _ in range(2))
+    total, said = (scratch.allocate(rows.numel(), torch.float32, StateKind.STAGING, STAGING) for _ in range(2))
     total.view_as(rows).copy_(rows).add_(lost)
     codec.encode(total.view_as(rows), codes)
     codec.decode(codes, said.view_as(rows))
@@ -159,16 +178,16 @@ def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratc
     scratch.free(said)
 
 
-def _behind(comm: Collectives, lane: Stream) -> AbstractContextManager[None]:
+def _behind(comm: Route, stream: Stream) -> AbstractContextManager[None]:
     """Return a context that enqueues work on a stream, behind a hop.
 
     Where the host has waited for the hop, the caller's stream is ordered behind it, but this stream is not.
     """
-    return lane.after_current() if comm.host_drives_progress else lane.after(Event())
+    return stream.after_current() if comm.host_drives_progress else stream.after(Event())
 
 
 def _wide(into: Tensor, scratch: TemporaryBuffers) -> Tensor:
     """Return the fp32 tensor to sum into: `into` itself if it is fp32."""
     if into.dtype is torch.float32:
         return into
-    return scratch.allocate(into.numel(), torch.float32, StateKind.STAGING, _STAGING)
+    return scratch.allocate(into.numel(), torch.float32, StateKind.STAGING, STAGING)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from shardwell.errors import DivergenceError, PeerError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
 
 _FIRST_LOOK, _LONGEST_PAUSE = 1.0, 5.0  # seconds, between two checks of what other ranks do
+_FIRST_PROBE, _PROBE_EVERY = 4, 16  # counted in calls of a `FailurePoll`
 _MOST_NAMES = 3
 
 
@@ -64,6 +65,29 @@ class PeerWait:
             f"ranks diverge: rank {agreement.rank} is about to run '{self._token}', but rank {rank} did not join it"
             f"{how}{else_}. {agreement.way_out(self._token, self._expected)}"
         )
+
+
+class FailurePoll:
+    """A check that a rank makes repeatedly, about twice a second, while it waits for data from other ranks."""
+
+    def __init__(self, agreement: Agreement | None, probe: Callable[[], None]) -> None:
+        """Begin a wait. `probe` raises if a link to another rank is broken."""
+        self._agreement, self._probe = agreement, probe
+        self._stragglers = None if agreement is None else Stragglers(agreement)
+        self._times = 0
+
+    def __call__(self) -> None:
+        """Raise if waiting has become useless, and report ranks that are behind."""
+        self._times += 1
+        if self._agreement is not None:
+            self._agreement.check_failures()
+        # Probes become rarer, up to a limit, because each one posts a receive that stays posted.
+        if self._times >= _FIRST_PROBE and (self._times & (self._times - 1) == 0 or self._times % _PROBE_EVERY == 0):
+            if self._agreement is not None:
+                self._agreement.check_exits()
+            self._probe()
+        if self._stragglers is not None:
+            self._stragglers.look()
 
 
 class Stragglers:

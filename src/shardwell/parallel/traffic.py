@@ -71,24 +71,12 @@ class TrafficReport:
 
 @dataclass
 class TrafficStats:
-    """Counters of one step at a time; `end_step` turns the counters of the current step into the last report."""
+    """Counters of one step at a time, which `Collectives` increments, and the report of the step before."""
 
-    _open: defaultdict[tuple[TrafficKind, str], int] = field(default_factory=lambda: defaultdict(int))
-    _calls: defaultdict[TrafficKind, int] = field(default_factory=lambda: defaultdict(int))
+    received: defaultdict[tuple[TrafficKind, str], int] = field(default_factory=lambda: defaultdict(int))
+    calls: defaultdict[TrafficKind, int] = field(default_factory=lambda: defaultdict(int))
     last: TrafficReport = field(default_factory=lambda: TrafficReport({}, {}))
-
-    def count(self, kind: TrafficKind, inside: int, between: int) -> None:
-        """Count one collective and the bytes that this rank receives in it."""
-        self._open[kind, INSIDE] += inside
-        self._open[kind, BETWEEN] += between
-        self._calls[kind] += 1
 
     def current(self) -> TrafficReport:
         """Return a report of the current step."""
-        return TrafficReport(dict(self._open), dict(self._calls))
-
-    def end_step(self) -> None:
-        """Keep the report of the current step as `last`, and start a new one."""
-        self.last = self.current()
-        self._open.clear()
-        self._calls.clear()
+        return TrafficReport(dict(self.received), dict(self.calls))

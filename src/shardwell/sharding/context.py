@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -12,7 +12,7 @@ from shardwell.errors import NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.param_swap import ReadBuffers
-from shardwell.parallel import Axis, Collectives
+from shardwell.parallel import Axis, Collectives, MeshRoles
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class EngineContext:
     comm: dict[Axis, Collectives]
     disk: DiskTier | None = None
     pages: ReadBuffers | None = None  # read buffers for parameters on disk
+    roles: MeshRoles = field(init=False)  # the same collectives as in `comm`, by what they are for
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roles", MeshRoles.for_one_axis(self.world, self.comm.get(Axis.NODE)))
 
     @property
     def world(self) -> Collectives:

@@ -55,7 +55,7 @@ class InitRegistry:
         world = world_mesh(where)
         comm = Collectives(world, device, ledger, scratch)
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
-        self.agreement.advice, self.agreement.probe = _ADVICE, comm.probe
+        self.agreement.advice, self.agreement.probe = _ADVICE, comm.links.probe
         disk = None
         if rest.tier is Tier.DISK:
             disk = DiskTier(rest.folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))

@@ -1,0 +1,158 @@
+"""The collectives of a library (NCCL, simulated ranks, gloo on CUDA), and the transport of a single rank.
+
+All-gather works in place, and reduce-scatter is the library's for 32-bit types. 16-bit gradients are exchanged by
+all-to-all and summed here in fp32, on every backend: 16 bits travel, and the sum loses none. Gloo's reduce-scatter is
+avoided in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwell.memory import Device, Event, StateKind, TemporaryBuffers
+from shardwell.parallel.gloo import sum_in_rank_order
+from shardwell.parallel.links import Links
+from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.transport import STAGING, Work
+
+
+class LibraryTransport:
+    """The library's collectives, on the streams of the device.
+
+    With gloo the backend's threads make the progress, so the host must wait for a work; otherwise the stream waits.
+    """
+
+    sends_shards = False
+
+    def __init__(self, mesh: RankGroup, device: Device, links: Links, scratch: TemporaryBuffers) -> None:
+        self._mesh, self._device, self._links, self._scratch = mesh, device, links, scratch
+        self._is_gloo = mesh.backend == "gloo"
+
+    def all_gather(self, flat: Tensor) -> Work:
+        """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        stream = self._device.all_gather_stream
+        with stream.after_current():
+            mine = flat.chunk(self._mesh.size)[self._mesh.rank]
+            # gloo stages through the host, and its input must not be a part of its output
+            work = self._start(gather, flat, mine.clone() if self._is_gloo else mine)
+            if self._is_gloo:
+                return Work(partial(self.wait, [work]))
+            work.wait()
+            return Work(stream.record().wait)
+
+    def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, which becomes invalid."""
+        if self._is_gloo or flat.dtype not in (torch.float32, torch.float64):
+            return self._reduce_by_all_to_all(flat, into, scale, accumulate)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with self._device.reduce_stream.after_current():
+            mine = flat.chunk(self._mesh.size)[self._mesh.rank]
+            self._start(scatter, mine, flat).wait()
+            sum_in_rank_order([mine], into, scale, accumulate)
+            return Work(self._device.reduce_stream.record().wait)
+
+    def _reduce_by_all_to_all(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        received = self._scratch.allocate(flat.numel(), flat.dtype, StateKind.STAGING, STAGING)
+        free, stream = partial(self._scratch.free, received), self._device.reduce_stream
+        with stream.after_current():
+            work = self._start(dist.all_to_all_single, received, flat)
+            if self._is_gloo:
+                return Work(partial(self._finish_all_to_all, work, received, into, scale, accumulate), free)
+            work.wait()
+            self._sum(received, into, scale, accumulate)
+            event = stream.record()
+        return Work(event.wait, free)
+
+    def _finish_all_to_all(self, work: Any, received: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
+        """Wait on the host, then sum on the reduce stream, and order the caller's stream behind that."""
+        with self._device.reduce_stream.after_current():
+            self.wait([work])
+            self._sum(received, into, scale, accumulate)
+            event = self._device.reduce_stream.record()
+        event.wait()
+
+    def _sum(self, received: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
+        parts = list(received.chunk(self._mesh.size))
+        sum_in_rank_order([parts.pop(self._mesh.rank), *parts], into, scale, accumulate)
+
+    def all_to_all(self, sent: Tensor, received: Tensor) -> Work:
+        """Start to send the r-th of equal parts of `sent` to rank r, and to receive the r-th of `received` from it."""
+        with self._device.reduce_stream.after(Event()):
+            work = self._start(dist.all_to_all_single, received, sent)
+            if self._is_gloo:
+                return Work(partial(self.wait, [work]))
+            work.wait()
+        return Work()
+
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send outgoing[r] to rank r and receive incoming[r] from it; this rank's own parts are equal already."""
+        sent, received = torch.cat(list(outgoing)), torch.empty_like(torch.cat(list(incoming)))
+        sizes = [[tensor.numel() for tensor in side] for side in (incoming, outgoing)]
+        self.wait([self._start(dist.all_to_all_single, received, sent, *sizes)])
+        for tensor, part in zip(incoming, received.split(sizes[0]), strict=True):
+            tensor.copy_(part)
+
+    def scatter(self, flat: Tensor, into: Tensor, source: int, shard_indices: Sequence[int]) -> None:
+        """Copy this rank's shard of `source`'s `flat` to `into`; shard_indices[r] is the index of rank r's shard.
+
+        `flat` is broadcast, which costs the sender the same as to send every rank its shard.
+        """
+        self.wait([self._start(dist.broadcast, flat, src=self._mesh.global_rank(source))])
+        start = shard_indices[self._mesh.rank] * into.numel()
+        into.copy_(flat[start : start + into.numel()])
+
+    def wait(self, works: list[Any]) -> None:
+        """Wait for works of torch.distributed; raise the cause if one of them fails."""
+        try:
+            for work in works:  # in this thread: on cuda the stream waits, not the host
+                work.wait()
+        except RuntimeError as error:
+            self._links.raise_cause(error)
+
+    def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start a collective of torch.distributed; raise the cause if that fails."""
+        try:
+            return collective(*args, **kwargs, group=self._mesh.group, async_op=True)
+        except RuntimeError as error:
+            self._links.raise_cause(error)
+
+
+class SingleRankTransport:
+    """The transport of a group of one rank, which has nothing to move."""
+
+    sends_shards = True
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def all_gather(self, flat: Tensor) -> Work:
+        """Return a work without anything in flight."""
+        return Work()
+
+    def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        """Start `into` = (or +=) `scale` x `flat`, on the reduce stream."""
+        with self._device.reduce_stream.after_current():
+            sum_in_rank_order([flat], into, scale, accumulate)
+        return Work(self._device.reduce_stream.record().wait)
+
+    def all_to_all(self, sent: Tensor, received: Tensor) -> Work:
+        """Copy `sent` to `received`."""
+        received.copy_(sent)
+        return Work()
+
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Do nothing: this rank's own parts are equal already."""
+
+    def scatter(self, flat: Tensor, into: Tensor, source: int, shard_indices: Sequence[int]) -> None:
+        """Copy `flat` to `into`."""
+        into.copy_(flat)
+
+    def wait(self, works: list[Any]) -> None:
+        """Do nothing: there are no works."""

@@ -1,0 +1,43 @@
+"""What an engine uses its groups of ranks for, and how the ranks are grouped into nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwell.parallel.agreement import Agreement
+from shardwell.parallel.collectives import Collectives
+from shardwell.parallel.mesh import local_ranks_are_consecutive
+
+
+@dataclass(frozen=True)
+class MeshRoles:
+    """The collectives of one engine, by what they are for. Several roles may have the same collectives."""
+
+    shard: Collectives  # the axis of ZeRO: layouts, all-gathers, reduce-scatters, shard indices
+    replicate: Collectives | None  # the average after a reduce-scatter; None if each shard is on one rank only
+    data: Collectives  # shard x replicate: broadcasts of values
+    all: Collectives  # norms, overflow checks, budgets, checkpoints
+    secondary: Collectives | None  # a secondary shard in the node (hpZ); None if there is none
+    agreement: Agreement  # of the ranks that issue the same collectives
+
+    @classmethod
+    def for_one_axis(cls, world: Collectives, secondary: Collectives | None = None) -> MeshRoles:
+        """Return the roles if parameters are sharded over all ranks, which is a mesh of one dimension."""
+        assert world.agreement is not None, "set the agreement of the collectives first"
+        return cls(world, None, world, world, secondary, world.agreement)
+
+
+def ranks_per_node(world: Collectives) -> int:
+    """Return the ranks per node that the launchers report, after an all-reduce: all ranks get the same answer.
+
+    The last node may have fewer ranks. With other uneven sizes or another order of ranks, each rank counts as a node.
+    """
+    mesh = world.mesh
+    if mesh.size == 1:
+        return 1
+    most = int(-world.all_reduce_min(-mesh.local_world_size, "NODES"))
+    first = mesh.rank // most * most
+    fits = mesh.local_world_size == min(most, mesh.size - first) and (
+        most == mesh.size or local_ranks_are_consecutive(mesh.rank, most)
+    )
+    return most if world.all_reduce_min(float(fits), "NODES") else 1

@@ -1,0 +1,53 @@
+"""The roles of an engine's collectives."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwell
+from shardwell.parallel import Axis
+from tests.models import zero
+from tests.ranks import Ranks
+
+
+def roles_with(block: dict[str, int]) -> dict[str, object]:
+    """Build an engine and say which collectives its roles have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3, zero_optimization=block)).engine
+    context, roles = engine._context, engine._context.roles
+    found = {
+        "one axis": all(role is context.world for role in (roles.shard, roles.data, roles.all)),
+        "replicates": roles.replicate is not None,
+        "secondary": None if roles.secondary is None else roles.secondary.mesh.size,
+        "is the node's": roles.secondary is context.comm.get(Axis.NODE),
+        "agreement": roles.agreement is context.world.agreement,
+        "size": roles.all.mesh.size,
+    }
+    engine.destroy()
+    return found
+
+
+def test_a_single_rank_has_one_group_for_all_roles() -> None:
+    assert roles_with({}) == {
+        "one axis": True,
+        "replicates": False,
+        "secondary": None,
+        "is the node's": True,
+        "agreement": True,
+        "size": 1,
+    }
+
+
+def two_engines() -> list[dict[str, object]]:
+    assert dist.get_world_size() == 4
+    return [roles_with({}), roles_with({"zero_hpz_partition_size": 2})]
+
+
+def test_a_secondary_shard_is_the_only_role_with_a_group_of_its_own(ranks: Ranks) -> None:
+    plain = {"one axis": True, "replicates": False, "is the node's": True, "agreement": True, "size": 4}
+    for found in ranks.run(4, two_engines):
+        assert found == [{**plain, "secondary": None}, {**plain, "secondary": 2}]
