@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.optim.overflow_check import FIRST_STEPS
+from shardwell.optim.grad_norm import FIRST_STEPS
 from tests.models import Gpt, batches, whole_parameters, zero
 from tests.parity.loops import Case, all_sharded, distance, plainly
 from tests.ranks import Ranks

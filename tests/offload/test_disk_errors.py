@@ -114,7 +114,7 @@ def after(folder: str, go_wrong: Callable[[shardwell.Engine], None] | None) -> d
     engine = engine_with(blocks("nvme", "nvme", folder))
     train(engine)
     wait(engine)
-    engine.optimizer._offloaded.host.forget_guesses()
+    engine.optimizer.executor.queue.forget_guesses()
     if go_wrong is not None:
         with pytest.raises(ShardwellError, match="as it was told"):
             go_wrong(engine)

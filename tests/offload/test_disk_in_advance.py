@@ -26,8 +26,8 @@ from tests.ranks import Ranks
 
 def read_ahead(engine: shardwell.Engine) -> int:
     """Bytes; the reader has nothing left to do."""
-    offloaded = engine.optimizer._offloaded
-    return 0 if offloaded is None else offloaded.host.bytes_in_advance()
+    queue = getattr(engine.optimizer.executor, "queue", None)
+    return 0 if queue is None else queue.bytes_in_advance()
 
 
 def step(engine: shardwell.Engine, batch: Tensor) -> None:
@@ -45,7 +45,7 @@ def reads(folder: str, commit: str) -> dict[str, Any]:
     data = batches(3, 4)
     for batch in data[:2]:
         step(engine, batch)
-    found: dict[str, Any] = {"ahead": read_ahead(engine), "seats": engine.optimizer._store.most_ready}
+    found: dict[str, Any] = {"ahead": read_ahead(engine), "seats": engine.optimizer.executor.queue.store.most_ready}
     sizes: list[int] = []
     before = DiskTier.read
 
@@ -223,7 +223,7 @@ def taken_unawares(folder: str, how: str) -> int:
     step(engine, batches(1, 4)[0])
     read_ahead(engine)
     optimizer, may_go_on = engine.optimizer, threading.Event()
-    optimizer._offloaded.host.forget_guesses()
+    optimizer.executor.queue.forget_guesses()
     with guessing(may_go_on):
         step(engine, batches(1, 4)[0])
         engine.zero_grad()
@@ -237,7 +237,7 @@ def taken_unawares(folder: str, how: str) -> int:
             optimizer.move_up(1e9)
         may_go_on.wait()
         time.sleep(0.2)
-    return len(optimizer._store._ready)
+    return len(optimizer.executor.queue.store._ready)
 
 
 @pytest.mark.parametrize("how", ["refit", "move up"])
@@ -251,7 +251,7 @@ def crossed(folder: str) -> bool:
     engine = engine_with(on_disk(Path(folder)))
     for batch in batches(2, 4):
         step(engine, batch)
-    updates = engine.optimizer._offloaded.host
+    updates = engine.optimizer.executor.queue
     updates.forget_guesses()
     unit = engine._scheduler.units[1]
     unit.wait()

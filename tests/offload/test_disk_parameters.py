@@ -147,8 +147,8 @@ def adapted(block: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], t
 
 def wait_for_the_reader(engine: shardwell.Engine) -> None:
     """Until it has brought what the next step will update first."""
-    if engine.optimizer._offloaded is not None:
-        engine.optimizer._offloaded.host.bytes_in_advance()
+    if hasattr(engine.optimizer.executor, "queue"):
+        engine.optimizer.executor.queue.bytes_in_advance()
 
 
 class counted:  # noqa: N801

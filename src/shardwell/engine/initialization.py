@@ -29,17 +29,17 @@ from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import Device, MemoryStats, TemporaryBuffers
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers, Tier
 from shardwell.memory.device import default_device
 from shardwell.offload.param_swap import ReadBuffers
 from shardwell.offload.placement import GroupKey, ModelStates, StateFormula
 from shardwell.offload.plan import OffloadPlan, commit_policy, open_disk, plan_offload, settle_commit
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
+from shardwell.optim.executor import InlineExecutor, StepOptions, UpdateExecutor, make_inner
 from shardwell.optim.factory import NO_LABEL
+from shardwell.optim.grad_norm import NonfiniteNorm
 from shardwell.optim.gradient_views import GradientViews
-from shardwell.optim.optimizer import StepOptions
-from shardwell.optim.overflow_check import NonfiniteNorm
 from shardwell.optim.user_optimizer import redirect, watch_optimizers
 from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats, start_process_group
 from shardwell.parallel.consistency import check_alike
@@ -51,7 +51,7 @@ from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit
 from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
 from shardwell.sharding.parameter_views import GroupMember
-from shardwell.sharding.spec import CommPrecision, SpecOverrides
+from shardwell.sharding.spec import CommitPolicy, CommPrecision, SpecOverrides
 from shardwell.sharding.wrap import LeafRules
 
 
@@ -210,31 +210,40 @@ def _optimizer(
     recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
 ) -> ShardedOptimizer:
     settings = engine.config
-    terms = StepOptions(
+    options = StepOptions(
         engine._scale,
         settings.gradient_clipping,
         NonfiniteNorm(settings.shardwell.nonfinite),
         settings.zero_optimization.offload_optimizer.buffer_count,
         settings.shardwell.moments == "8bit",
     )
-    optimizer = ShardedOptimizer(
-        recipe,
-        scheduler.units,
-        context,
-        terms=terms,
-        before_step=scheduler.finish_backward,
-        look_again=_weakly(engine.fit_to_model),
-        after_update=scheduler.after_update,
-    )
+    executor = _executor(recipe, scheduler, context, options)
+    optimizer = ShardedOptimizer(recipe, executor, context, options, scheduler)
     optimizer.trainer = weakref.ref(engine)
     if recipe.given is not None:
         redirect(recipe.given, engine)
-    scheduler.reducer.reduced = optimizer.gradients_reduced
-    if optimizer.habit.is_on:
-        scheduler.backward_begins = optimizer.habit.backward_begins
     for unit in scheduler.units:
         unit.optimizer = weakref.proxy(optimizer)
     return optimizer
+
+
+def _executor(
+    recipe: OptimizerFactory, scheduler: Scheduler, context: EngineContext, options: StepOptions
+) -> UpdateExecutor:
+    """Choose who performs updates, and connect it with the scheduler."""
+    units = [unit for unit in scheduler.units if unit.trainable]
+    inner, slices = make_inner(recipe, units, context.world)
+    rows = {group.row for unit in scheduler.units for group in unit.groups}
+    is_plain = all(row.optimizer.tier is Tier.DEVICE and row.commit is CommitPolicy.AFTER_NORM for row in rows)
+    if is_plain and not options.eight_bit_moments:  # these are for the host
+        return InlineExecutor(inner, slices, context, options.scale)
+    from shardwell.offload.host_executor import make_executor
+
+    executor = make_executor(inner, slices, context, options)
+    scheduler.reducer.reduced = executor.reduced
+    if executor.auto.is_on:
+        scheduler.backward_begins = executor.auto.backward_begins
+    return executor
 
 
 def _context(

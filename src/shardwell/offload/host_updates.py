@@ -190,6 +190,21 @@ class HostUpdateQueue:
         if self.store is not None:
             self.store.let_all_go()
 
+    def enter(self, unit: Unit) -> None:
+        """Add a unit that was rebuilt."""
+        self.descent.enter(unit)
+        if self.store is not None:
+            self.store.take_in(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Forget a unit, and free what was kept for its updates."""
+        self.forget_guesses()
+        self.drop_shadow(unit)
+        for group in unit.trainable:
+            self.descent.leave(group)
+        if self.store is not None:
+            self.store.forget(unit)
+
     # --------------------------------------------------------------------------------------------------- updates
 
     def start(
@@ -396,7 +411,7 @@ class HostUpdateQueue:
         if job is not None and job.assumed is not None and job.final is None:
             self._settle(job, SkippedStep(), job.options)
 
-    def take_back(self, unit: Unit) -> None:
+    def revoke(self, unit: Unit) -> None:
         """Revoke a unit's speculative update, as if it had not begun, because the unit is read before the step.
 
         Its gradients stay where they are. The call waits until the old parameters are on the device again.
