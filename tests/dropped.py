@@ -89,9 +89,14 @@ def look(engine: Engine) -> None:
     _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in scratch._out}
 
 
+def _queue_of(engine: Engine) -> Any:
+    """Of updates on the host, if there are any."""
+    return getattr(getattr(engine.optimizer, "executor", None), "queue", None)
+
+
 def _comes_back(scratch: TemporaryBuffers, key: int, engine: Engine) -> bool:
     """Whether memory is still given back by threads that bring gradients down to the host."""
-    deadline = time.monotonic() + (5.0 if getattr(engine.optimizer, "_offloaded", None) is not None else 0.0)
+    deadline = time.monotonic() + (5.0 if _queue_of(engine) is not None else 0.0)
     while key in scratch._out and time.monotonic() < deadline:
         time.sleep(0.005)
     return key not in scratch._out
@@ -113,11 +118,11 @@ def _kept_by(group: Any) -> Iterator[Any]:
 
 def _on_their_way_down(engine: Engine) -> Iterator[Any]:
     """Gradients that updates on the host are still brought."""
-    if (offloaded := getattr(engine.optimizer, "_offloaded", None)) is not None:
-        descent = offloaded.host.descent
-        yield from (memory for _, memory in descent._leaving)
-        for parcel in [*descent._parcels.values(), *(job.parcel for job in offloaded.host._jobs.values())]:
-            yield from parcel.gradients.values()
+    if (queue := _queue_of(engine)) is not None:
+        offloader = queue.offloader
+        yield from (memory for _, memory in offloader._leaving)
+        for transfer in [*offloader._transfers.values(), *(job.transfer for job in queue._jobs.values())]:
+            yield from transfer.gradients.values()
 
 
 def said() -> list[str]:

@@ -198,7 +198,7 @@ def test_units_that_change_are_read_anew(ranks: Ranks, tmp_path: Path) -> None:
 @contextlib.contextmanager
 def guessing(may_go_on: threading.Event) -> Iterator[None]:
     """The reader knows what to prepare, and does not begin before it may."""
-    before, taken, guesses = OptimizerSwapper.prepare, OptimizerSwapper._taken, []
+    before, taken, guesses = OptimizerSwapper.prefetch, OptimizerSwapper._taken, []
 
     def prepare(store: OptimizerSwapper, unit: Any) -> None:
         guesses.append(unit)
@@ -209,11 +209,11 @@ def guessing(may_go_on: threading.Event) -> Iterator[None]:
             may_go_on.wait()
         return taken(store, num_bytes)
 
-    OptimizerSwapper.prepare, OptimizerSwapper._taken = prepare, take  # type: ignore[method-assign]
+    OptimizerSwapper.prefetch, OptimizerSwapper._taken = prepare, take  # type: ignore[method-assign]
     try:
         yield
     finally:
-        OptimizerSwapper.prepare, OptimizerSwapper._taken = before, taken  # type: ignore[method-assign]
+        OptimizerSwapper.prefetch, OptimizerSwapper._taken = before, taken  # type: ignore[method-assign]
 
 
 def taken_unawares(folder: str, how: str) -> int:
@@ -223,7 +223,7 @@ def taken_unawares(folder: str, how: str) -> int:
     step(engine, batches(1, 4)[0])
     read_ahead(engine)
     optimizer, may_go_on = engine.optimizer, threading.Event()
-    optimizer.executor.queue.forget_guesses()
+    optimizer.executor.queue.cancel_prefetches()
     with guessing(may_go_on):
         step(engine, batches(1, 4)[0])
         engine.zero_grad()
@@ -252,7 +252,7 @@ def crossed(folder: str) -> bool:
     for batch in batches(2, 4):
         step(engine, batch)
     updates = engine.optimizer.executor.queue
-    updates.forget_guesses()
+    updates.cancel_prefetches()
     unit = engine._scheduler.units[1]
     unit.wait()
     with unit.trainable[0].swapped_in():
@@ -278,22 +278,22 @@ def failing(folder: str) -> str:
     quickly()
     engine = engine_with(on_disk(Path(folder)))
     data = batches(3, 4)
-    before, seat = OptimizerSwapper.prepare, OptimizerSwapper.seat
+    before, seat = OptimizerSwapper.prefetch, OptimizerSwapper.acquire
 
     def broken(store: OptimizerSwapper, *_: Any) -> Any:
-        store.free_seats.release()
+        store.free_buffers.release()
         raise shardwell.ShardwellError("the drive has stopped answering")
 
-    OptimizerSwapper.prepare = broken  # type: ignore[method-assign]
+    OptimizerSwapper.prefetch = broken  # type: ignore[method-assign]
     try:
         step(engine, data[0])
         step(engine, data[1])  # a guess that came to nothing stops nobody
-        OptimizerSwapper.seat = broken  # type: ignore[method-assign]
+        OptimizerSwapper.acquire = broken  # type: ignore[method-assign]
         step(engine, data[2])
         for unit in engine._scheduler.units:
             unit.wait()
     except shardwell.ShardwellError as error:
         return str(error)
     finally:
-        OptimizerSwapper.prepare, OptimizerSwapper.seat = before, seat  # type: ignore[method-assign]
+        OptimizerSwapper.prefetch, OptimizerSwapper.acquire = before, seat  # type: ignore[method-assign]
     return ""

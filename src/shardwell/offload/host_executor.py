@@ -39,7 +39,7 @@ def make_executor(
     if context.disk is not None:
         store = OptimizerSwapper(context.disk, inner, slices, context, options.buffer_count)
         for unit in slices.units:
-            store.take_in(unit)
+            store.add(unit)
     queue = host_updates(
         inner, slices.units, context, options.buffer_count, store, eight_bits=options.eight_bit_moments
     )
@@ -116,7 +116,7 @@ class HostExecutor:
     # ------------------------------------------------------------------------------------------------- backward
 
     def reduced(self, unit: Unit, at_boundary: bool) -> None:
-        self.queue.descent.add_up(unit)
+        self.queue.offloader.accumulate(unit)
         if at_boundary:
             for group in unit.trainable:
                 group.gradients.wait()  # full gradients may still be in their all-gather
@@ -133,7 +133,7 @@ class HostExecutor:
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
         shards = [s for s in self.slices.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
-        self.queue.descent.bring_down(unit, waits=not goes_ahead or commit is CommitPolicy.SPECULATIVE)
+        self.queue.offloader.offload(unit, waits=not goes_ahead or commit is CommitPolicy.SPECULATIVE)
         if goes_ahead:
             self._start_ahead(unit, commit)
 
@@ -149,9 +149,9 @@ class HostExecutor:
         offload. Sums over micro-steps are on the host only.
         """
         assert shard.gradient is not None
-        if not self.queue.descent.adds_up(shard.group):
+        if not self.queue.offloader.accumulates(shard.group):
             return norm_of(shard)
-        return self.queue.descent.norm_later(shard.group, shard.gradient), shard.group.row.gradients.axis is None
+        return self.queue.offloader.norm_later(shard.group, shard.gradient), shard.group.row.gradients.axis is None
 
     def _start_ahead(self, unit: Unit, commit: CommitPolicy) -> None:
         """Queue a unit's update before the norm is known."""
@@ -239,7 +239,7 @@ class HostExecutor:
                 self.queue.settle(unit, factor, hyperparameters_of(self.inner))
                 yield unit
             elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
-                self.queue.descent.bring_down(unit, waits=True)  # gradients that no micro-step added to at the boundary
+                self.queue.offloader.offload(unit, waits=True)  # gradients that no micro-step added to at the boundary
                 shards = list(self.slices.seen(unit, unseen, self._split))
                 self.queue.start(unit, shards, hyperparameters_of(self.inner), factor)
                 yield unit
@@ -265,7 +265,7 @@ class HostExecutor:
         return contextlib.nullcontext() if store is None else store.opened(unit, changes=changes)
 
     def pack_state(self, shard: ParamSlice, state: dict[str, Any]) -> dict[str, Any]:
-        return self.queue.kernel.packed(state) if shard.group.is_stepped_on_host else state
+        return self.queue.kernel.pack_state(state) if shard.group.is_stepped_on_host else state
 
     def swapped_states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         if self.queue.store is not None:
@@ -273,7 +273,7 @@ class HostExecutor:
 
     def adopt_states(self) -> None:
         if self.queue.store is not None:
-            self.queue.store.take_over(self.slices.units)
+            self.queue.store.adopt(self.slices.units)
 
     # ---------------------------------------------------------------------------------------------------- units
 
@@ -314,12 +314,12 @@ class HostExecutor:
     def _move_up(self, unit: Unit) -> None:
         """Store a unit's optimizer state on the device from now on."""
         unit.wait()
-        self.queue.forget_guesses()  # units on the device need none
+        self.queue.cancel_prefetches()  # units on the device need none
         where = self._context.device.torch_device
         if self.queue.store is not None:
-            self.queue.store.empty(unit)
+            self.queue.store.restore(unit)
         for group in [group for group in unit.trainable if group.is_stepped_on_host]:
-            self.queue.descent.leave(group)
+            self.queue.offloader.leave(group)
             group.move_masters_up()
             for shard in self.slices.of(unit):
                 if shard.group is group:
