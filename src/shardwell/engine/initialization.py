@@ -22,6 +22,7 @@ from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
 from shardwell.engine.module_buffers import place_buffers
+from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
 from shardwell.engine.precision import dtype_of, loss_scale_of, mixed_dtype, settle_precision
 from shardwell.engine.startup_report import UserArguments, announce
@@ -29,18 +30,16 @@ from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import Device, MemoryStats, TemporaryBuffers, Tier
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.memory.device import default_device
 from shardwell.offload.param_swap import ReadBuffers
 from shardwell.offload.placement import GroupKey, ModelStates, StateFormula
 from shardwell.offload.plan import OffloadPlan, commit_policy, open_disk, plan_offload, settle_commit
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
-from shardwell.optim.executor import InlineExecutor, StepOptions, UpdateExecutor, make_inner
 from shardwell.optim.factory import NO_LABEL
-from shardwell.optim.grad_norm import NonfiniteNorm
 from shardwell.optim.gradient_views import GradientViews
-from shardwell.optim.user_optimizer import redirect, watch_optimizers
+from shardwell.optim.user_optimizer import watch_optimizers
 from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats, start_process_group
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.hierarchical import HierarchicalTransport, ranks_per_node
@@ -51,7 +50,7 @@ from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit
 from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
 from shardwell.sharding.parameter_views import GroupMember
-from shardwell.sharding.spec import CommitPolicy, CommPrecision, SpecOverrides
+from shardwell.sharding.spec import CommPrecision, SpecOverrides
 from shardwell.sharding.wrap import LeafRules
 
 
@@ -114,7 +113,7 @@ def initialize(
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(model, settings, recipe, context, ledger)
         if recipe is not None:
-            engine.optimizer = _optimizer(recipe, engine, engine._scheduler, engine._context)
+            engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.world, "initialize", once_built(engine))
@@ -152,7 +151,7 @@ def _engine(
             context,
             trained,
         ),
-        lambda engine, recipe: _optimizer(recipe, engine, scheduler, context),
+        lambda engine, recipe: make_optimizer(recipe, engine, scheduler, context),
         lambda given: factory_for(given, model, None, None, context.device),
         recipe,
     )
@@ -204,46 +203,6 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
     )
     scheduler.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
     return scheduler
-
-
-def _optimizer(
-    recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
-) -> ShardedOptimizer:
-    settings = engine.config
-    options = StepOptions(
-        engine._scale,
-        settings.gradient_clipping,
-        NonfiniteNorm(settings.shardwell.nonfinite),
-        settings.zero_optimization.offload_optimizer.buffer_count,
-        settings.shardwell.moments == "8bit",
-    )
-    executor = _executor(recipe, scheduler, context, options)
-    optimizer = ShardedOptimizer(recipe, executor, context, options, scheduler)
-    optimizer.trainer = weakref.ref(engine)
-    if recipe.given is not None:
-        redirect(recipe.given, engine)
-    for unit in scheduler.units:
-        unit.optimizer = weakref.proxy(optimizer)
-    return optimizer
-
-
-def _executor(
-    recipe: OptimizerFactory, scheduler: Scheduler, context: EngineContext, options: StepOptions
-) -> UpdateExecutor:
-    """Choose who performs updates, and connect it with the scheduler."""
-    units = [unit for unit in scheduler.units if unit.trainable]
-    inner, slices = make_inner(recipe, units, context.world)
-    rows = {group.row for unit in scheduler.units for group in unit.groups}
-    is_plain = all(row.optimizer.tier is Tier.DEVICE and row.commit is CommitPolicy.AFTER_NORM for row in rows)
-    if is_plain and not options.eight_bit_moments:  # these are for the host
-        return InlineExecutor(inner, slices, context, options.scale)
-    from shardwell.offload.host_executor import make_executor
-
-    executor = make_executor(inner, slices, context, options)
-    scheduler.reducer.reduced = executor.reduced
-    if executor.auto.is_on:
-        scheduler.backward_begins = executor.auto.backward_begins
-    return executor
 
 
 def _context(

@@ -2,7 +2,7 @@
 
 `ShardedOptimizer` decides whether a step is taken, and an `UpdateExecutor` takes it. `InlineExecutor` steps all units
 on the current stream once the norm is known. The executors that update earlier, or on the host, are in `offload/`;
-`engine/initialization.py` chooses one.
+`engine/optimizer_setup.py` chooses one.
 """
 
 from __future__ import annotations
