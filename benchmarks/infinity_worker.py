@@ -78,10 +78,10 @@ def at_rest(engine: Any) -> dict[str, Any]:
     for unit in engine._scheduler.units:
         unit.wait()
     drained, tiers, places = time.perf_counter() - begin, bytes_by_tier(engine), places_of(engine)
-    offloaded = engine.optimizer._offloaded
+    queue = getattr(engine.optimizer.executor, "queue", None)
     return {
         "drain_seconds": drained,
-        "read_in_advance": 0 if offloaded is None else offloaded.host.bytes_in_advance(),
+        "read_in_advance": 0 if queue is None else queue.bytes_in_advance(),
         "bytes": tiers,
         "places": [asdict(place) for place in places],
         "demands": demands(places, tiers.get("disk", {})),
@@ -90,8 +90,8 @@ def at_rest(engine: Any) -> dict[str, Any]:
 
 def tier_of(engine: Any) -> DiskTier | None:
     """Where its states rest on disk, if they do."""
-    offloaded = engine.optimizer._offloaded
-    store = None if offloaded is None else offloaded.host.store
+    queue = getattr(engine.optimizer.executor, "queue", None)
+    store = None if queue is None else queue.store
     return None if store is None else store._tier
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.optim import ShardedOptimizer
-from shardwell.optim.overflow_check import FIRST_STEPS, MOST_IN_A_ROW
+from shardwell.optim.grad_norm import FIRST_STEPS, MOST_IN_A_ROW
 from tests.support.models import Gpt, batches, whole_parameters, zero
 from tests.support.ranks import Ranks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,6 @@ from shardwell.engine import consistency
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Agreement, Collectives, TrafficStats
 from shardwell.parallel.mesh import world_mesh
-from tests.support.internals import collectives_of, device_of
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 
@@ -140,8 +138,7 @@ def change_a_rate(stage: int, name: str, groups: int, late: bool = False) -> dic
     optimizer = torch.optim.AdamW(split, lr=0.1)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage))
     if late:
-        device = SimpleNamespace(is_cuda=True, scalar=device_of(engine).scalar, read_async=device_of(engine).read_async)
-        engine.optimizer._global_norm._rates._context = SimpleNamespace(world=collectives_of(engine), device=device)
+        engine.optimizer._grad_norm.summed[0]._reads_later = True
     taken = 0
     try:
         for batch in batches(5, 4):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.optim.overflow_check import FIRST_STEPS
+from shardwell.optim.grad_norm import FIRST_STEPS
 from tests.support.gpu import nccl_engine, on_the_gpu
 from tests.support.internals import groups_of
 from tests.support.models import Gpt, batches, whole_parameters, zero

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
+from shardwell.offload.auto_commit import STEPS_TO_LEARN, CommitPhase
 from tests.support.before_step_loops import (
     ODD,
     WIDTH,
@@ -63,7 +63,7 @@ def later(stage: int, name: str, tier: str, path: str) -> str:
     """An odd step after updates began to go at once: what was raised."""
     quickly()
     on = played(Sharded(Net(), config_for(stage, tier, path)), repeat(plain, STEPS_TO_LEARN + 1))
-    assert on.optimizer.habit.phase is CommitPhase.AT_ONCE
+    assert on.optimizer.executor.auto.phase is CommitPhase.AT_ONCE
     try:
         played(on, iter([named(name), plain]))
     except ShardwellError as error:
@@ -156,7 +156,7 @@ def test_units_that_placement_puts_on_the_device_are_watched_too(ranks: Ranks, n
 
 def going_at_once(stage: int, **own: Any) -> Sharded:
     on = played(Sharded(Net(), config_for(stage, "cpu", "", **own)), repeat(plain, STEPS_TO_LEARN + 1))
-    assert on.optimizer.habit.phase is CommitPhase.AT_ONCE
+    assert on.optimizer.executor.auto.phase is CommitPhase.AT_ONCE
     return on
 
 
@@ -233,7 +233,7 @@ def odd_on_one_rank(stage: int) -> tuple[str, list[str]]:
                 on.engine.module.blocks[2].weight.sum()
             on.step()
         check_alike(played(Plain(Net()), repeat(plain, STEPS_TO_LEARN + 2)), on)
-        return on.optimizer.habit.phase.name, [line for line in lines if "commit" in line]
+        return on.optimizer.executor.auto.phase.name, [line for line in lines if "commit" in line]
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
@@ -254,7 +254,9 @@ def skipping() -> tuple[bool, str]:
     first.register_forward_hook(lambda *args: args[2].register_hook(lambda grad: grad * float("inf")) and None)
     on.backward(on.loss(9))
     on.step()
-    return all(torch.equal(value, before[name]) for name, value in on.values().items()), on.optimizer.habit.phase.name
+    return all(
+        torch.equal(value, before[name]) for name, value in on.values().items()
+    ), on.optimizer.executor.auto.phase.name
 
 
 def test_steps_that_are_left_out_leave_nothing_behind(ranks: Ranks) -> None:

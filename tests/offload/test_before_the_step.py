@@ -29,7 +29,7 @@ from shardwell.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
-from tests.support.internals import offloaded_of
+from tests.support.internals import updates_if_any
 from tests.support.models import whole_parameters, zero
 from tests.support.offload_cases import PRECISIONS, check_equal
 from tests.support.ranks import Ranks
@@ -85,14 +85,14 @@ def backward(engine: Engine, number: int) -> None:
 
 def is_ahead(engine: Engine) -> bool:
     """Some update was begun before the norm is known."""
-    offloaded, ahead = offloaded_of(engine), engine.optimizer._ahead
-    return bool(ahead._steps) or (offloaded is not None and bool(offloaded.host._jobs))
+    queue = updates_if_any(engine)
+    return queue is not None and bool(queue._jobs)
 
 
 def end_updates(engine: Engine) -> None:
     """The worker has done what was begun."""
-    offloaded = offloaded_of(engine)
-    for job in offloaded.host._jobs.values() if offloaded is not None else ():
+    queue = updates_if_any(engine)
+    for job in queue._jobs.values() if queue is not None else ():
         job.tickets[0].wait()
 
 
@@ -246,11 +246,11 @@ def all_changed(*args: Any) -> dict[str, list[tuple[dict[str, Any], list[bool]]]
     return {what: [changed(commit, what, *args) for commit in ("after_norm", "shadow")] for what in CHANGES}
 
 
-def check_changes(found: dict[str, list[tuple[dict[str, Any], list[bool]]]]) -> None:
+def check_changes(found: dict[str, list[tuple[dict[str, Any], list[bool]]]], *, speculates: bool = True) -> None:
     unchanged = found["nothing"][0][0]
     for what, ((expected, waited), (values, begun)) in found.items():
         assert not any(waited), what
-        assert all(begun), what
+        assert begun[0] == any(begun) == speculates, what  # after a step that was clipped, speculation may pause
         assert values.keys() == expected.keys(), what
         differ = [name for name in expected if not np.array_equal(values[name], expected[name])]
         assert not differ, (what, differ)
@@ -270,7 +270,7 @@ def test_what_is_changed_before_the_step_counts(
 @pytest.mark.parametrize(("stage", "clip", "precision"), [(1, 0.0, "bf16"), (2, 0.01, "fp32"), (3, 0.01, "bf16")])
 def test_it_counts_where_updates_are_done_in_line(ranks: Ranks, stage: int, clip: float, precision: str) -> None:
     for found in ranks.run(2, all_changed, stage, "NAdam", clip, precision):
-        check_changes(found)
+        check_changes(found, speculates=False)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,8 @@ def taken_back(stage: int, name: str) -> tuple[list[bool], int]:
     engine = engine_for("shadow", stage, name, 100.0)
     begun: list[bool] = []
     back: list[Any] = []
-    engine.optimizer._unpublished._ways_back.append(back.append)
+    executor = engine.optimizer.executor
+    getattr(executor, "device", executor).unpublished.revoke = back.append
     for number in range(3):
         backward(engine, number)
         begun.append(is_ahead(engine))
@@ -389,4 +390,4 @@ def taken_back(stage: int, name: str) -> tuple[list[bool], int]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_where_nobody_looks_nothing_is_taken_back(ranks: Ranks, name: str, stage: int) -> None:
-    assert ranks.run(2, taken_back, stage, name) == [([True] * 3, 0)] * 2
+    assert ranks.run(2, taken_back, stage, name) == [([name == "AdamW"] * 3, 0)] * 2

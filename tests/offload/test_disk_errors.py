@@ -113,7 +113,7 @@ def after(folder: str, go_wrong: Callable[[shardwell.Engine], None] | None) -> d
     engine = engine_with(blocks("nvme", "nvme", folder))
     train(engine)
     wait(engine)
-    host_updates_of(engine).forget_guesses()
+    host_updates_of(engine).cancel_prefetches()
     if go_wrong is not None:
         with pytest.raises(ShardwellError, match="as it was told"):
             go_wrong(engine)
@@ -175,13 +175,13 @@ def lost(folder: str, look: str) -> dict[str, Any]:
     config = zero(3, zero_optimization=on_disk(Path(folder)), bf16={"enabled": True}, shardwell=own, aio=AIO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
-    seat = OptimizerSwapper.seat
+    seat = OptimizerSwapper.acquire
     failed: list[str] = []
 
     def fail_once(store: OptimizerSwapper, unit: Unit, *others: Any) -> Any:
         if unit.name == "blocks.4" and not failed:
             failed.append(unit.name)
-            store.free_seats.release()
+            store.free_buffers.release()
             raise ShardwellError("as it was told")
         return seat(store, unit, *others)
 
@@ -189,13 +189,13 @@ def lost(folder: str, look: str) -> dict[str, Any]:
         engine.backward(engine(torch.ones(2, 16).bfloat16(), used))
         engine.step()
 
-    OptimizerSwapper.seat = fail_once  # type: ignore[method-assign]
+    OptimizerSwapper.acquire = fail_once  # type: ignore[method-assign]
     try:
         step((0, 1, 2, 3, 4, 5))
         with pytest.raises(ShardwellError, match="as it was told"):
             step((0, 1, 2)) if look == "step" else engine.save_checkpoint(f"{folder}/saved")
     finally:
-        OptimizerSwapper.seat = seat  # type: ignore[method-assign]
+        OptimizerSwapper.acquire = seat  # type: ignore[method-assign]
     step((0, 1, 2, 3, 4, 5))
     wait(engine)
     return {str(i): safe_get_full_optimizer_state(model.blocks[i][0].weight, "step") for i in (0, 4, 5)}

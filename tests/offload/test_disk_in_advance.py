@@ -18,7 +18,7 @@ from shardwell.offload.disk import DiskTier
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.support.execution_orders import Choosing
-from tests.support.internals import host_updates_of, offloaded_of, units_of
+from tests.support.internals import host_updates_of, units_of, updates_if_any
 from tests.support.models import batches, whole_parameters, zero
 from tests.support.offload_cases import AIO, HOST, check_equal, counted, engine_with, on_disk, quickly
 from tests.support.ranks import Ranks
@@ -26,8 +26,8 @@ from tests.support.ranks import Ranks
 
 def read_ahead(engine: shardwell.Engine) -> int:
     """Bytes; the reader has nothing left to do."""
-    offloaded = offloaded_of(engine)
-    return 0 if offloaded is None else offloaded.host.bytes_in_advance()
+    offloaded = updates_if_any(engine)
+    return 0 if offloaded is None else offloaded.bytes_in_advance()
 
 
 def step(engine: shardwell.Engine, batch: Tensor) -> None:
@@ -45,7 +45,7 @@ def reads(folder: str, commit: str) -> dict[str, Any]:
     data = batches(3, 4)
     for batch in data[:2]:
         step(engine, batch)
-    found: dict[str, Any] = {"ahead": read_ahead(engine), "seats": engine.optimizer._store.most_ready}
+    found: dict[str, Any] = {"ahead": read_ahead(engine), "seats": engine.optimizer.executor.queue.store.most_ready}
     sizes: list[int] = []
     before = DiskTier.read
 
@@ -184,7 +184,7 @@ def test_units_that_change_are_read_anew(ranks: Ranks, tmp_path: Path) -> None:
 @contextlib.contextmanager
 def guessing(may_go_on: threading.Event) -> Iterator[None]:
     """The reader knows what to prepare, and does not begin before it may."""
-    before, taken, guesses = OptimizerSwapper.prepare, OptimizerSwapper._taken, []
+    before, taken, guesses = OptimizerSwapper.prefetch, OptimizerSwapper._taken, []
 
     def prepare(store: OptimizerSwapper, unit: Any) -> None:
         guesses.append(unit)
@@ -195,11 +195,11 @@ def guessing(may_go_on: threading.Event) -> Iterator[None]:
             may_go_on.wait()
         return taken(store, num_bytes)
 
-    OptimizerSwapper.prepare, OptimizerSwapper._taken = prepare, take  # type: ignore[method-assign]
+    OptimizerSwapper.prefetch, OptimizerSwapper._taken = prepare, take  # type: ignore[method-assign]
     try:
         yield
     finally:
-        OptimizerSwapper.prepare, OptimizerSwapper._taken = before, taken  # type: ignore[method-assign]
+        OptimizerSwapper.prefetch, OptimizerSwapper._taken = before, taken  # type: ignore[method-assign]
 
 
 def taken_unawares(folder: str, how: str) -> int:
@@ -209,7 +209,7 @@ def taken_unawares(folder: str, how: str) -> int:
     step(engine, batches(1, 4)[0])
     read_ahead(engine)
     optimizer, may_go_on = engine.optimizer, threading.Event()
-    host_updates_of(engine).forget_guesses()
+    host_updates_of(engine).cancel_prefetches()
     with guessing(may_go_on):
         step(engine, batches(1, 4)[0])
         engine.zero_grad()
@@ -223,7 +223,7 @@ def taken_unawares(folder: str, how: str) -> int:
             optimizer.move_up(1e9)
         may_go_on.wait()
         time.sleep(0.2)
-    return len(optimizer._store._ready)
+    return len(optimizer.executor.queue.store._ready)
 
 
 @pytest.mark.parametrize("how", ["refit", "move up"])
@@ -238,7 +238,7 @@ def crossed(folder: str) -> bool:
     for batch in batches(2, 4):
         step(engine, batch)
     updates = host_updates_of(engine)
-    updates.forget_guesses()
+    updates.cancel_prefetches()
     unit = units_of(engine)[1]
     unit.wait()
     with unit.trainable[0].swapped_in():
@@ -264,22 +264,22 @@ def failing(folder: str) -> str:
     quickly()
     engine = engine_with(on_disk(Path(folder)))
     data = batches(3, 4)
-    before, seat = OptimizerSwapper.prepare, OptimizerSwapper.seat
+    before, seat = OptimizerSwapper.prefetch, OptimizerSwapper.acquire
 
     def broken(store: OptimizerSwapper, *_: Any) -> Any:
-        store.free_seats.release()
+        store.free_buffers.release()
         raise shardwell.ShardwellError("the drive has stopped answering")
 
-    OptimizerSwapper.prepare = broken  # type: ignore[method-assign]
+    OptimizerSwapper.prefetch = broken  # type: ignore[method-assign]
     try:
         step(engine, data[0])
         step(engine, data[1])  # a guess that came to nothing stops nobody
-        OptimizerSwapper.seat = broken  # type: ignore[method-assign]
+        OptimizerSwapper.acquire = broken  # type: ignore[method-assign]
         step(engine, data[2])
         for unit in units_of(engine):
             unit.wait()
     except shardwell.ShardwellError as error:
         return str(error)
     finally:
-        OptimizerSwapper.prepare, OptimizerSwapper.seat = before, seat  # type: ignore[method-assign]
+        OptimizerSwapper.prefetch, OptimizerSwapper.acquire = before, seat  # type: ignore[method-assign]
     return ""

@@ -244,7 +244,7 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
     engine = engine_with(on_disk(tmp_path), commit="after_norm")
     seated: dict[int, threading.Event] = {unit.index: threading.Event() for unit in units_of(engine)}
     overlaps = []
-    seat, step = OptimizerSwapper.seat, host_updates.HostUpdateQueue._step
+    seat, step = OptimizerSwapper.acquire, host_updates.HostUpdateQueue._step
 
     def seat_and_tell(store: OptimizerSwapper, unit: Unit, *others: Any) -> Any:
         found = seat(store, unit, *others)
@@ -257,7 +257,7 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
             overlaps.append(following.wait(5))
         step(updates, job, factor)
 
-    monkeypatch.setattr(OptimizerSwapper, "seat", seat_and_tell)
+    monkeypatch.setattr(OptimizerSwapper, "acquire", seat_and_tell)
     monkeypatch.setattr(host_updates.HostUpdateQueue, "_step", step_late)
     engine.backward(engine(batches(1, 4)[0]))
     engine.step()

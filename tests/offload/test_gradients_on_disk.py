@@ -237,7 +237,7 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
     trained(engine, 1)
     settled(engine)
     put_back, failed = SwappedTensors.swap_out, list[SwappedTensors]()
-    chests = [away.chest for away in host_updates_of(engine).descent._waiting._units.values()]
+    chests = [away.chest for away in host_updates_of(engine).offloader._swapper._units.values()]
 
     def failing(chest: SwappedTensors, *, changed: bool) -> Any:
         if changed and chest is chests[1] and not failed:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.errors import NonFiniteError, ReleasedParameterError
 from shardwell.memory import StateKind, Tier
-from shardwell.optim.overflow_check import OverflowCheck
+from shardwell.optim.grad_norm import OverflowCheck
 from shardwell.utils import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
@@ -222,14 +222,14 @@ def failed(block: dict[str, Any], how: str) -> bool:
     engine.module.blocks[0].register_forward_hook(lambda _, __, output: Trap.apply(output))
     train(engine)
     Trap.is_set = how == "backward"
-    before = OverflowCheck.hear
+    before = OverflowCheck.resolve
 
     def hear(verdict: OverflowCheck, **options: Any) -> bool:
-        OverflowCheck.hear = before  # type: ignore[method-assign]
+        OverflowCheck.resolve = before  # type: ignore[method-assign]
         raise NonFiniteError("the gradients were not finite")
 
     if how == "step":
-        OverflowCheck.hear = hear  # type: ignore[method-assign]
+        OverflowCheck.resolve = hear  # type: ignore[method-assign]
     with pytest.raises(ValueError if how == "backward" else NonFiniteError):
         train(engine, 1)
     Trap.is_set = False

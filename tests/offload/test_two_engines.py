@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from shardwell.optim.auto_commit import STEPS_TO_LEARN, CommitPhase
+from shardwell.offload.auto_commit import STEPS_TO_LEARN, CommitPhase
 from tests.support.before_step_loops import Net, Plain, Sharded, check_alike, config_for, rows
 from tests.support.offload_cases import quickly
 from tests.support.ranks import Ranks
@@ -46,7 +46,7 @@ def adversarial(stage: int, path: str, num_alone: int) -> list[list[str]]:
         found = played(Sharded(Net(1), config), Sharded(Net(2), config), num_alone)
         for one, other in zip(expected, found, strict=True):
             check_alike(one, other)
-        phases.append([one.optimizer.habit.phase.name for one in found])
+        phases.append([one.optimizer.executor.auto.phase.name for one in found])
     return phases
 
 

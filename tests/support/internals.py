@@ -68,9 +68,9 @@ def prefetched_shards_of(engine: shardwell.Engine) -> Any:
 
 def host_updates_of(engine: shardwell.Engine) -> Any:
     """Return the queue of updates in host memory, of an engine that offloads its optimizer."""
-    offloaded = offloaded_of(engine)
-    assert offloaded is not None
-    return offloaded.host
+    queue = updates_if_any(engine)
+    assert queue is not None
+    return queue
 
 
 def saver_of(engine: shardwell.Engine) -> Any:
@@ -123,9 +123,9 @@ def locks_of(folder: Folder) -> dict[str, int]:
     return folder._locks
 
 
-def offloaded_of(engine: shardwell.Engine) -> Any:
-    """Return the part of the optimizer that steps below the device; None if there is none."""
-    return getattr(engine.optimizer, "_offloaded", None)  # without an optimizer there is none, either
+def updates_if_any(engine: shardwell.Engine) -> Any:
+    """Return the queue of updates in host memory; None if the engine updates all on the device."""
+    return getattr(getattr(engine.optimizer, "executor", None), "queue", None)
 
 
 def open_calls_of(engine: shardwell.Engine) -> Any:
@@ -155,8 +155,8 @@ def memory_kept_by(group: ShardedGroup) -> Iterator[Any]:
 
 def memory_going_down(engine: shardwell.Engine) -> Iterator[Any]:
     """Return the memory of gradients that are being copied to the host, for its updates."""
-    if (offloaded := offloaded_of(engine)) is not None:
-        descent = offloaded.host.descent
-        yield from (memory for _, memory in descent._leaving)
-        for parcel in [*descent._parcels.values(), *(job.parcel for job in offloaded.host._jobs.values())]:
-            yield from parcel.gradients.values()
+    if (queue := updates_if_any(engine)) is not None:
+        offloader = queue.offloader
+        yield from (memory for _, memory in offloader._leaving)
+        for transfer in [*offloader._transfers.values(), *(job.transfer for job in queue._jobs.values())]:
+            yield from transfer.gradients.values()

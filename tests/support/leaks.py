@@ -22,8 +22,8 @@ from tests.support.internals import (
     handed_out,
     memory_going_down,
     memory_kept_by,
-    offloaded_of,
     temporary_buffers_of,
+    updates_if_any,
 )
 
 _DEPTH = 12  # callers that a place names
@@ -97,7 +97,7 @@ def look(engine: Engine) -> None:
 
 def _comes_back(scratch: TemporaryBuffers, key: int, engine: Engine) -> bool:
     """Whether memory is still given back by threads that bring gradients down to the host."""
-    deadline = time.monotonic() + (5.0 if offloaded_of(engine) is not None else 0.0)
+    deadline = time.monotonic() + (5.0 if updates_if_any(engine) is not None else 0.0)
     while key in handed_out(scratch) and time.monotonic() < deadline:
         time.sleep(0.005)
     return key not in handed_out(scratch)

@@ -27,7 +27,7 @@ from shardwell.utils import (
     safe_set_local_optimizer_state,
 )
 from tests.support.checkpoint_legs import Leg, everything, run_leg
-from tests.support.internals import host_updates_of, offloaded_of
+from tests.support.internals import host_updates_of, updates_if_any
 from tests.support.models import Gpt, zero
 from tests.support.training import Case, all_sharded
 
@@ -189,7 +189,7 @@ def blocks(parameters: str, optimizer: str, path: Path | str, **others: Any) -> 
 
 def wait_for_the_reader(engine: shardwell.Engine) -> None:
     """Until it has brought what the next step will update first."""
-    if offloaded_of(engine) is not None:
+    if updates_if_any(engine) is not None:
         host_updates_of(engine).bytes_in_advance()
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import shardwell
 from shardwell.parallel import Axis
-from tests.models import zero
-from tests.ranks import Ranks
+from tests.support.models import zero
+from tests.support.ranks import Ranks
 
 
 def roles_with(block: dict[str, int]) -> dict[str, object]:

@@ -285,7 +285,7 @@ class CheckpointLoader:
                 state[key] = self._odd(shard, key, value)
             else:
                 state[key] = optimizer.scalar(shard.tensor, before.get(key), value)
-        optimizer.state[shard.tensor] = optimizer.packed(shard, state)
+        optimizer.state[shard.tensor] = optimizer.executor.pack_state(shard, state)
 
     def _check_odd_states(self) -> None:
         for shard in self._optimizer.shards if self._optimizer is not None else ():

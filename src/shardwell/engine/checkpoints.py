@@ -332,7 +332,7 @@ class EngineCheckpoints:
         self._agree(problem)
         engine._scheduler.end_retention()
         if with_optimizer and engine.optimizer is not None:
-            engine.optimizer.habit.excuse()  # changes of earlier updates are overwritten
+            engine.optimizer.executor.stop_watching()  # changes of earlier updates are overwritten
         engine.zero_grad()
         for group in (group for unit in engine._scheduler.units for group in unit.trainable):
             group.gradients.free()

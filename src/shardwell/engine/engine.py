@@ -257,7 +257,7 @@ class Engine(nn.Module):
         Updates that the commit policy "at_once" has applied are not undone; under "auto" that is an error.
         """
         if self.optimizer is not None:
-            self.optimizer.habit.meet("gradients were dropped by zero_grad()")
+            self.optimizer.executor.gradients_dropped("gradients were dropped by zero_grad()")
         if not set_to_none and self._scheduler.reducer.zero():
             return
         self._scheduler.discard_backward()

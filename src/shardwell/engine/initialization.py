@@ -22,6 +22,7 @@ from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
 from shardwell.engine.module_buffers import place_buffers
+from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
 from shardwell.engine.precision import dtype_of, loss_scale_of, mixed_dtype, settle_precision
 from shardwell.engine.startup_report import UserArguments, announce
@@ -38,9 +39,7 @@ from shardwell.offload.staging import AlignedAllocator
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
-from shardwell.optim.optimizer import StepOptions
-from shardwell.optim.overflow_check import NonfiniteNorm
-from shardwell.optim.user_optimizer import redirect, watch_optimizers
+from shardwell.optim.user_optimizer import watch_optimizers
 from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats, start_process_group
 from shardwell.parallel.collectives import NodeHops
 from shardwell.parallel.consistency import check_alike
@@ -115,7 +114,7 @@ def initialize(
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(model, settings, recipe, context, ledger)
         if recipe is not None:
-            engine.optimizer = _optimizer(recipe, engine, engine._scheduler, engine._context)
+            engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.world, "initialize", once_built(engine))
@@ -152,7 +151,7 @@ def _engine(
             context,
             trained,
         ),
-        lambda engine, recipe: _optimizer(recipe, engine, scheduler, context),
+        lambda engine, recipe: make_optimizer(recipe, engine, scheduler, context),
         lambda given: factory_for(given, model, None, None, context.device),
         recipe,
     )
@@ -204,37 +203,6 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
     )
     scheduler.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
     return scheduler
-
-
-def _optimizer(
-    recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
-) -> ShardedOptimizer:
-    settings = engine.config
-    terms = StepOptions(
-        engine._scale,
-        settings.gradient_clipping,
-        NonfiniteNorm(settings.shardwell.nonfinite),
-        settings.zero_optimization.offload_optimizer.buffer_count,
-        settings.shardwell.moments == "8bit",
-    )
-    optimizer = ShardedOptimizer(
-        recipe,
-        scheduler.units,
-        context,
-        terms=terms,
-        before_step=scheduler.finish_backward,
-        look_again=_weakly(engine.fit_to_model),
-        after_update=scheduler.after_update,
-    )
-    optimizer.trainer = weakref.ref(engine)
-    if recipe.given is not None:
-        redirect(recipe.given, engine)
-    scheduler.reducer.reduced = optimizer.gradients_reduced
-    if optimizer.habit.is_on:
-        scheduler.backward_begins = optimizer.habit.backward_begins
-    for unit in scheduler.units:
-        unit.optimizer = weakref.proxy(optimizer)
-    return optimizer
 
 
 def _context(

@@ -35,7 +35,7 @@ class ModelBefore:
         """Return the model to its former state, unsharded if requested and possible, and free everything else."""
         is_whole = whole and _can_gather(context)
         if optimizer is not None:
-            optimizer.habit.excuse()
+            optimizer.executor.stop_watching()
         if is_whole:
             scheduler.discard_backward()
         if optimizer is not None:

@@ -15,7 +15,7 @@ from shardwell.errors import ShardwellError
 from shardwell.optim.lion import Lion
 
 Options = dict[str, Any]  # hyperparameters of a parameter group
-Born = Callable[[Tensor, Options], dict[str, Any]]
+InitialState = Callable[[Tensor, Options], dict[str, Any]]
 RuleOf = Callable[[Options, dict[str, Any]], kernels.Rule]
 
 _NOT_THERE = ("amsgrad", "maximize", "differentiable")
@@ -27,19 +27,19 @@ class HostKernel:
 
     keys: tuple[str, ...]  # of the state, in the order that the rule takes
     rule: RuleOf  # of the next step
-    birth: Born  # returns the state before the first step
+    make_state: InitialState  # returns the state before the first step
     threads: int = 1
     eight_bits: bool = False  # Adam's moments are 8-bit
     beside_gpu: bool = False  # there is a GPU, on which torch rounds differently from the CPU
 
-    def born(self, master: Tensor, options: Options) -> dict[str, Any]:
+    def initial_state(self, master: Tensor, options: Options) -> dict[str, Any]:
         """Return the state before the first step."""
         if not self.eight_bits:
-            return self.birth(master, options)
+            return self.make_state(master, options)
         zeros = {key: kernels.Moment8bit.zeros(master.numel(), is_second=key == _MOMENTS[1]) for key in _MOMENTS}
         return {"step": torch.tensor(0.0, device="cpu"), **zeros}
 
-    def packed(self, state: dict[str, Any]) -> dict[str, Any]:
+    def pack_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Convert state from torch's format to the format that is kept here."""
         if not self.eight_bits:
             return state
@@ -151,12 +151,12 @@ def _adam(decoupled: bool) -> RuleOf:
     return rule
 
 
-def _zeros(*keys: str, counts: bool) -> Born:
-    def birth(master: Tensor, options: Options) -> dict[str, Any]:
+def _zeros(*keys: str, counts: bool) -> InitialState:
+    def make_state(master: Tensor, options: Options) -> dict[str, Any]:
         count = {"step": torch.tensor(0.0, device="cpu")} if counts else {}
         return {**count, **{key: torch.zeros_like(master) for key in keys}}
 
-    return birth
+    return make_state
 
 
 def _sgd(options: Options, state: dict[str, Any]) -> kernels.Rule:
@@ -171,7 +171,7 @@ def _sgd(options: Options, state: dict[str, Any]) -> kernels.Rule:
     )
 
 
-def _sgd_birth(master: Tensor, options: Options) -> dict[str, Any]:
+def _sgd_state(master: Tensor, options: Options) -> dict[str, Any]:
     return {"momentum_buffer": torch.zeros_like(master), "first": True} if options["momentum"] else {}
 
 
@@ -181,7 +181,7 @@ def _adagrad(options: Options, state: dict[str, Any]) -> kernels.Rule:
     )
 
 
-def _adagrad_birth(master: Tensor, options: Options) -> dict[str, Any]:
+def _adagrad_state(master: Tensor, options: Options) -> dict[str, Any]:
     return {
         "step": torch.tensor(0.0, device="cpu"),
         "sum": torch.full_like(master, options["initial_accumulator_value"]),
@@ -198,10 +198,10 @@ def _pair(betas: Any) -> tuple[float, float]:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_KERNELS: dict[type[Optimizer], tuple[tuple[str, ...], RuleOf, Born]] = {
+_KERNELS: dict[type[Optimizer], tuple[tuple[str, ...], RuleOf, InitialState]] = {
     torch.optim.Adam: (_MOMENTS, _adam(False), _zeros(*_MOMENTS, counts=True)),
     torch.optim.AdamW: (_MOMENTS, _adam(True), _zeros(*_MOMENTS, counts=True)),
-    torch.optim.SGD: (("momentum_buffer",), _sgd, _sgd_birth),
-    torch.optim.Adagrad: (("sum",), _adagrad, _adagrad_birth),
+    torch.optim.SGD: (("momentum_buffer",), _sgd, _sgd_state),
+    torch.optim.Adagrad: (("sum",), _adagrad, _adagrad_state),
     Lion: (("exp_avg",), _lion, _zeros("exp_avg", counts=False)),
 }

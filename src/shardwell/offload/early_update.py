@@ -1,128 +1,189 @@
-"""Updates before the norm: units whose spec does not wait for the norm are stepped while backward still runs.
+"""Updates before the norm: units whose commit policy is immediate are stepped while backward still runs.
 
-*At once*: the update is final, and the gradients are freed. *Shadow* (speculation): what the update overwrites is kept
-until the norm shows that nothing was clipped and everything was finite; otherwise the unit returns to its untouched old
-state and is stepped again with the factor. Both give the bits of a step after the norm, because it is the same step.
-Until then a speculative update is invisible: code that reads or changes the unit revokes the update first.
+An immediate update is final, and frees the gradients. It gives the bits of a step after the norm, because it is the
+same step. What is updated before a step is not published until that step, so this file also keeps the units whose
+update has begun, on the device or on the host, and what code that needs such a unit has to do first.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import TemporaryBuffers
-from shardwell.offload.host_updates import HostPending
-from shardwell.offload.speculation import Options, are_same, hyperparameters_of
-from shardwell.optim.auto_commit import AutoCommit
-from shardwell.optim.grad_norm import norm_of
-from shardwell.optim.param_slices import ParamSlice
-from shardwell.sharding import Unit
+from shardwell.offload.auto_commit import AutoCommit
+from shardwell.offload.host_updates import HostUpdateQueue
+from shardwell.optim.executor import InlineExecutor
+from shardwell.optim.grad_norm import norm_of, sum_of_squares
+from shardwell.optim.loss_scale import LossScale
+from shardwell.optim.param_slices import ParamSlice, ParamSlices
+from shardwell.sharding import EngineContext, Unit
 from shardwell.sharding.spec import CommitPolicy
+from shardwell.sharding.unit import PendingUpdate
+
+Norm = Tensor | Callable[[], float]  # or a function that waits for it
+
+_MOST_NAMES = 8  # unit names in a message
 
 
-class InlineSpeculativeState:
-    """A copy of the master weights of some shards, and of their optimizer state, before a speculative update."""
-
-    def __init__(self, shards: list[ParamSlice], states: dict[Tensor, Any]) -> None:
-        self._groups = {shard.group for shard in shards}
-        with self._opened(changes=False):
-            self._masters = [(shard.tensor, shard.tensor.clone()) for shard in shards]
-        self._states = {shard.tensor: _copied(states[shard.tensor]) for shard in shards if shard.tensor in states}
-
-    @contextlib.contextmanager
-    def _opened(self, *, changes: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for group in self._groups:
-                stack.enter_context(group.open_master(changes=changes))
-            yield
-
-    def restore(self, states: dict[Tensor, Any]) -> None:
-        """Write the copies back."""
-        with self._opened(changes=True):
-            for tensor, before in self._masters:
-                tensor.copy_(before)
-        for tensor, _ in self._masters:
-            states.pop(tensor, None)
-            if tensor in self._states:
-                states[tensor] = self._states[tensor]
+def commit_of(unit: Unit) -> CommitPolicy:
+    """Return the commit policy of a unit: that of its groups that are not persistent, if there are any."""
+    commits = {group.row.commit for group in unit.trainable} - {CommitPolicy.AFTER_NORM}
+    return next(iter(commits), CommitPolicy.AFTER_NORM)
 
 
-@dataclass(frozen=True)
-class InlineStep:
-    """The update of one unit on the training thread, before the norm was known."""
-
-    shadow: InlineSpeculativeState | None  # None: the update is final
-    options: list[Options]  # the hyperparameters that it was done with
+def has_all_gradients(unit: Unit) -> bool:
+    """Return whether this rank has all gradients of a unit that the boundary brings."""
+    return not unit.in_backward and all(group.gradients.is_complete for group in unit.trainable)
 
 
-class EarlyUpdates:
-    """The units that were updated on the training thread before the norm of this boundary was known."""
+class EarlyExecutor(InlineExecutor):
+    """Steps units with the inner torch optimizer, as their commit policy says: immediately, or after the norm.
+
+    With a queue of host updates it steps the groups that stay on the device, and manages when all units are published.
+    """
 
     def __init__(
         self,
         inner: Optimizer,
-        scratch: TemporaryBuffers,
-        shards_of: Callable[[Unit], list[ParamSlice]],
-        update: Callable[[Unit], None],
+        slices: ParamSlices,
+        context: EngineContext,
+        scale: LossScale,
+        queue: HostUpdateQueue | None = None,
     ) -> None:
-        self._inner, self._scratch, self._shards_of, self._update = inner, scratch, shards_of, update
-        self._steps: dict[int, InlineStep] = {}  # by unit
-        self.norms: dict[int, list[tuple[Tensor, bool]]] = {}  # by unit: of freed gradients, see `norm_of`
+        super().__init__(inner, slices, context, scale)
+        self.auto = AutoCommit(inner, context, slices.units)
+        self.summed_with_norm = [self.auto] if self.auto.is_on else []
+        self.unpublished = UnpublishedUnits(self.auto, queue)
+        self.report = PartialUpdateReport(context, slices)
+        self._queue = queue
+        # by unit that was updated at this boundary: the norms of its gradients, which are gone
+        self.early_norms: dict[int, list[tuple[Tensor, bool]]] = {}
 
-    def update(self, unit: Unit) -> None:
-        """Step a unit whose gradients are complete, if its spec does not wait for the norm."""
-        commit = commit_of(unit)
-        shards = [shard for shard in self._shards_of(unit) if shard.gradient is not None]
-        if commit is CommitPolicy.AFTER_NORM or not shards:
+    # ------------------------------------------------------------------------------------------------- backward
+
+    def reduced(self, unit: Unit, at_boundary: bool) -> None:
+        if at_boundary:
+            for group in unit.trainable if commit_of(unit) is not CommitPolicy.AFTER_NORM else ():
+                group.gradients.wait()  # full gradients may still be in their all-gather
+            self.begin_update(unit, is_complete=has_all_gradients(unit))
+
+    def begin_update(self, unit: Unit, *, is_complete: bool) -> None:
+        """Step what is on the device of a unit if it need not wait, and let users of the unit wait for its update."""
+        if is_complete and commit_of(unit) is CommitPolicy.IMMEDIATE:
+            self._update_early(unit)
+        self.unpublished.begin(unit, is_complete=is_complete)
+
+    def _update_early(self, unit: Unit) -> None:
+        """Step a unit before the norm is known, unless its own gradients are not finite, and free its gradients."""
+        mine = [shard for shard in self.slices.of(unit) if shard.group not in self.elsewhere]
+        shards = [shard for shard in mine if shard.group.gradients.result is not None]
+        if not shards:
             return
-        self.take_back(unit)  # a gradient came late: the update was computed without it
-        if unit.index in self._steps:
+        if unit.index in self.early_norms:
             raise ShardwellError(
                 f"unit '{unit.name}' got another gradient after its update at once; commit after the norm"
             )
-        shadow = InlineSpeculativeState(shards, self._inner.state) if commit is CommitPolicy.SPECULATIVE else None
-        self._steps[unit.index] = InlineStep(shadow, hyperparameters_of(self._inner))
-        if shadow is None:
-            self.norms[unit.index] = [norm_of(shard) for shard in shards]
-        self._update(unit)
-        for group in {shard.group for shard in shards} if shadow is None else ():
-            self._scratch.free(group.gradients.discard_result())
+        norms = self.early_norms[unit.index] = [norm_of(shard) for shard in shards]
+        if self._may_update([norm for norm, _ in norms]):
+            self._update([unit], None, set())
+        for group in dict.fromkeys(shard.group for shard in shards):
+            self._context.scratch.free(group.gradients.discard_result())
 
-    def commit(self, may_step: bool, factor: Tensor | None) -> set[int]:
-        """Keep or revoke the updates, now that the norm is known. Return the units that need no further step."""
-        is_clipped = bool(self._steps) and factor is not None and float(factor) < 1.0
-        options = hyperparameters_of(self._inner)
-        steps, self._steps = self._steps, {}
-        for index, step in list(steps.items()):
-            if step.shadow is not None and (not may_step or is_clipped or not are_same(step.options, options)):
-                step.shadow.restore(self._inner.state)
-                del steps[index]
-        return set(steps)
+    def _may_update(self, norms: list[Tensor]) -> bool:
+        """Whether to update a unit; where the kernels read the overflow flag on the device, the host does not wait."""
+        if self._context.device.is_meta:
+            return True
+        is_finite = torch.isfinite(sum_of_squares(norms, self._context.device))
+        if self.vetoes_on_device:
+            self.inner.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+            return True
+        return bool(is_finite)
 
-    def forget_gradients(self) -> None:
-        """End this boundary, and revoke the updates that are not final."""
-        self.commit(False, None)
-        self.norms = {}
+    def gradients_read(self, unit: Unit) -> None:
+        self.auto.gradients_read(unit)
 
-    def take_back(self, unit: Unit) -> None:
-        """Revoke a unit's update, unless it is final."""
-        step = self._steps.get(unit.index)
-        if step is not None and step.shadow is not None:
-            del self._steps[unit.index]
-            step.shadow.restore(self._inner.state)
+    def gradients_change(self, unit: Unit) -> None:
+        self.auto.gradients_read(unit)
+        self.unpublished.revoke(unit)
+
+    def gradients_dropped(self, what: str) -> None:
+        self.auto.notice(what)
+
+    def stop_watching(self) -> None:
+        self.auto.stop_watching()
+
+    def is_updated_early(self, unit: Unit) -> bool:
+        return self.auto.has_begun(unit)
+
+    # ----------------------------------------------------------------------------------------------------- step
+
+    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
+        def finish() -> None:
+            self.auto.begin_step()
+            finish_backward()
+
+        return finish
+
+    def norms(self) -> Iterator[tuple[Tensor, bool]]:
+        self.report.note(self.norms_at_once)
+        for unit in self.slices.units:
+            if unit.index in self.early_norms:
+                yield from self.early_norms[unit.index]
+                continue
+            for shard in self.slices.of(unit):
+                if shard.group.gradients.result is not None:
+                    yield norm_of(shard)
+
+    def norms_at_once(self, unit: Unit, shard: ParamSlice) -> list[Norm] | None:
+        """Return the norms that allow an immediate update of a slice if they are finite; None if it waits."""
+        norms = self.early_norms.get(unit.index)
+        return None if norms is None else [norm for norm, _ in norms]
+
+    def step(self, norm: Tensor, clip: Tensor | None, unseen: set[str]) -> Iterator[tuple[Unit, PendingUpdate | None]]:
+        self.auto.check_options()
+        for unit in self.update_rest(clip, unseen):
+            yield unit, None
+        self.auto.end_step()
+
+    def update_rest(self, clip: Tensor | None, unseen: set[str]) -> Iterator[Unit]:
+        """Step what was not stepped before the norm, and yield all units, which the caller publishes."""
+        for chunk in self.slices.chunks:
+            self._update([unit for unit in chunk if unit.index not in self.early_norms], clip, unseen)
+            for unit in chunk:
+                self.unpublished.remove(unit)
+                yield unit
+
+    def skip_step(self) -> None:
+        self.auto.check_options()
+        self.auto.end_step()
+
+    def drop_gradients(self, was_used: bool | Tensor, *, together: bool) -> None:
+        self.early_norms = {}
+        self.unpublished.give_up(together=together)
+        if self._queue is not None:
+            self._queue.forget_gradients()
+        super().drop_gradients(was_used, together=together)
+        self.auto.forget()
+
+    def describe_partial(self, *, is_late: bool) -> tuple[bool, str]:
+        return self.report(is_late=is_late)
+
+    # ---------------------------------------------------------------------------------------------------- units
+
+    def enter(self, unit: Unit) -> None:
+        self.auto.enter(unit)
+
+    def leave(self, unit: Unit) -> None:
+        self.auto.leave(unit)
 
 
-def commit_of(unit: Unit) -> CommitPolicy:
-    """Return the commit policy of a unit: that of its groups below the device, if there are any."""
-    commits = {group.row.commit for group in unit.trainable} - {CommitPolicy.AFTER_NORM}
-    return next(iter(commits), CommitPolicy.AFTER_NORM)
+# ----------------------------------------------------------------------------------------------- pending updates
 
 
 @dataclass(frozen=True)
@@ -130,7 +191,7 @@ class PublishAfter:
     """An update that no step has published: code that needs the unit waits for it and publishes it to all ranks."""
 
     unit: Unit
-    arrival: HostPending | None  # None: the update ran on the training thread, or on other ranks only
+    arrival: PendingUpdate | None  # None: the update ran on the training thread, or on other ranks only
 
     @property
     def is_done(self) -> bool:
@@ -147,21 +208,21 @@ class PublishAfter:
 
 @dataclass(frozen=True)
 class Revocable:
-    """An update that is not committed yet: code that needs the unit revokes it and sees the values from before.
+    """A speculative update on the host: code that needs the unit revokes it and sees the values from before.
 
     A rank can do so alone: nothing was published, and the result of the step is the same.
     """
 
     unit: Unit
-    take_back: Callable[[Unit], None]
+    revoke: Callable[[Unit], None]
 
     is_done = False
 
     def wait_local(self) -> None:
-        self.take_back(self.unit)
+        self.revoke(self.unit)
 
     def wait(self) -> None:
-        self.take_back(self.unit)
+        self.revoke(self.unit)
 
 
 class NothingPending:
@@ -177,34 +238,37 @@ class NothingPending:
 class UnpublishedUnits:
     """The units with updates that have begun and are not published yet. All ranks have the same ones."""
 
-    def __init__(self, ways_back: list[Callable[[Unit], None]], habit: AutoCommit) -> None:
-        """`ways_back` are the functions that revoke updates that are not final."""
-        self._ways_back, self._habit = ways_back, habit
+    def __init__(self, auto: AutoCommit, queue: HostUpdateQueue | None) -> None:
+        """`queue` has the updates on the host, if there are any."""
+        self._auto, self._queue = auto, queue
         self._units: dict[int, Unit] = {}
 
-    def begin(self, unit: Unit, arrival: HostPending | None, *, is_complete: bool) -> None:
+    def begin(self, unit: Unit, *, is_complete: bool) -> None:
         """Note that a unit's gradients were reduced, and that it may have been updated before the norm."""
-        commit = commit_of(unit)
-        if self._habit.watch(unit, arrival, is_complete=is_complete):
+        commit, pending = commit_of(unit), self._pending(unit)
+        if self._auto.watch(unit, pending, is_complete=is_complete):
             if commit is CommitPolicy.IMMEDIATE:
                 self._note(unit)
                 unit.is_ahead = True
-        elif commit is CommitPolicy.SPECULATIVE:
+        elif commit is CommitPolicy.SPECULATIVE and self._queue is not None:
             self._note(unit)
-            unit.await_update(Revocable(unit, self.take_back), hides=True)
+            unit.await_update(Revocable(unit, self.revoke), hides=True)
         elif commit is CommitPolicy.IMMEDIATE:
-            self.add(unit, arrival)
+            self.add(unit)
 
-    def take_back(self, unit: Unit) -> None:
+    def _pending(self, unit: Unit) -> PendingUpdate | None:
+        return None if self._queue is None else self._queue.arrival(unit)
+
+    def revoke(self, unit: Unit) -> None:
         """Revoke a unit's early update, unless it is final, because the unit is read before the step."""
-        for take_back in self._ways_back:
-            take_back(unit)
+        if self._queue is not None:
+            self._queue.revoke(unit)
 
-    def add(self, unit: Unit, arrival: HostPending | None) -> None:
+    def add(self, unit: Unit) -> None:
         """Note an update that has begun: reads wait for it, and the secondary shard of old values is dropped."""
         self._note(unit)
         unit.is_ahead = True
-        unit.await_update(PublishAfter(unit, arrival))
+        unit.await_update(PublishAfter(unit, self._pending(unit)))
 
     def _note(self, unit: Unit) -> None:
         for group in unit.trainable:
@@ -217,8 +281,8 @@ class UnpublishedUnits:
             unit.is_ahead = False
             unit.await_update(None)
 
-    def give_up(self, end: Callable[[Unit], HostPending | None], *, together: bool) -> None:
-        """Give up on a step that publishes the units. `end` returns what there is to wait for.
+    def give_up(self, *, together: bool) -> None:
+        """Give up on a step that publishes the units; speculative updates are not applied.
 
         With `together` they are published here. Otherwise, because other ranks do not come here, code that needs them
         does it.
@@ -226,11 +290,70 @@ class UnpublishedUnits:
         units, self._units = self._units, {}
         for unit in units.values():
             unit.is_ahead = False
-            arrival = end(unit)
-            unit.await_update(None if together else PublishAfter(unit, arrival))
+            if self._queue is not None:
+                self._queue.give_up(unit)
+            pending = self._pending(unit)
+            unit.await_update(None if together else PublishAfter(unit, pending))
             if together:
-                unit.publish(arrival or NothingPending())
+                unit.publish(pending or NothingPending())
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+# ---------------------------------------------------------------------------------------------------- the report
+
+
+class PartialUpdateReport:
+    """A report on a step whose norm is not finite: which units were updated immediately, fully or in part.
+
+    A rank updates its part of a unit if its own part of the gradients is finite. The parts of other ranks may not be.
+    """
+
+    def __init__(self, context: EngineContext, slices: ParamSlices) -> None:
+        self._context, self._slices = context, slices
+        self._noted: list[tuple[str, list[list[Norm] | None]]] = []  # by unit: see `note`, for each slice
+
+    def note(self, norms_at_once: Callable[[Unit, ParamSlice], list[Norm] | None]) -> None:
+        """Record the start of a step: a slice was updated immediately if its norms are finite; None: it waits."""
+        units = self._slices.units
+        commits = {group.row.commit for unit in units for group in unit.trainable}
+        self._noted = [
+            (unit.name or "(root)", [norms_at_once(unit, s) for s in self._slices.of(unit) if s.label >= 0])
+            for unit in (units if CommitPolicy.IMMEDIATE in commits else ())
+        ]
+
+    def __call__(self, *, is_late: bool) -> tuple[bool, str]:
+        """Return whether all values are as before the step, and a sentence that says so.
+
+        If anything may have been updated, all ranks must call it. `is_late`: a backward may have updated more since
+        then.
+        """
+        names: dict[tuple[bool, bool], list[str]] = {}
+        for (name, _), left, updated in zip(self._noted, *self._counts(), strict=True):
+            names.setdefault((left > 0, updated > 0), []).append(name)
+        ways = {(False, True): "updated", (True, True): "updated in part", (True, False): "as before"}
+        if not any(updated for _, updated in names) and not (names and is_late):
+            return True, "the step was not applied and parameters and optimizer state are as before"
+        said = "; ".join(f"{way}: {_listed(names[key])}" for key, way in ways.items() if key in names)
+        more = ", nor are those of backwards since then" if is_late else ""
+        return False, f"updates at once are not taken back ({said}){more}"
+
+    def _counts(self) -> tuple[list[float], list[float]]:
+        """Return for each unit the slices that are as before, and those that were updated, over all ranks."""
+        counts = torch.zeros(2, len(self._noted), dtype=torch.float64, device="cpu")
+        for number, (_, shards) in enumerate(self._noted):
+            for norms in shards:
+                is_updated = norms is not None and all(math.isfinite(_known(norm)) for norm in norms)
+                counts[int(is_updated), number] += 1
+        counts = counts.to(self._context.device.torch_device)
+        if self._noted:
+            self._context.world.all_reduce_sum(counts, "AFTERMATH")
+        left, updated = counts.tolist()
+        return left, updated
+
+
+def _known(norm: Norm) -> float:
+    return float(norm if isinstance(norm, Tensor) else norm())
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more units"

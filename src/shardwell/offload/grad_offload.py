@@ -29,7 +29,7 @@ from shardwell.sharding.spec import ReduceAt
 _NOW = -1  # more urgent than any unit
 _ALIGNMENT = 64  # bytes
 _NUM_LEAVING = 1  # gradients that may still be copied while the next unit's are computed
-_SHARE_ABOVE = 1 / 32  # share of device memory for gradients that wait there for the host
+_THROTTLE_SHARE = 1 / 32  # share of device memory for gradients that wait there for the host
 
 
 @dataclass
@@ -39,8 +39,8 @@ class GradientTransfer:
     gradients: dict[ShardedGroup, Tensor]  # 1D: where the gradients are now
     down: Event = field(default_factory=Event)  # passed when the gradients are in host memory
     slot: Tensor | None = None  # staging memory that the gradients are in
-    is_above: bool = False  # the gradients are still on the device
-    away: SwappedGradients | None = None  # the gradients are on disk, or in flight to it
+    is_on_device: bool = False  # the gradients are still on the device
+    swapped: SwappedGradients | None = None  # the gradients are on disk, or in flight to it
 
 
 class GradientOffloader:
@@ -48,22 +48,22 @@ class GradientOffloader:
 
     def __init__(self, context: EngineContext, units: list[Unit], worker: Worker, threads: int, num_slots: int) -> None:
         self._context, self._worker, self._threads = context, worker, threads
-        self._parcels: dict[int, GradientTransfer] = {}  # by unit: gradients that no update has taken yet
+        self._transfers: dict[int, GradientTransfer] = {}  # by unit: gradients that no update has taken yet
         self._leaving: deque[tuple[Event | TaskHandle, Tensor]] = deque()  # device memory that copies still read
         self.pinned = PinnedAllocator(context.device, context.account)
         self.largest = max(
             sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
         )
         self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to copy to the host before they are updated
-        self._porter = Worker("shardwell porter", gate=self._ahead)
-        self._above = ByteThrottle(max(2 * self.largest, int(_SHARE_ABOVE * context.device.capacity_bytes())))
+        self._copier = Worker("shardwell porter", gate=self._ahead)
+        self._throttle = ByteThrottle(max(2 * self.largest, int(_THROTTLE_SHARE * context.device.capacity_bytes())))
         self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the copy thread
         self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: gradients to be added
         self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait
         self._totals: dict[ShardedGroup, Tensor] = {}  # sums of gradients over micro-steps
         self._adding: dict[ShardedGroup, TaskHandle] = {}  # of this boundary: the last addition to each sum
         self._last_sum: Waitable = Event()  # passed when all summands and sums are in memory
-        self._waiting = None if context.disk is None else GradientSwapper(context.disk, context, worker, _NOW)
+        self._swapper = None if context.disk is None else GradientSwapper(context.disk, context, worker, _NOW)
         for unit in units:
             self.enter(unit)
 
@@ -75,8 +75,8 @@ class GradientOffloader:
     def leave(self, group: ShardedGroup) -> None:
         """Remove a group whose state will be stored elsewhere."""
         group.gradients.hands_over = False
-        if self._waiting is not None:
-            self._waiting.leave(group.unit)
+        if self._swapper is not None:
+            self._swapper.leave(group.unit)
         self._free_kept(group.unit)
         total = self._totals.pop(group, None)
         if total is not None:
@@ -85,73 +85,73 @@ class GradientOffloader:
     def forget(self) -> None:
         """Drop the gradients of this boundary; the next micro-step begins new sums."""
         self._adding.clear()
-        self._let_go(0)
-        if self._waiting is not None:
-            self._waiting.send_away()
-        for parcel in self._parcels.values():
-            self.give_up(parcel)
-        self._parcels.clear()
+        self._free_copied(0)
+        if self._swapper is not None:
+            self._swapper.swap_out()
+        for transfer in self._transfers.values():
+            self.give_up(transfer)
+        self._transfers.clear()
 
-    def bring_down(self, unit: Unit, *, waits: bool) -> None:
+    def offload(self, unit: Unit, *, waits: bool) -> None:
         """Take a unit's averaged gradients. Those of a unit that `waits` for the norm are copied to the host now."""
-        self._let_go(_NUM_LEAVING)
+        self._free_copied(_NUM_LEAVING)
         on_disk = self._waits_on_disk(unit) if waits else None
-        above = {
+        on_device = {
             group: group.gradients.result
             for group in unit.trainable
             if group.is_stepped_on_host and group not in self._adding and group.gradients.result is not None
             if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.is_moved)
         }
-        if not above:
+        if not on_device:
             return
         if not waits:
-            self._above.add(sum(_sizes(above)))
-            self._parcels[unit.index] = GradientTransfer(above, is_above=True)
-            for group in above:
+            self._throttle.add(sum(_sizes(on_device)))
+            self._transfers[unit.index] = GradientTransfer(on_device, is_on_device=True)
+            for group in on_device:
                 group.gradients.discard_result()
             self._free_kept(unit.name)  # not needed: its last update has ended, or did not use it
             return
-        parcel = self._parcels[unit.index] = GradientTransfer(dict(above))
+        transfer = self._transfers[unit.index] = GradientTransfer(dict(on_device))
         if on_disk is not None:
-            on_disk.write(unit, above, partial(self._copy_down, parcel, above))
-            arrive: Callable[[], None] = partial(on_disk.bring_back, unit.name)
+            on_disk.write(unit, on_device, partial(self._copy_into, transfer, on_device))
+            arrive: Callable[[], None] = partial(on_disk.restore, unit.name)
         else:
-            memory = self._keep(unit, sum(_sizes(above)))
-            self._send_down(parcel, above, memory, self._context.device.copy_stream.after_current())
-            arrive = parcel.down.synchronize
-        for group, copy in parcel.gradients.items():
+            memory = self._keep(unit, sum(_sizes(on_device)))
+            self._copy_to_memory(transfer, on_device, memory, self._context.device.copy_stream.after_current())
+            arrive = transfer.down.synchronize
+        for group, copy in transfer.gradients.items():
             group.gradients.move_result(copy, arrive)
-            self._leaving.append((parcel.down, above[group]))
+            self._leaving.append((transfer.down, on_device[group]))
 
     def _waits_on_disk(self, unit: Unit) -> GradientSwapper | None:
         """Return the swapper that keeps the unit's gradients, if they wait on disk."""
-        return self._waiting if self._waiting is not None and self._waiting.has(unit) else None
+        return self._swapper if self._swapper is not None and self._swapper.has(unit) else None
 
-    def _copy_down(
-        self, parcel: GradientTransfer, above: dict[ShardedGroup, Tensor], into: dict[ShardedGroup, Tensor]
+    def _copy_into(
+        self, transfer: GradientTransfer, on_device: dict[ShardedGroup, Tensor], into: dict[ShardedGroup, Tensor]
     ) -> Event:
         """Start to copy gradients into tensors."""
         with self._context.device.copy_stream.after_current(), torch.no_grad():
-            for group, gradient in above.items():
-                parcel.gradients[group] = into[group]
-                _copied_down(gradient, into[group])
-        parcel.down = self._context.device.copy_stream.record()
-        return parcel.down
+            for group, gradient in on_device.items():
+                transfer.gradients[group] = into[group]
+                _start_copy(gradient, into[group])
+        transfer.down = self._context.device.copy_stream.record()
+        return transfer.down
 
-    def _send_down(
+    def _copy_to_memory(
         self,
-        parcel: GradientTransfer,
-        above: dict[ShardedGroup, Tensor],
+        transfer: GradientTransfer,
+        on_device: dict[ShardedGroup, Tensor],
         memory: Tensor,
-        lane: contextlib.AbstractContextManager[None],
+        stream: contextlib.AbstractContextManager[None],
     ) -> None:
         """Start to copy gradients to pinned memory."""
-        sizes = _sizes(above)
-        with lane, torch.no_grad():
+        sizes = _sizes(on_device)
+        with stream, torch.no_grad():
             parts = memory[: sum(sizes)].split(sizes)
-            for (group, gradient), part in zip(above.items(), parts, strict=True):
-                parcel.gradients[group] = _copied_down(gradient, part)
-        parcel.down = self._context.device.copy_stream.record()
+            for (group, gradient), part in zip(on_device.items(), parts, strict=True):
+                transfer.gradients[group] = _start_copy(gradient, part)
+        transfer.down = self._context.device.copy_stream.record()
 
     def _keep(self, unit: Unit, num_bytes: int) -> Tensor:
         if unit.name in self._kept and self._kept[unit.name].numel() < num_bytes:
@@ -165,7 +165,7 @@ class GradientOffloader:
         if kept is not None:
             self.pinned.drop(kept, unit)
 
-    def _let_go(self, but: int) -> None:
+    def _free_copied(self, but: int) -> None:
         """Free the memory that was copied from, except for the last `but` copies.
 
         The next user of the memory is ordered behind the copy.
@@ -181,20 +181,20 @@ class GradientOffloader:
 
     def take(self, unit: Unit, found: dict[ShardedGroup, Tensor]) -> tuple[GradientTransfer, list[TaskHandle]]:
         """Return the gradients for an update, and the additions that some of them are the sum of."""
-        parcel = self._parcels.pop(unit.index, None) or GradientTransfer({})
+        transfer = self._transfers.pop(unit.index, None) or GradientTransfer({})
         for group, result in found.items():
-            parcel.gradients.setdefault(group, result)  # sums are not in the transfer
+            transfer.gradients.setdefault(group, result)  # sums are not in the transfer
         on_disk = self._waits_on_disk(unit)
-        parcel.away = None if on_disk is None else on_disk.of(unit)
-        return parcel, [self._adding[group] for group in found if group in self._adding]
+        transfer.swapped = None if on_disk is None else on_disk.of(unit)
+        return transfer, [self._adding[group] for group in found if group in self._adding]
 
-    def down_after(self, parcel: GradientTransfer, added: list[TaskHandle]) -> Waitable:
+    def down_after(self, transfer: GradientTransfer, added: list[TaskHandle]) -> Waitable:
         """Return what passes when all gradients of a transfer are in host memory."""
-        return self._last_sum if added else parcel.down
+        return self._last_sum if added else transfer.down
 
-    def carry(
+    def copy_when_slot_free(
         self,
-        parcel: GradientTransfer,
+        transfer: GradientTransfer,
         urgency: int,
         after: Waitable,
         then: Callable[[], None],
@@ -206,79 +206,81 @@ class GradientOffloader:
         """
 
         def load() -> None:
-            above, trouble = _above(parcel), None
+            on_device, trouble = _on_device(transfer), None
             try:
-                parcel.slot = self._slots.take(sum(_sizes(above)))
-                self._send_down(parcel, above, parcel.slot, self._context.device.copy_stream.after(Event()))
-                parcel.down.synchronize()
+                transfer.slot = self._slots.take(sum(_sizes(on_device)))
+                self._copy_to_memory(
+                    transfer, on_device, transfer.slot, self._context.device.copy_stream.after(Event())
+                )
+                transfer.down.synchronize()
             except BaseException as error:
                 trouble = error
-            parcel.is_above = False
-            self._free(above)
+            transfer.is_on_device = False
+            self._free(on_device)
             if trouble is None:
                 then()
             else:
                 self._ahead.release()
-                self.end(parcel, parcel.down)
+                self.end(transfer, transfer.down)
                 fail(trouble)
 
-        self._porter.submit(load, urgency=urgency, after=after)
+        self._copier.submit(load, urgency=urgency, after=after)
 
-    def begin(self, parcel: GradientTransfer) -> None:
+    def begin(self, transfer: GradientTransfer) -> None:
         """Note that the worker begins with these gradients: the next ones may be copied to the host."""
-        if parcel.slot is not None:
+        if transfer.slot is not None:
             self._ahead.release()
-        parcel.down.synchronize()
+        transfer.down.synchronize()
 
-    def end(self, parcel: GradientTransfer, after: Event) -> None:
+    def end(self, transfer: GradientTransfer, after: Event) -> None:
         """Release the memory of gradients, which may be used again after the event."""
-        if parcel.slot is not None:
-            self._slots.give(parcel.slot, after)
+        if transfer.slot is not None:
+            self._slots.give(transfer.slot, after)
 
-    def give_up(self, parcel: GradientTransfer) -> None:
+    def give_up(self, transfer: GradientTransfer) -> None:
         """Free gradients that are still on the device and will not be copied."""
-        if parcel.is_above:
-            parcel.is_above = False
-            self._free(_above(parcel))
+        if transfer.is_on_device:
+            transfer.is_on_device = False
+            self._free(_on_device(transfer))
 
     def _free(self, gradients: dict[ShardedGroup, Tensor]) -> None:
         for memory in gradients.values():
             self._context.scratch.free(memory)
-        self._above.remove(sum(_sizes(gradients)))
+        self._throttle.remove(sum(_sizes(gradients)))
 
     # ------------------------------------------------------------------------------------------------------ sums
 
-    def add_up(self, unit: Unit) -> None:
+    def accumulate(self, unit: Unit) -> None:
         """Add the gradients of a micro-step to the sums on the host, for groups that have one."""
-        self._let_go(_NUM_LEAVING)
+        self._free_copied(_NUM_LEAVING)
         handed = {group: group.gradients.take_micro_step() for group in unit.trainable}
         new = {group: one for group, one in handed.items() if one is not None}
         if not new:
             return
-        above = {group: tensor for group, (tensor, _) in new.items()}
-        parcel = GradientTransfer(dict(above))
+        on_device = {group: tensor for group, (tensor, _) in new.items()}
+        transfer = GradientTransfer(dict(on_device))
         if self._context.device.is_cuda:
-            parcel.slot = self._inbox.take(sum(_sizes(above)))
-            self._send_down(parcel, above, parcel.slot, self._context.device.copy_stream.after_current())
+            transfer.slot = self._inbox.take(sum(_sizes(on_device)))
+            self._copy_to_memory(transfer, on_device, transfer.slot, self._context.device.copy_stream.after_current())
         on_disk, reads = self._waits_on_disk(unit), list[DiskTransfer]()
         if on_disk is None:
             totals = {group: self._total_of(group) for group in new}
         else:
             is_fresh = not any(group in self._adding for group in unit.trainable)
-            totals, reads = on_disk.add(unit, new, after=parcel.down, fresh=is_fresh)
+            totals, reads = on_disk.add(unit, new, after=transfer.down, fresh=is_fresh)
         parts = [
-            (totals[group], parcel.gradients[group], f, group not in self._adding) for group, (_, f) in new.items()
+            (totals[group], transfer.gradients[group], f, group not in self._adding) for group, (_, f) in new.items()
         ]
-        self._last_sum = AllOf([parcel.down, *reads])
+        self._last_sum = AllOf([transfer.down, *reads])
         before = [self._adding[group] for group in new if group in self._adding]
         needs = [*(ticket.wait for ticket in before), *(read.wait for read in reads)]
-        ticket = self._worker.submit(lambda: self._add(parcel, parts, needs), urgency=_NOW, after=self._last_sum)
+        ticket = self._worker.submit(lambda: self._add(transfer, parts, needs), urgency=_NOW, after=self._last_sum)
         if on_disk is not None:
             on_disk.completed_by(ticket)
-        for group, tensor in above.items():
+        for group, tensor in on_device.items():
             self._adding[group] = ticket
             group.gradients.move_result(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
-            self._leaving.append((parcel.down if parcel.slot is not None else ticket, tensor))
+            self._leaving.append((transfer.down if transfer.slot is not None else ticket, tensor))
 
     def _total_of(self, group: ShardedGroup) -> Tensor:
         if group not in self._totals:
@@ -289,7 +291,7 @@ class GradientOffloader:
 
     def _add(
         self,
-        parcel: GradientTransfer,
+        transfer: GradientTransfer,
         parts: list[tuple[Tensor, Tensor, float, bool]],
         needs: Sequence[Callable[[], None]],
     ) -> None:
@@ -300,10 +302,10 @@ class GradientOffloader:
             for total, gradient, factor, fresh in parts:
                 kernels.add(total, gradient, factor, self._threads, fresh=fresh)
         finally:
-            if parcel.slot is not None:
-                self._inbox.give(parcel.slot, Event())
+            if transfer.slot is not None:
+                self._inbox.give(transfer.slot, Event())
 
-    def adds_up(self, group: ShardedGroup) -> bool:
+    def accumulates(self, group: ShardedGroup) -> bool:
         """Return whether the group's gradients of this boundary are summed on the host."""
         return group in self._adding
 
@@ -330,13 +332,13 @@ def _back(added: TaskHandle, on_disk: GradientSwapper, unit: Unit) -> Callable[[
 
     def arrive() -> None:
         added.wait()
-        on_disk.bring_back(unit.name)
+        on_disk.restore(unit.name)
 
     return arrive
 
 
-def _above(parcel: GradientTransfer) -> dict[ShardedGroup, Tensor]:
-    return {group: gradient for group, gradient in parcel.gradients.items() if gradient.is_cuda}
+def _on_device(transfer: GradientTransfer) -> dict[ShardedGroup, Tensor]:
+    return {group: gradient for group, gradient in transfer.gradients.items() if gradient.is_cuda}
 
 
 def _sizes(gradients: dict[ShardedGroup, Tensor]) -> list[int]:
@@ -353,7 +355,7 @@ def aligned_size(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _copied_down(gradients: Tensor, memory: Tensor) -> Tensor:
+def _start_copy(gradients: Tensor, memory: Tensor) -> Tensor:
     """Start to copy gradients into pinned memory on the current stream; return the copy: 1D, in their dtype."""
     copy = memory.view(gradients.dtype)[: gradients.numel()]
     return copy.copy_(gradients, non_blocking=True)

@@ -48,10 +48,10 @@ class SwappedGradients:
 
 
 @dataclass(frozen=True)
-class _Seated:
+class _InSlot:
     """Gradients that are in a slot now."""
 
-    away: SwappedGradients
+    swapped: SwappedGradients
     slot: Tensor
     after: Waitable  # passed when they are complete
     added: TaskHandle | None = None  # the task that completes them, if it may fail
@@ -66,7 +66,7 @@ class GradientSwapper:
             AlignedAllocator(context.device, context.account, pinned=context.device.is_cuda), NUM_SLOTS, 0
         )
         self._units: dict[str, SwappedGradients] = {}
-        self._seated: _Seated | None = None
+        self._in_slot: _InSlot | None = None
 
     @staticmethod
     def has(unit: Unit) -> bool:
@@ -74,37 +74,39 @@ class GradientSwapper:
         return any(group.is_stepped_on_host and group.row.gradients.tier is Tier.DISK for group in unit.trainable)
 
     def write(
-        self, unit: Unit, above: dict[ShardedGroup, Tensor], copy: Callable[[dict[ShardedGroup, Tensor]], Event]
+        self, unit: Unit, gradients: dict[ShardedGroup, Tensor], copy: Callable[[dict[ShardedGroup, Tensor]], Event]
     ) -> None:
         """Store new gradients. `copy` starts the copy into tensors and returns the event of its end."""
-        away, _, slot = self._seat(unit, {group: gradient.dtype for group, gradient in above.items()}, blank=True)
-        self._seated = _Seated(away, slot, copy(away.tensors))
-        self.send_away()
+        swapped, _, slot = self._swap_in(
+            unit, {group: gradient.dtype for group, gradient in gradients.items()}, blank=True
+        )
+        self._in_slot = _InSlot(swapped, slot, copy(swapped.tensors))
+        self.swap_out()
 
     def add(
         self, unit: Unit, groups: Iterable[ShardedGroup], *, after: Waitable, fresh: bool
     ) -> tuple[dict[ShardedGroup, Tensor], list[DiskTransfer]]:
-        """Return the sums of a unit's gradients and the reads that bring them into memory, until `send_away` is called.
+        """Return the sums of a unit's gradients and the reads that bring them into memory, until `swap_out` is called.
 
         They are complete when the worker has done what it is given until then, and `after` has passed. With `fresh`
         there are no sums yet.
         """
         before = {} if fresh else self._tensors_of(unit)
-        away, reads, slot = self._seat(unit, dict.fromkeys((*before, *groups), torch.float32), blank=fresh)
-        self._seated = _Seated(away, slot, AllOf([after, *reads]))
-        return away.tensors, reads
+        swapped, reads, slot = self._swap_in(unit, dict.fromkeys((*before, *groups), torch.float32), blank=fresh)
+        self._in_slot = _InSlot(swapped, slot, AllOf([after, *reads]))
+        return swapped.tensors, reads
 
     def completed_by(self, added: TaskHandle) -> None:
         """Write what is in memory only if this task of the worker succeeds."""
-        assert self._seated is not None
-        self._seated = replace(self._seated, added=added)
+        assert self._in_slot is not None
+        self._in_slot = replace(self._in_slot, added=added)
 
-    def send_away(self) -> None:
+    def swap_out(self) -> None:
         """Write what is in memory, after the tasks of the worker that use it."""
-        seated, self._seated = self._seated, None
-        if seated is None:
+        in_slot, self._in_slot = self._in_slot, None
+        if in_slot is None:
             return
-        chest, slot, added = seated.away.chest, seated.slot, seated.added
+        chest, slot, added = in_slot.swapped.chest, in_slot.slot, in_slot.added
 
         def put_back() -> None:
             writes: list[DiskTransfer] = []
@@ -113,61 +115,61 @@ class GradientSwapper:
                 if added is not None:
                     added.wait()
             finally:
-                self._slots.give(slot, AllOf([seated.after, *writes]))
+                self._slots.give(slot, AllOf([in_slot.after, *writes]))
 
-        seated.away.written = self._worker.submit(put_back, urgency=self._urgency, after=seated.after)
+        in_slot.swapped.written = self._worker.submit(put_back, urgency=self._urgency, after=in_slot.after)
 
     def of(self, unit: Unit) -> SwappedGradients | None:
         """Return the gradients that an update has to read; None if there are none."""
-        self.send_away()
-        away = self._units.get(unit.name)
-        return away if away is not None and away.num_bytes else None
+        self.swap_out()
+        swapped = self._units.get(unit.name)
+        return swapped if swapped is not None and swapped.num_bytes else None
 
-    def bring_back(self, name: str) -> None:
+    def restore(self, name: str) -> None:
         """Bring a unit's gradients back to ordinary memory."""
-        self.send_away()
-        away = self._units[name]
-        if away.num_bytes:
-            away.ready().restore()
-            self._note(name, away, 0)
+        self.swap_out()
+        swapped = self._units[name]
+        if swapped.num_bytes:
+            swapped.ready().restore()
+            self._note(name, swapped, 0)
 
     def leave(self, name: str) -> None:
         """Forget a unit."""
-        self.send_away()
-        away = self._units.pop(name, None)
-        if away is not None:
+        self.swap_out()
+        swapped = self._units.pop(name, None)
+        if swapped is not None:
             with contextlib.suppress(ShardwellError):
-                away.ready()
-            away.chest.free()
-            self._note(name, away, 0)
+                swapped.ready()
+            swapped.chest.free()
+            self._note(name, swapped, 0)
 
     def _tensors_of(self, unit: Unit) -> dict[ShardedGroup, Tensor]:
         return self._units[unit.name].tensors if unit.name in self._units else {}
 
-    def _seat(
+    def _swap_in(
         self, unit: Unit, wanted: dict[ShardedGroup, torch.dtype], *, blank: bool
     ) -> tuple[SwappedGradients, list[DiskTransfer], Tensor]:
         """Start to bring a unit's tensors into a slot; with `blank` they are not read."""
-        self.send_away()
-        away = self._units.get(unit.name)
-        if away is None:
-            away = self._units[unit.name] = SwappedGradients(
+        self.swap_out()
+        swapped = self._units.get(unit.name)
+        if swapped is None:
+            swapped = self._units[unit.name] = SwappedGradients(
                 SwappedTensors(self._tier, self._context.account, unit.name)
             )
         if not blank:
-            away.ready()
-        away.tensors = {group: _tensor(away.tensors.get(group), group, dtype) for group, dtype in wanted.items()}
-        away.chest.register(list(away.tensors.values()))
-        self._note(unit.name, away, sum(tensor.nbytes for tensor in away.tensors.values()))
-        slot = self._slots.take(away.chest.num_bytes)
+            swapped.ready()
+        swapped.tensors = {group: _tensor(swapped.tensors.get(group), group, dtype) for group, dtype in wanted.items()}
+        swapped.chest.register(list(swapped.tensors.values()))
+        self._note(unit.name, swapped, sum(tensor.nbytes for tensor in swapped.tensors.values()))
+        slot = self._slots.take(swapped.chest.num_bytes)
         try:
-            return away, away.chest.swap_in_to(slot, blank=blank), slot
+            return swapped, swapped.chest.swap_in_to(slot, blank=blank), slot
         except BaseException:
             self._slots.give(slot, Event())
             raise
 
-    def _note(self, name: str, away: SwappedGradients, num_bytes: int) -> None:
-        away.num_bytes = num_bytes
+    def _note(self, name: str, swapped: SwappedGradients, num_bytes: int) -> None:
+        swapped.num_bytes = num_bytes
         self._context.account.set(StateKind.GRADIENTS, name, Tier.DISK, num_bytes)
 
 

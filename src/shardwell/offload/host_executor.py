@@ -1,10 +1,11 @@
-"""The part of an optimizer step on the host: which units are updated before the norm, and with which factor."""
+"""The executor for units that are stepped on the host: which are updated before the norm, and with which factor."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,34 @@ from shardwell.errors import ShardwellError
 from shardwell.kernels import Moment8bit
 from shardwell.memory import Event
 from shardwell.offload.cpu_kernels import kernel_for
-from shardwell.offload.host_updates import HostPending, HostUpdateQueue
+from shardwell.offload.early_update import EarlyExecutor, Norm, has_all_gradients
+from shardwell.offload.host_updates import HostUpdateQueue
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.offload.speculation import hyperparameters_of
 from shardwell.offload.worker import Worker
-from shardwell.optim.grad_norm import Norm, norm_of, sum_of_squares
+from shardwell.optim.executor import StepOptions
+from shardwell.optim.grad_norm import norm_of, sum_of_squares
 from shardwell.optim.loss_scale import LossScale
-from shardwell.optim.param_slices import ParamSlice, ParamSlices
+from shardwell.optim.param_slices import ParamSlice, ParamSlices, scalar_state
 from shardwell.sharding import EngineContext, Unit
 from shardwell.sharding.spec import CommitPolicy
+from shardwell.sharding.unit import PendingUpdate
+
+
+def make_executor(
+    inner: Optimizer, slices: ParamSlices, context: EngineContext, options: StepOptions
+) -> EarlyExecutor | HostExecutor:
+    """Return the executor for units of which some are stepped on the host, or before the norm is known."""
+    store: OptimizerSwapper | None = None
+    if context.disk is not None:
+        store = OptimizerSwapper(context.disk, inner, slices, context, options.buffer_count)
+        for unit in slices.units:
+            store.add(unit)
+    queue = host_updates(
+        inner, slices.units, context, options.buffer_count, store, eight_bits=options.eight_bit_moments
+    )
+    device = EarlyExecutor(inner, slices, context, options.scale, queue)
+    return device if queue is None else HostExecutor(queue, device, context, options.scale, options.clip)
 
 
 def host_updates(
@@ -68,69 +88,78 @@ def host_updates(
 
 
 class HostExecutor:
-    """Steps the units whose optimizer state is stored on the host or on disk."""
+    """Steps the groups whose optimizer state is stored on the host or on disk, and contains an executor for the others.
+
+    A unit can have both: its small persistent groups stay on the device.
+    """
 
     def __init__(
-        self,
-        host: HostUpdateQueue,
-        inner: Optimizer,
-        shards: ParamSlices,
-        context: EngineContext,
-        scale: LossScale,
-        clip: float,
+        self, queue: HostUpdateQueue, device: EarlyExecutor, context: EngineContext, scale: LossScale, clip: float
     ) -> None:
-        self.host = host
-        self._inner, self._shards, self._context = inner, shards, context
-        self._scale, self._clip = scale, clip
+        self.queue, self.device = queue, device
+        self.inner, self.slices, self.summed_with_norm = device.inner, device.slices, device.summed_with_norm
+        self.auto = device.auto
+        self._context, self._scale, self._clip = context, scale, clip
         self._norms: dict[int, list[tuple[Norm, bool]]] = {}  # by unit: norms of gradients that were copied to the host
+        for unit in self.slices.units:
+            self._exclude(unit)
+
+    def _exclude(self, unit: Unit) -> None:
+        """Keep the groups that are stepped here from the executor for the device."""
+        self.device.elsewhere.update(group for group in unit.trainable if group.is_stepped_on_host)
+
+    @property
+    def vetoes_on_device(self) -> bool:
+        is_all_here = all(group.is_stepped_on_host for unit in self.slices.units for group in unit.trainable)
+        return self.device.vetoes_on_device or (self._context.device.is_cuda and is_all_here)
 
     # ------------------------------------------------------------------------------------------------- backward
 
-    def take(self, unit: Unit, *, is_complete: bool) -> None:
+    def reduced(self, unit: Unit, at_boundary: bool) -> None:
+        self.queue.offloader.accumulate(unit)
+        if at_boundary:
+            for group in unit.trainable:
+                group.gradients.wait()  # full gradients may still be in their all-gather
+            is_complete = has_all_gradients(unit)
+            self._take_gradients(unit, is_complete=is_complete)
+            self.device.begin_update(unit, is_complete=is_complete)
+
+    def _take_gradients(self, unit: Unit, *, is_complete: bool) -> None:
         """Copy a unit's reduced gradients of this boundary to the host, and update the unit if it need not wait."""
         commit = next((group.row.commit for group in unit.trainable if group.is_stepped_on_host), None)
         if commit is None:
             return
-        self.host.take_back(unit)  # a gradient came late: the update was computed without it
+        self.queue.revoke(unit)  # a gradient came late: the update was computed without it
         goes_ahead = is_complete and self._goes_ahead(unit, commit)
-        shards = [s for s in self._shards.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
+        shards = [s for s in self.slices.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
-        self.host.descent.bring_down(unit, waits=not goes_ahead or commit is CommitPolicy.SPECULATIVE)
+        self.queue.offloader.offload(unit, waits=not goes_ahead or commit is CommitPolicy.SPECULATIVE)
         if goes_ahead:
             self._start_ahead(unit, commit)
 
-    def gradients_change(self, unit: Unit) -> None:
-        """Drop the norm of a unit whose gradients change. An immediate update that has begun cannot begin again."""
-        if self.host.is_queued(unit):
-            raise ShardwellError(
-                f"the update of unit '{unit.name}' has begun with the gradients that backward gave. To change them "
-                'before a step, set "shardwell": {"commit": "after_norm"}.'
-            )
-        self._norms.pop(unit.index, None)
-
     def _goes_ahead(self, unit: Unit, commit: CommitPolicy) -> bool:
         if commit is CommitPolicy.SPECULATIVE:
-            return self.host.may_speculate(self._shards.of(unit))
+            return self.queue.may_speculate(self.slices.of(unit))
         return commit is CommitPolicy.IMMEDIATE
 
     def _norm_of(self, shard: ParamSlice) -> tuple[Norm, bool]:
-        """Return the norm of a shard's gradient.
+        """Return the norm of a slice's gradient.
 
         It is computed on the device if the gradient is there, which is cheap and gives the same bits as without
         offload. Sums over micro-steps are on the host only.
         """
         assert shard.gradient is not None
-        if not self.host.descent.adds_up(shard.group):
+        if not self.queue.offloader.accumulates(shard.group):
             return norm_of(shard)
-        return self.host.descent.norm_later(shard.group, shard.gradient), shard.group.row.gradients.axis is None
+        return self.queue.offloader.norm_later(shard.group, shard.gradient), shard.group.row.gradients.axis is None
 
     def _start_ahead(self, unit: Unit, commit: CommitPolicy) -> None:
         """Queue a unit's update before the norm is known."""
-        if self.host.is_queued(unit):
+        if self.queue.is_queued(unit):
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")
         factor = ClipFromNorm(*self._own_norm(unit), self._scale.value)
         assumed = 1.0 / self._scale.value if commit is CommitPolicy.SPECULATIVE else None
-        self.host.start(unit, self._shards.of(unit), hyperparameters_of(self._inner), factor, assumed)
+        self.queue.start(unit, self.slices.of(unit), hyperparameters_of(self.inner), factor, assumed)
 
     def _own_norm(self, unit: Unit) -> tuple[Callable[[], float], Event]:
         """Return the norm of a unit's gradients on this rank, and the event after which it is known."""
@@ -140,85 +169,168 @@ class HostExecutor:
         read = self._context.device.read_async(here)
         return lambda: math.hypot(float(read.get()), *(norm() for norm in later)), read.event
 
+    def gradients_read(self, unit: Unit) -> None:
+        self.device.gradients_read(unit)
+
+    def gradients_change(self, unit: Unit) -> None:
+        self.device.gradients_change(unit)
+        if self.queue.is_queued(unit):
+            raise ShardwellError(
+                f"the update of unit '{unit.name}' has begun with the gradients that backward gave. To change them "
+                'before a step, set "shardwell": {"commit": "after_norm"}.'
+            )
+        self._norms.pop(unit.index, None)
+
+    def gradients_dropped(self, what: str) -> None:
+        self.device.gradients_dropped(what)
+
+    def stop_watching(self) -> None:
+        self.device.stop_watching()
+
+    def is_updated_early(self, unit: Unit) -> bool:
+        return self.device.is_updated_early(unit)
+
     # ----------------------------------------------------------------------------------------------------- step
 
-    def norms(self, unit: Unit) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the norms of gradients that were copied to the host, and whether every rank has the same gradient."""
-        for norm, is_whole in self._norms.get(unit.index, []):
-            yield norm if isinstance(norm, Tensor) else self._context.device.scalar(norm(), torch.float64), is_whole
+    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
+        return self.device.at_step(finish_backward)
 
-    def norms_at_once(self, unit: Unit) -> list[Norm] | None:
-        """Return the norms of the gradients of an immediate update; None if the unit waits for the global norm."""
+    def norms(self) -> Iterator[tuple[Tensor, bool]]:
+        self.device.report.note(self._norms_at_once)
+        for unit in self.slices.units:
+            on_host, early = self._norms.get(unit.index), self.device.early_norms.get(unit.index)
+            for norm, is_replicated in on_host or ():
+                known = norm if isinstance(norm, Tensor) else self._context.device.scalar(norm(), torch.float64)
+                yield known, is_replicated
+            yield from early or ()
+            for shard in self.slices.of(unit):
+                counted = on_host if shard.group.is_stepped_on_host else early
+                if counted is None and shard.gradient is not None:
+                    shard.group.gradients.ensure_readable()  # it may be a sum that the host is still computing
+                    norm, is_replicated = norm_of(shard)
+                    yield norm.to(self._context.device.torch_device), is_replicated
+
+    def _norms_at_once(self, unit: Unit, shard: ParamSlice) -> list[Norm] | None:
+        """Return the norms that allow an immediate update of a slice if they are finite; None if it waits."""
+        if not shard.group.is_stepped_on_host:
+            return self.device.norms_at_once(unit, shard)
         commits = {group.row.commit for group in unit.trainable if group.is_stepped_on_host}
-        if CommitPolicy.IMMEDIATE not in commits or not self.host.is_queued(unit):
+        if CommitPolicy.IMMEDIATE not in commits or not self.queue.is_queued(unit):
             return None
         return [norm for norm, _ in self._norms[unit.index]]
 
-    def has_norms(self, unit: Unit) -> bool:
-        """Return whether the norms of the unit's gradients of this boundary are here."""
-        return unit.index in self._norms
+    def step(self, norm: Tensor, clip: Tensor | None, unseen: set[str]) -> Iterator[tuple[Unit, PendingUpdate | None]]:
+        self.auto.check_options()
+        for unit in self._queue_updates(norm, unseen):
+            self.device.unpublished.add(unit)
+        for unit in self.device.update_rest(clip, unseen):
+            yield unit, self.queue.arrival(unit)
+        self.auto.end_step()
 
-    def step(
-        self, units: Iterable[Unit], norm: Tensor, shards_of: Callable[[Unit], Iterable[ParamSlice]]
-    ) -> Iterator[Unit]:
+    def _queue_updates(self, norm: Tensor, unseen: set[str]) -> Iterator[Unit]:
         """Queue the updates of this boundary, and settle the updates that were computed before the norm.
 
         Yields the units that are updated. A unit without a gradient, which all ranks agree on, is left out.
         """
         read = self._context.device.read_async(norm)
         factor = ClipFromNorm(lambda: float(read.get()), read.event, self._scale.value, self._clip)
-        for unit in units:
-            if self.host.is_queued(unit):
-                self.host.settle(unit, factor, hyperparameters_of(self._inner))
+        for unit in self.slices.units:
+            if self.queue.is_queued(unit):
+                self.queue.settle(unit, factor, hyperparameters_of(self.inner))
                 yield unit
             elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
-                self.host.descent.bring_down(unit, waits=True)  # gradients that no micro-step added to at the boundary
-                self.host.start(unit, list(shards_of(unit)), hyperparameters_of(self._inner), factor)
+                self.queue.offloader.offload(unit, waits=True)  # gradients that no micro-step added to at the boundary
+                shards = list(self.slices.seen(unit, unseen, self._split))
+                self.queue.start(unit, shards, hyperparameters_of(self.inner), factor)
                 yield unit
 
-    def give_up(self, unit: Unit) -> HostPending | None:
-        """Note that this boundary has no step: speculative updates are not applied."""
-        self.host.give_up(unit)
-        return self.host.arrival(unit)
+    def _split(self, unit: Unit, shard: ParamSlice) -> list[ParamSlice]:
+        with self.state(unit, changes=True):
+            return self.slices.part(unit, shard, self.inner)
 
-    def forget_gradients(self) -> None:
-        """Drop the gradients and norms of this boundary."""
+    def skip_step(self) -> None:
+        self.device.skip_step()
+
+    def drop_gradients(self, was_used: bool | Tensor, *, together: bool) -> None:
         self._norms.clear()
-        self.host.forget_gradients()
+        self.device.drop_gradients(was_used, together=together)
 
-    # ------------------------------------------------------------------------------------------------ placement
+    def describe_partial(self, *, is_late: bool) -> tuple[bool, str]:
+        return self.device.describe_partial(is_late=is_late)
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def state(self, unit: Unit, *, changes: bool) -> contextlib.AbstractContextManager[None]:
+        store = self.queue.store
+        return contextlib.nullcontext() if store is None else store.opened(unit, changes=changes)
+
+    def pack_state(self, shard: ParamSlice, state: dict[str, Any]) -> dict[str, Any]:
+        return self.queue.kernel.pack_state(state) if shard.group.is_stepped_on_host else state
+
+    def swapped_states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        if self.queue.store is not None:
+            yield from self.queue.store.copies(self.slices.units)
+
+    def adopt_states(self) -> None:
+        if self.queue.store is not None:
+            self.queue.store.adopt(self.slices.units)
+
+    # ---------------------------------------------------------------------------------------------------- units
+
+    def enter(self, unit: Unit) -> None:
+        self.device.enter(unit)
+        self._exclude(unit)
+        self.queue.enter(unit)
 
     def leave(self, unit: Unit) -> None:
-        """Forget a unit, and free what was kept for its updates."""
-        self.host.forget_guesses()
-        self.host.drop_shadow(unit)
-        for group in unit.trainable:
-            self.host.descent.leave(group)
+        self.device.leave(unit)
+        self.queue.leave(unit)
+        self.device.elsewhere.difference_update(unit.trainable)
 
-    @torch.no_grad()
-    def move_up(self, unit: Unit, scalar: Callable[[Tensor, Any, float], Any]) -> None:
-        """Store a unit's optimizer state on the device from now on. `scalar` makes a scalar entry of the state."""
-        unit.wait()
-        self.host.forget_guesses()  # units on the device need none
-        where = self._context.device.torch_device
-        if self.host.store is not None:
-            self.host.store.empty(unit)
-        for group in [group for group in unit.trainable if group.is_stepped_on_host]:
-            self.host.descent.leave(group)
-            group.move_masters_up()
-            for shard in self._shards.of(unit):
-                if shard.group is group:
-                    state = self._inner.state.get(shard.tensor, {})
-                    for key, value in state.items():
-                        is_number = isinstance(value, Tensor) and value.ndim == 0
-                        state[key] = scalar(shard.tensor, value, float(value)) if is_number else _on(where, value)
-        self.host.drop_shadow(unit)
+    def move_up(self, free: float) -> list[str]:
+        """Move the state of the first units to the device.
 
-    def bytes_above(self, unit: Unit) -> int:
+        Their updates would be the last on the host, and the next forward needs them first.
+        """
+        moved = []
+        for unit in self.slices.units:
+            needed = self._bytes_above(unit)
+            free -= needed
+            if free < 0:
+                break
+            if needed:
+                self._move_up(unit)
+                self.device.leave(unit)
+                moved.append(unit.name)
+        return moved
+
+    def _bytes_above(self, unit: Unit) -> int:
         """Return the bytes that a unit needs on the device: master weights, moments, and gradients that wait."""
         groups = [group for group in unit.trainable if group.is_stepped_on_host]
-        per_element = 4 * (1 + len(self.host.kernel.keys))
+        per_element = 4 * (1 + len(self.queue.kernel.keys))
         return sum((g.own[1] - g.own[0]) * (per_element + g.precision.compute.itemsize) for g in groups)
+
+    @torch.no_grad()
+    def _move_up(self, unit: Unit) -> None:
+        """Store a unit's optimizer state on the device from now on."""
+        unit.wait()
+        self.queue.cancel_prefetches()  # units on the device need none
+        where = self._context.device.torch_device
+        if self.queue.store is not None:
+            self.queue.store.restore(unit)
+        for group in [group for group in unit.trainable if group.is_stepped_on_host]:
+            self.queue.offloader.leave(group)
+            group.move_masters_up()
+            for shard in self.slices.of(unit):
+                if shard.group is group:
+                    state = self.inner.state.get(shard.tensor, {})
+                    for key, value in state.items():
+                        if isinstance(value, Tensor) and value.ndim == 0:
+                            state[key] = scalar_state(self.inner, shard.tensor, value, float(value))
+                        else:
+                            state[key] = _on(where, value)
+        self.queue.drop_shadow(unit)
+        self.device.elsewhere.difference_update(unit.trainable)
 
 
 def _on(where: torch.device, value: Any) -> Any:

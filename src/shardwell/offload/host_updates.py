@@ -86,14 +86,14 @@ class HostUpdate:
     unit: Unit
     shards: list[ParamSlice]
     options: list[Options]  # for each shard: the hyperparameters of this step
-    parcel: GradientTransfer
+    transfer: GradientTransfer
     added: list[TaskHandle]  # the additions that the gradients are the sum of
     after: Event  # passed when the device is done with earlier work, which reads the old parameters
-    born: list[ParamSlice]  # the shards that had no state before
+    new: list[ParamSlice]  # the shards that had no state before
     edits: list[tuple[ShardedGroup, Callable[[], bool]]]  # groups whose parameters the user may have edited
     assumed: float | None = None  # the factor that a speculative update assumes
     shadow: SpeculativeState | None = None  # the memory of a speculative update
-    seat: UpdateBuffer | None = None  # holds master weights and state that are stored on disk
+    buffer: UpdateBuffer | None = None  # holds master weights and state that are stored on disk
     up: Event = field(default_factory=Event)  # passed when the parameters are on the device
     tickets: list[TaskHandle] = field(default_factory=list)  # of the update, and of the resolution of a speculation
     final: GradientFactor | None = None  # of a speculation: the factor, set when the step begins
@@ -102,7 +102,7 @@ class HostUpdate:
 
     def gradient(self, shard: ParamSlice) -> Tensor:
         """Return the part of the gradient that belongs to a shard."""
-        return self.parcel.gradients[shard.group][shard.start : shard.start + shard.tensor.numel()]
+        return self.transfer.gradients[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,16 @@ class HostUpdateQueue:
         self._context, self._inner, self.kernel = context, inner, kernel
         self._worker = worker
         self.store = store
-        self._reader = Worker("shardwell reader", gate=store.free_seats) if store is not None else None
+        self._reader = Worker("shardwell reader", gate=store.free_buffers) if store is not None else None
         self._jobs: dict[int, HostUpdate] = {}  # of this boundary, by unit
-        self.descent = GradientOffloader(context, units, worker, kernel.threads, num_slots)
-        self._outbox = StagingPool(self.descent.pinned, _NUM_OUT, self.descent.largest)
+        self.offloader = GradientOffloader(context, units, worker, kernel.threads, num_slots)
+        self._outbox = StagingPool(self.offloader.pinned, _NUM_OUT, self.offloader.largest)
         self.shadows: dict[int, SpeculativeState] = {}  # by unit
-        self.caution = SpeculationBackoff()
+        self.backoff = SpeculationBackoff()
         if store is not None:
             store.measure(units, kernel)
         self._order: list[Unit] = []  # the order in which units with update buffers are updated at this boundary
-        self._prepared: list[TaskHandle] = []  # tasks of the reader for the next boundary
+        self._prefetches: list[TaskHandle] = []  # tasks of the reader for the next boundary
 
     @property
     def _states(self) -> dict[Tensor, Any]:
@@ -161,34 +161,49 @@ class HostUpdateQueue:
     def forget_gradients(self) -> None:
         """Drop the gradients of this boundary; updates in flight are held by their `HostPending`."""
         self._jobs.clear()
-        self.descent.forget()
-        self.caution.end_step()
-        self._prepare_the_next()
+        self.offloader.forget()
+        self.backoff.end_step()
+        self._prefetch_next_step()
 
-    def _prepare_the_next(self) -> None:
+    def _prefetch_next_step(self) -> None:
         """Have the reader read ahead, when nothing else is left to read, what the next step updates first."""
         order, self._order = self._order, []
         if self._reader is not None and self.store is not None:
-            self._prepared = [ticket for ticket in self._prepared if not ticket.has_passed]
+            self._prefetches = [ticket for ticket in self._prefetches if not ticket.has_passed]
             for place, unit in enumerate(order[: self.store.most_ready]):
-                guess = partial(self.store.prepare, unit)
-                self._prepared.append(self._reader.submit(guess, urgency=_NOT_URGENT + place))
+                prefetch = partial(self.store.prefetch, unit)
+                self._prefetches.append(self._reader.submit(prefetch, urgency=_NOT_URGENT + place))
 
-    def _wait_for_guesses(self) -> None:
-        for ticket in self._prepared:
+    def _wait_for_prefetches(self) -> None:
+        for ticket in self._prefetches:
             with contextlib.suppress(ShardwellError):  # nothing was read ahead
                 ticket.wait()
 
     def bytes_in_advance(self) -> int:
         """Return the bytes that were read ahead for the next step; wait until the reader has nothing left to do."""
-        self._wait_for_guesses()
+        self._wait_for_prefetches()
         return self.store.ready_bytes if self.store is not None else 0
 
-    def forget_guesses(self) -> None:
+    def cancel_prefetches(self) -> None:
         """Release what was read ahead, because units change."""
-        self._wait_for_guesses()
+        self._wait_for_prefetches()
         if self.store is not None:
-            self.store.let_all_go()
+            self.store.cancel_prefetches()
+
+    def enter(self, unit: Unit) -> None:
+        """Add a unit that was rebuilt."""
+        self.offloader.enter(unit)
+        if self.store is not None:
+            self.store.add(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Forget a unit, and free what was kept for its updates."""
+        self.cancel_prefetches()
+        self.drop_shadow(unit)
+        for group in unit.trainable:
+            self.offloader.leave(group)
+        if self.store is not None:
+            self.store.forget(unit)
 
     # --------------------------------------------------------------------------------------------------- updates
 
@@ -206,36 +221,36 @@ class HostUpdateQueue:
         """
         unit.cancel_prefetch()  # a prefetch would become stale, and the reader would wait for it
         ready = [s for s in shards if s.group.is_stepped_on_host and s.label >= 0 and s.gradient is not None]
-        born = [shard for shard in ready if shard.tensor not in self._states]
-        for shard in born:
-            self._states[shard.tensor] = self._born(shard, options[shard.label])
+        new = [shard for shard in ready if shard.tensor not in self._states]
+        for shard in new:
+            self._states[shard.tensor] = self._initial_state(shard, options[shard.label])
         if self.store is not None:
-            self.store.take_in(unit)
+            self.store.add(unit)
         results = {shard.group: shard.group.gradients.result for shard in ready}
-        parcel, added = self.descent.take(unit, {g: result for g, result in results.items() if result is not None})
+        transfer, added = self.offloader.take(unit, {g: result for g, result in results.items() if result is not None})
         own = [options[shard.label] for shard in ready]
         edits = edits_of({shard.group: None for shard in ready})
         after = self._context.device.now()
-        job = self._jobs[unit.index] = HostUpdate(unit, ready, own, parcel, added, after, born, edits, assumed)
-        begin = factor.known if assumed is None and not added else self.descent.down_after(parcel, added)
+        job = self._jobs[unit.index] = HostUpdate(unit, ready, own, transfer, added, after, new, edits, assumed)
+        begin = factor.known if assumed is None and not added else self.offloader.down_after(transfer, added)
         job.tickets.append(TaskHandle())
-        if ready and self.store is not None and self._reader is not None and self.store.seats(unit):
+        if ready and self.store is not None and self._reader is not None and self.store.needs_buffer(unit):
             self._order.append(unit)
             self._reader.submit(lambda: self._fetch(job, factor, begin), urgency=unit.index)
         else:
             self._pass_on(job, factor, begin)
 
-    def _born(self, shard: ParamSlice, options: Options) -> dict[str, Any]:
+    def _initial_state(self, shard: ParamSlice, options: Options) -> dict[str, Any]:
         """Return the state before the first step."""
         if shard.group.chest is None:
-            return self.kernel.born(shard.tensor, options)
-        return blank(self.kernel.born(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
+            return self.kernel.initial_state(shard.tensor, options)
+        return blank(self.kernel.initial_state(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
 
     def _fetch(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
         """Read master weights and state from disk. This runs on the reader thread."""
         assert self.store is not None
         try:
-            job.seat = self.store.seat(job.unit, job.shards, self._gradients_of(job))
+            job.buffer = self.store.acquire(job.unit, job.shards, self._gradients_of(job))
         except BaseException as error:
             self._fail(job, error)
             return
@@ -245,47 +260,47 @@ class HostUpdateQueue:
         """Return the swapped tensors of the gradients; if they are lost, release the reader's update buffer."""
         assert self.store is not None
         try:
-            return None if job.parcel.away is None else job.parcel.away.ready()
+            return None if job.transfer.swapped is None else job.transfer.swapped.ready()
         except BaseException:
-            self.store.free_seats.release()
+            self.store.free_buffers.release()
             raise
 
     def _pass_on(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
         """Pass the update to the worker, or to the copy thread first."""
-        if not job.parcel.is_above:
+        if not job.transfer.is_on_device:
             self._submit(job, factor, after)
             return
-        self.descent.carry(
-            job.parcel,
+        self.offloader.copy_when_slot_free(
+            job.transfer,
             job.unit.index,
             after,
-            then=lambda: self._submit(job, factor, job.parcel.down),
+            then=lambda: self._submit(job, factor, job.transfer.down),
             fail=lambda error: self._fail(job, error),
         )
 
     def _fail(self, job: HostUpdate, error: BaseException) -> None:
-        self.descent.give_up(job.parcel)
-        self._clear_seat(job, changed=False)
+        self.offloader.give_up(job.transfer)
+        self._release_buffer(job, changed=False)
         job.tickets[0].fail(error)
 
     def _submit(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
         work = partial(self._work, job, factor)
-        ready = after if job.seat is None else AllOf([*job.seat.reads, after])
+        ready = after if job.buffer is None else AllOf([*job.buffer.reads, after])
         self._worker.submit(work, urgency=job.unit.index, after=ready, ticket=job.tickets[0])
 
-    def _clear_seat(self, job: HostUpdate, *, changed: bool) -> None:
-        seat, job.seat = job.seat, None
-        if seat is not None and self.store is not None:
-            self.store.clear(seat, changed=changed)
+    def _release_buffer(self, job: HostUpdate, *, changed: bool) -> None:
+        buffer, job.buffer = job.buffer, None
+        if buffer is not None and self.store is not None:
+            self.store.release(buffer, changed=changed)
 
     def _work(self, job: HostUpdate, factor: GradientFactor) -> None:
         is_stepped = False
         try:
-            self.descent.begin(job.parcel)
+            self.offloader.begin(job.transfer)
             for ticket in job.added:
                 ticket.wait()
-            if job.seat is not None:
-                job.seat.wait()
+            if job.buffer is not None:
+                job.buffer.wait()
             if job.final is not None and job.final.known.is_done:
                 job.assumed, job.is_settled, factor = None, True, job.final  # too late to speculate
                 job.options = job.latest
@@ -298,8 +313,8 @@ class HostUpdateQueue:
                 self._advance(job)
                 is_stepped = True
         finally:
-            self.descent.end(job.parcel, job.up)
-            self._clear_seat(job, changed=is_stepped)
+            self.offloader.end(job.transfer, job.up)
+            self._release_buffer(job, changed=is_stepped)
 
     @torch.no_grad()
     def _take_over_edits(self, job: HostUpdate) -> None:
@@ -342,7 +357,7 @@ class HostUpdateQueue:
             return [shard.group.at_rest[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
         gradients = [job.gradient(shard) for shard in job.shards]
         same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(gradients, dtypes, strict=True))
-        if job.assumed is None and same_size and not job.added and job.parcel.away is None:
+        if job.assumed is None and same_size and not job.added and job.transfer.swapped is None:
             return [gradient.view(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True)], None
         numels = [shard.tensor.numel() for shard in job.shards]
         sizes = [aligned_size(numel * dtype.itemsize) for numel, dtype in zip(numels, dtypes, strict=True)]
@@ -368,7 +383,7 @@ class HostUpdateQueue:
     def may_speculate(self, shards: list[ParamSlice]) -> bool:
         """Return whether to speculate at this step, and whether a commit is possible for these shards."""
         mine = [shard for shard in shards if shard.group.is_stepped_on_host and shard.label >= 0]
-        return self.caution.may_speculate and covers(mine)
+        return self.backoff.may_speculate and covers(mine)
 
     def _shadow_of(self, job: HostUpdate) -> SpeculativeState:
         shadow = self.shadows.get(job.unit.index)
@@ -396,7 +411,7 @@ class HostUpdateQueue:
         if job is not None and job.assumed is not None and job.final is None:
             self._settle(job, SkippedStep(), job.options)
 
-    def take_back(self, unit: Unit) -> None:
+    def revoke(self, unit: Unit) -> None:
         """Revoke a unit's speculative update, as if it had not begun, because the unit is read before the step.
 
         Its gradients stay where they are. The call waits until the old parameters are on the device again.
@@ -406,9 +421,9 @@ class HostUpdateQueue:
             return
         self.give_up(unit)
         del self._jobs[unit.index]
-        self.caution.note_failure()
+        self.backoff.note_failure()
         HostPending(job).wait()
-        for shard in job.born:
+        for shard in job.new:
             self._states.pop(shard.tensor, None)
 
     def _settle(self, job: HostUpdate, factor: GradientFactor, options: list[Options]) -> None:
@@ -428,7 +443,7 @@ class HostUpdateQueue:
             shadow.commit(self._states)
             self._advance(job)
             return
-        self.caution.note_failure()
+        self.backoff.note_failure()
         if known is not None:
             job.options = job.latest
             self._step(job, known)

@@ -56,13 +56,13 @@ class OptimizerSwapper:
     """The optimizer state on disk of an engine's units."""
 
     def __init__(
-        self, tier: DiskTier, inner: Optimizer, shards: ParamSlices, context: EngineContext, num_seats: int
+        self, tier: DiskTier, inner: Optimizer, shards: ParamSlices, context: EngineContext, num_buffers: int
     ) -> None:
         self._tier, self._inner, self._shards, self._context = tier, inner, shards, context
         self._chests: dict[int, SwappedTensors] = {}  # by unit
-        self._num_seats = max(FEWEST_SEATS, num_seats)
-        self._seats = StagingPool(AlignedAllocator(context.device, context.account), self._num_seats, 0)
-        self.free_seats = threading.Semaphore(self._num_seats)
+        self._num_buffers = max(FEWEST_SEATS, num_buffers)
+        self._buffers = StagingPool(AlignedAllocator(context.device, context.account), self._num_buffers, 0)
+        self.free_buffers = threading.Semaphore(self._num_buffers)
         self._ready: dict[int, UpdateBuffer] = {}  # by unit: buffers that were filled ahead
         self._lock = threading.Lock()  # guards `_ready`
 
@@ -70,21 +70,21 @@ class OptimizerSwapper:
         """Return whether the unit's optimizer state is stored on disk."""
         return any(group.chest is not None for group in unit.trainable)
 
-    def seats(self, unit: Unit) -> bool:
+    def needs_buffer(self, unit: Unit) -> bool:
         """Return whether an update of the unit needs an update buffer."""
         return any(group.swapped_tensors for group in unit.trainable)
 
-    def take_in(self, unit: Unit) -> None:
+    def add(self, unit: Unit) -> None:
         """Store the state that a unit has now. New tensors are written, unless they are blank."""
         if self.has(unit):
             self._chest_of(unit).register(list(self._tensors(unit)))
 
-    def take_over(self, units: Iterable[Unit]) -> None:
+    def adopt(self, units: Iterable[Unit]) -> None:
         """Store state that other code gave the optimizer; the tensors of that code keep their memory."""
         for state in self._inner.state.values():
             state.update({key: v.detach() for key, v in state.items() if isinstance(v, Tensor | Moment8bit)})
         for unit in units:
-            self.take_in(unit)
+            self.add(unit)
 
     def copies(self, units: Iterable[Unit]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield each stepped tensor with a copy of its state, for all state on disk."""
@@ -111,7 +111,7 @@ class OptimizerSwapper:
             finally:
                 chest.close(changed=changes)
 
-    def empty(self, unit: Unit) -> None:
+    def restore(self, unit: Unit) -> None:
         """Leave a unit's state in ordinary memory permanently."""
         if self.has(unit):
             self._chest_of(unit).restore()
@@ -139,13 +139,13 @@ class OptimizerSwapper:
     @property
     def most_ready(self) -> int:
         """The number of update buffers that may be filled ahead: the next update must find a free one."""
-        return self._num_seats - 1
+        return self._num_buffers - 1
 
     @property
     def ready_bytes(self) -> int:
         """The bytes that buffers filled ahead hold."""
         with self._lock:
-            return sum(sum(seat.sizes) for seat in self._ready.values())
+            return sum(sum(buffer.sizes) for buffer in self._ready.values())
 
     def measure(self, units: list[Unit], kernel: HostKernel) -> None:
         """Size the update buffers for the largest of these units, with its state."""
@@ -156,43 +156,43 @@ class OptimizerSwapper:
             parameters = sum(chest.num_bytes for chest in group.swapped_tensors)
             return parameters + len(kernel.keys) * sum(rounded(part) for part in state)
 
-        self._seats.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
+        self._buffers.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
 
-    def prepare(self, unit: Unit) -> None:
+    def prefetch(self, unit: Unit) -> None:
         """Start to read a unit's state and master weights ahead, into an update buffer that the caller has acquired."""
         with self._lock:
             is_idle = unit.index in self._ready or len(self._ready) >= self.most_ready
         if is_idle or not self.has(unit):
-            self.free_seats.release()
+            self.free_buffers.release()
             return
         chests = self._state_chests(unit)
-        seat = self._taken(sum(chest.num_bytes for chest in chests))
-        self._fill(seat, chests[:1])
-        self._fill(seat, chests[1:], waits=False)  # a holder of these may be waiting for the first
+        buffer = self._taken(sum(chest.num_bytes for chest in chests))
+        self._fill(buffer, chests[:1])
+        self._fill(buffer, chests[1:], waits=False)  # a holder of these may be waiting for the first
         for chest in chests:
-            chest.reclaim = partial(self.let_go, unit.index)
+            chest.reclaim = partial(self.cancel_prefetch, unit.index)
         with self._lock:
-            self._ready[unit.index] = seat
+            self._ready[unit.index] = buffer
 
-    def let_go(self, index: int) -> None:
+    def cancel_prefetch(self, index: int) -> None:
         """Release what was read ahead for a unit, because another caller wants it."""
-        if (seat := self._prepared(index)) is not None:
-            self.clear(seat, changed=False)
+        if (buffer := self._take_prefetched(index)) is not None:
+            self.release(buffer, changed=False)
 
-    def let_all_go(self) -> None:
+    def cancel_prefetches(self) -> None:
         """Release everything that was read ahead."""
         for index in list(self._ready):
-            self.let_go(index)
+            self.cancel_prefetch(index)
 
-    def _prepared(self, index: int) -> UpdateBuffer | None:
+    def _take_prefetched(self, index: int) -> UpdateBuffer | None:
         """Take back a buffer that was filled ahead."""
         with self._lock:
-            seat = self._ready.pop(index, None)
-        for chest in seat.chests if seat is not None else ():
+            buffer = self._ready.pop(index, None)
+        for chest in buffer.chests if buffer is not None else ():
             chest.reclaim = None
-        return seat
+        return buffer
 
-    def seat(self, unit: Unit, shards: list[ParamSlice], gradients: SwappedTensors | None = None) -> UpdateBuffer:
+    def acquire(self, unit: Unit, shards: list[ParamSlice], gradients: SwappedTensors | None = None) -> UpdateBuffer:
         """Start to read what a unit stores on disk into an update buffer, to update these shards.
 
         The call waits until a buffer is free. Gradients that wait on disk are read into it too.
@@ -206,19 +206,21 @@ class OptimizerSwapper:
         pages = [group.swapped_shard.chest for group in unit.trainable if group.swapped_shard is not None]
         waiting = [gradients] if gradients is not None else []
         size = sum(chest.num_bytes for chest in (*state, *pages, *waiting))
-        seat = self._prepared(unit.index)
-        if seat is not None and (seat.sizes != [chest.num_bytes for chest in state] or seat.memory.numel() < size):
-            self.clear(seat, changed=False)
-            seat = None
-        if seat is None:
-            seat = self._taken(size)
-            self._fill(seat, state)
+        buffer = self._take_prefetched(unit.index)
+        if buffer is not None and (
+            buffer.sizes != [chest.num_bytes for chest in state] or buffer.memory.numel() < size
+        ):
+            self.release(buffer, changed=False)
+            buffer = None
+        if buffer is None:
+            buffer = self._taken(size)
+            self._fill(buffer, state)
         else:
-            self.free_seats.release()  # the caller has acquired another one
-        self._fill(seat, pages, blank)
-        seat.used_up.update(waiting)
-        self._fill(seat, waiting)
-        return seat
+            self.free_buffers.release()  # the caller has acquired another one
+        self._fill(buffer, pages, blank)
+        buffer.used_up.update(waiting)
+        self._fill(buffer, waiting)
+        return buffer
 
     def _state_chests(self, unit: Unit) -> list[SwappedTensors]:
         """Return the swapped tensors of state and master weights.
@@ -229,16 +231,16 @@ class OptimizerSwapper:
         return [self._chest_of(unit), *masters] if self.has(unit) else masters
 
     def _taken(self, num_bytes: int) -> UpdateBuffer:
-        """Return an empty update buffer; the caller has acquired `free_seats`."""
+        """Return an empty update buffer; the caller has acquired `free_buffers`."""
         try:
-            return UpdateBuffer(self._seats.take(num_bytes))
+            return UpdateBuffer(self._buffers.take(num_bytes))
         except BaseException:
-            self.free_seats.release()
+            self.free_buffers.release()
             raise
 
     def _fill(
         self,
-        seat: UpdateBuffer,
+        buffer: UpdateBuffer,
         chests: Iterable[SwappedTensors],
         blank: Collection[SwappedTensors] = (),
         *,
@@ -247,27 +249,27 @@ class OptimizerSwapper:
         """Start to swap tensors into the rest of an update buffer; tensors in `blank` are not read."""
         try:
             for chest in chests:
-                start, size = sum(seat.sizes), chest.num_bytes
-                seat.reads.extend(
-                    chest.swap_in_to(seat.memory[start : start + size], blank=chest in blank, waits=waits)
+                start, size = sum(buffer.sizes), chest.num_bytes
+                buffer.reads.extend(
+                    chest.swap_in_to(buffer.memory[start : start + size], blank=chest in blank, waits=waits)
                 )
-                seat.chests.append(chest)
-                seat.sizes.append(size)
+                buffer.chests.append(chest)
+                buffer.sizes.append(size)
         except BaseException:
-            self.clear(seat, changed=False)
+            self.release(buffer, changed=False)
             raise
 
-    def clear(self, seat: UpdateBuffer, *, changed: bool) -> None:
+    def release(self, buffer: UpdateBuffer, *, changed: bool) -> None:
         """Swap out what an update buffer holds, and write it if it changed; the buffer is free when that has ended."""
-        transfers = list(seat.reads)
+        transfers = list(buffer.reads)
 
         def put_back(chest: SwappedTensors) -> None:
-            transfers.extend(chest.swap_out(changed=changed and chest not in seat.used_up))
+            transfers.extend(chest.swap_out(changed=changed and chest not in buffer.used_up))
 
         with contextlib.ExitStack() as last_first:  # all of it, even if a disk fails
-            last_first.callback(self.free_seats.release)
-            last_first.callback(lambda: self._seats.give(seat.memory, AllOf(transfers)))
-            for chest in seat.chests:
+            last_first.callback(self.free_buffers.release)
+            last_first.callback(lambda: self._buffers.give(buffer.memory, AllOf(transfers)))
+            for chest in buffer.chests:
                 last_first.callback(put_back, chest)
 
 

@@ -46,12 +46,6 @@ class OptimizerFactory:
         """Return the parameter group of a parameter, or `NO_LABEL`."""
         return self.labels.get(id(parameter), NO_LABEL)
 
-    def note_step(self, *made: Optimizer) -> None:
-        """Mark the optimizers as stepped: torch warns of schedulers that are stepped before their optimizer."""
-        for optimizer in (*made, self.given):
-            if optimizer is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-
 
 def factory_for(
     optimizer: Optimizer | Factory | None,

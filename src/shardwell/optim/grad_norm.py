@@ -1,38 +1,52 @@
-"""Norms of gradients, on this rank and over all ranks, and the report on a step whose norm is not finite."""
+"""The norm of a step: the all-reduce that finds it, and the check whether it is finite.
+
+The same all-reduce finds the parameters that got a gradient on no rank, and carries numbers by which ranks compare
+something: above all a checksum of the hyperparameters that they step with.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwell.errors import DivergenceError, NonFiniteError
 from shardwell.memory import Device
-from shardwell.optim.learning_rates import LearningRateCheck
+from shardwell.memory.device import AsyncScalar
+from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices
-from shardwell.sharding import EngineContext, Unit
-from shardwell.sharding.spec import CommitPolicy
+from shardwell.parallel.consistency import check_alike
+from shardwell.sharding import EngineContext
 
-Norm = Tensor | Callable[[], float]  # or a function that waits for it
+FIRST_STEPS = 10  # steps in which gradients that are not finite mean that the run is broken from the start
+MOST_IN_A_ROW = 50  # consecutive skipped steps before a run is taken for broken
+# the hyperparameters that schedulers and users change between steps
+_COMPARED = ("lr", "weight_decay", "momentum", "betas")
 
-_MOST_NAMES = 8  # unit names in a message
+
+# ---------------------------------------------------------------------------------------------------------- norms
 
 
 def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
-    """Return the norm of a slice's gradient, and whether every rank has the same gradient."""
-    gradient = shard.gradient
-    assert gradient is not None
+    """Return the norm (fp64) of a slice's gradient, which exists, and whether every rank has the same gradient."""
+    gradients = shard.group.gradients
+    assert gradients.result is not None
+    gradient = gradients.result[shard.span]
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=wide), shard.group.row.gradients.axis is None
+    return torch.linalg.vector_norm(gradient, dtype=wide).double(), shard.group.row.gradients.axis is None
 
 
 def sum_of_squares(norms: list[Tensor], device: Device) -> Tensor:
-    """Return the sum of the squares of these norms, in fp64 on the device."""
-    if not norms:
-        return device.scalar(0.0, torch.float64)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    """Return the sum of the squares of these norms (fp64), on the device."""
+    return torch.stack(norms).square().sum() if norms else device.scalar(0.0, torch.float64)
 
 
 def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
@@ -43,113 +57,239 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
     return None if factor.device.type == "cpu" and float(factor) == 1.0 else factor
 
 
+class SummedNumber(Protocol):
+    """A number of each rank that is summed over the ranks in the all-reduce of the norm."""
+
+    def append_to(self, parts: list[Tensor]) -> None:
+        """Append this rank's number: 1D, fp64, on the device."""
+
+    def take_sum(self, total: Tensor) -> None:
+        """Take the sum over the ranks, on the device."""
+
+
 class GradNorm:
-    """The norm of the gradients over all ranks.
+    """The norm of the gradients over all ranks, found by one all-reduce."""
 
-    The same all-reduce finds the parameters that got a gradient on no rank, and checks that all ranks step with the
-    same hyperparameters.
-    """
-
-    def __init__(self, context: EngineContext, shards: ParamSlices, optimizer: Optimizer) -> None:
-        self._context, self._shards = context, shards
-        self._rates = LearningRateCheck(context, optimizer)
+    def __init__(self, context: EngineContext, slices: ParamSlices, summed: Sequence[SummedNumber]) -> None:
+        self._context, self._slices, self.summed = context, slices, summed
         self.unseen: set[str] = set()  # names of parameters without a gradient on any rank, at the last call
         self._all_seen: Tensor | None = None
-        self.told: Tensor | None = None  # the sum of the ranks' `says`
 
-    def __call__(
-        self,
-        units: Sequence[Unit],
-        norms_of: Callable[[Unit], Iterator[tuple[Tensor, bool]]],
-        says: float | None = None,
-    ) -> Tensor:
+    def __call__(self, norms: Iterable[tuple[Tensor, bool]]) -> Tensor:
         """Return the global norm; all ranks must call it.
 
-        `norms_of` yields the norms of a unit's gradients on this rank, see `norm_of`. `says` is a number that is summed
-        over the ranks in the same all-reduce.
+        `norms` are those of this rank's gradients (fp64), each with whether every rank has the same gradient.
         """
-        split: list[Tensor] = []
-        whole: list[Tensor] = []
-        for unit in units:
-            for norm, is_whole in norms_of(unit):
-                (whole if is_whole else split).append(norm)
-        seen = self._shards.seen()
-        self._rates.hear()
-        parts = [sum_of_squares(split, self._context.device).view(1), self._flags(seen), *self._rates.says()]
-        if says is not None:
-            parts.append(self._context.device.scalar(says, torch.float64).view(1))
+        device = self._context.device
+        sharded: list[Tensor] = []
+        replicated: list[Tensor] = []
+        for norm, is_replicated in norms:
+            (replicated if is_replicated else sharded).append(norm)
+        seen: list[bool] = []  # by the number of the parameter: this rank has a gradient of it
+        for group in self._slices.groups:
+            seen += group.gradients.seen
+        if not all(seen):
+            flags = torch.tensor(seen, dtype=torch.float64, device=device.torch_device)
+        elif self._all_seen is not None and len(self._all_seen) == len(seen):
+            flags = self._all_seen
+        else:
+            flags = self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device.torch_device)
+        parts = [sum_of_squares(sharded, device).view(1), flags]
+        for one in self.summed:
+            one.append_to(parts)
         total = torch.cat(parts)
         self._context.world.all_reduce_sum(total, "NORM")
-        self._rates.ask(total, 1 + len(seen))
-        self.told = None if says is None else total[-1]
+        for place, one in enumerate(self.summed, start=1 + len(seen)):
+            one.take_sum(total[place])
         self.unseen = set()
-        if not all(seen) and not self._context.device.is_meta:
+        if not all(seen) and not device.is_meta:
             anywhere = total[1:].tolist()
-            self.unseen = {name for name, number in self._shards.numbers.items() if not anywhere[number]}
-        return (total[0] + sum_of_squares(whole, self._context.device)).sqrt()
-
-    def _flags(self, seen: list[bool]) -> Tensor:
-        """Return a number for each parameter (1D): whether it got a gradient on this rank."""
-        device = self._context.device.torch_device
-        if not all(seen):
-            return torch.tensor(seen, dtype=torch.float64, device=device)
-        if self._all_seen is None or len(self._all_seen) != len(seen):
-            self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device)
-        return self._all_seen
+            self.unseen = {name for name, number in self._slices.numbers.items() if not anywhere[number]}
+        return (total[0] + sum_of_squares(replicated, device)).sqrt()
 
 
-class PartialUpdateReport:
-    """A report on a step whose norm is not finite: which units were updated immediately, fully or in part.
+# ------------------------------------------------------------------------------------------------ hyperparameters
 
-    A rank updates its part of a unit if its own part of the gradients is finite. The parts of other ranks may not be.
+
+class HyperparameterCheck:
+    """The check whether all ranks step with the same hyperparameters.
+
+    Each rank adds a checksum of its own to the sum over the ranks. If all checksums are equal, the sum is the checksum
+    times the number of ranks; if not, every rank finds a difference. The sum on a GPU is read at the next step, so that
+    no rank waits for it.
     """
 
-    def __init__(self, context: EngineContext, shards: ParamSlices) -> None:
-        self._context, self._shards = context, shards
-        self._noted: list[tuple[str, list[list[Norm] | None]]] = []  # by unit: see `note`, for each slice
+    def __init__(self, context: EngineContext, optimizer: Optimizer) -> None:
+        self._context, self._optimizer = context, optimizer
+        self._reads_later = context.device.is_cuda
+        self._checksum = -1.0
+        self._on_device: Tensor | None = None  # the checksum
+        self._later: tuple[AsyncScalar, float] | None = None  # the sum of the last step, and the checksum then
 
-    def note(self, units: Sequence[Unit], norms_at_once: Callable[[Unit, ParamSlice], list[Norm] | None]) -> None:
-        """Record the start of a step: a slice was updated immediately if its norms are finite; None: it waits."""
-        commits = {group.row.commit for unit in units for group in unit.trainable}
-        self._noted = [
-            (unit.name or "(root)", [norms_at_once(unit, s) for s in self._shards.of(unit) if s.label >= 0])
-            for unit in (units if CommitPolicy.IMMEDIATE in commits else ())
-        ]
+    def append_to(self, parts: list[Tensor]) -> None:
+        """Append the checksum; if the ranks' differed at the last step, raise an error on all ranks."""
+        if self._later is not None:
+            (later, checksum), self._later = self._later, None
+            if float(later.get()) != checksum * self._context.world.mesh.size:
+                self._raise_difference()
+        numbers: list[float] = []
+        for group in self._optimizer.param_groups:
+            for name in _COMPARED:
+                value = group.get(name)
+                if type(value) is float:
+                    numbers.append(value)
+                elif type(value) is tuple and tuple(map(type, value)) == (float, float):
+                    numbers += value
+                elif value is not None:
+                    numbers += _numbers(value)
+        checksum = float(zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers)))
+        if self._on_device is None or checksum != self._checksum:
+            self._checksum = checksum
+            self._on_device = self._context.device.scalar(checksum, torch.float64).view(1)
+        parts.append(self._on_device)
 
-    def __call__(self, *, is_late: bool) -> tuple[bool, str]:
-        """Return whether all values are as before the step, and a sentence that says so.
+    def take_sum(self, total: Tensor) -> None:
+        """Take the sum; where the host need not wait for it, it is compared now."""
+        if self._reads_later:
+            self._later = self._context.device.read_async(total), self._checksum
+        elif total.item() != self._checksum * self._context.world.mesh.size:
+            self._raise_difference()
 
-        If anything may have been updated, all ranks must call it. `is_late`: a backward may have updated more since
-        then.
+    def _raise_difference(self) -> NoReturn:
+        check_alike(self._context.world, "step", {"optimizer's": self._words()})  # raises, unless they are alike again
+        raise DivergenceError("ranks took the last step with different learning rates. Set the same on all of them.")
+
+    def _words(self) -> dict[str, str]:
+        several = len(self._optimizer.param_groups) > 1
+        return {
+            f"{name}{f' of parameter group {number}' if several else ''}": repr(_numbers(group[name]))[1:-1]
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name in _COMPARED
+            if name in group
+        }
+
+
+def hyperparameter_checks(context: EngineContext, optimizer: Optimizer) -> list[HyperparameterCheck]:
+    """Return the check of an optimizer, if there are other ranks, and they are real."""
+    agreement = context.world.agreement
+    is_on = agreement is not None and agreement.store is not None
+    return [HyperparameterCheck(context, optimizer)] if is_on else []
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers that are known without waiting for a GPU."""
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in _numbers(item)]
+    if isinstance(value, Tensor):
+        return [float(value)] if value.numel() == 1 and value.device.type == "cpu" else []
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+# ----------------------------------------------------------------------------------------------------- overflow
+
+
+class NonfiniteNorm(Enum):
+    """The treatment of a step whose gradients are not finite, without a loss scale."""
+
+    AUTO = "auto"  # an error in the first steps and after many in a row, else skipped
+    ERROR = "error"
+    SKIP = "skip"
+
+
+class OverflowCheck:
+    """The check of each step whether its norm is finite. The result is read in that step or in the next one.
+
+    These are fixed places in the program, so that all ranks act on the result alike.
+    """
+
+    def __init__(
+        self,
+        context: EngineContext,
+        slices: ParamSlices,
+        scale: LossScale,
+        describe_partial: Callable[..., tuple[bool, str]],
+        *,
+        policy: NonfiniteNorm,
+    ) -> None:
+        """Set up the check; `policy` applies to steps that are not finite, which a loss scale always skips.
+
+        `describe_partial` is `UpdateExecutor.describe_partial`.
         """
-        names: dict[tuple[bool, bool], list[str]] = {}
-        for (name, _), left, updated in zip(self._noted, *self._counts(), strict=True):
-            names.setdefault((left > 0, updated > 0), []).append(name)
-        ways = {(False, True): "updated", (True, True): "updated in part", (True, False): "as before"}
-        if not any(updated for _, updated in names) and not (names and is_late):
-            return True, "the step was not applied and parameters and optimizer state are as before"
-        said = "; ".join(f"{way}: {_listed(names[key])}" for key, way in ways.items() if key in names)
-        more = ", nor are those of backwards since then" if is_late else ""
-        return False, f"updates at once are not taken back ({said}){more}"
+        self._device, self._is_first_rank = context.device, context.world.mesh.rank == 0
+        self._slices, self._scale, self._policy = slices, scale, policy
+        self._describe_partial = describe_partial
+        self.pending: AsyncScalar | None = None  # a norm that the host has not read yet
+        self._in_a_row = 0  # steps that were not finite
+        self.overflow = False  # the last step was not finite
+        self.num_resolved = 0  # steps of the run, including those before it was resumed
+        self.num_skipped = 0
 
-    def _counts(self) -> tuple[list[float], list[float]]:
-        """Return for each unit the slices that are as before, and those that were updated, over all ranks."""
-        counts = torch.zeros(2, len(self._noted), dtype=torch.float64, device="cpu")
-        for number, (_, shards) in enumerate(self._noted):
-            for norms in shards:
-                is_updated = norms is not None and all(math.isfinite(_known(norm)) for norm in norms)
-                counts[int(is_updated), number] += 1
-        counts = counts.to(self._context.device.torch_device)
-        if self._noted:
-            self._context.world.all_reduce_sum(counts, "AFTERMATH")
-        left, updated = counts.tolist()
-        return left, updated
+    def enqueue(self, norm: Tensor) -> None:
+        """Start to read the norm."""
+        if not norm.is_meta:
+            self.pending = self._device.read_async(norm)
 
+    def resolve(self, *, is_late: bool = True) -> bool:
+        """Wait for the norm of the last `enqueue`; if it is not finite, raise an error or count a skipped step."""
+        if self.pending is None:
+            return True
+        norm, self.pending = float(self.pending.get()), None
+        self.num_resolved += 1
+        self.overflow = not math.isfinite(norm)
+        if not self.overflow:
+            self._in_a_row = 0
+            return True
+        self.num_skipped += 1
+        self._in_a_row += 1
+        if self._policy is not NonfiniteNorm.SKIP and not self._scale.is_on:
+            self._raise_unless_skipped(norm, is_late=is_late)
+        self._warn(norm, is_late=is_late)
+        return False
 
-def _known(norm: Norm) -> float:
-    return float(norm if isinstance(norm, Tensor) else norm())
+    def _raise_unless_skipped(self, norm: float, *, is_late: bool) -> None:
+        """Raise an error unless the step is skipped.
 
+        The decision is the same on all ranks, because the norm, the counts and the report on partial updates are.
+        """
+        is_as_before, state = self._describe_partial(is_late=is_late)
+        reason = self._reason(is_as_before)
+        if reason is not None:
+            raise NonFiniteError(
+                f"the gradients are not finite (their global norm is {norm})"
+                f"{', at the last step' if is_late else self._first()}; {state}. {reason}Check the loss and the "
+                'learning rate, or set "shardwell": {"nonfinite": "skip"} to leave such steps out.'
+            )
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
-    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more units"
+    def _reason(self, is_as_before: bool) -> str | None:
+        """Return why the step is an error; None if it is skipped."""
+        if self._policy is NonfiniteNorm.ERROR:
+            return ""
+        if self.num_resolved <= FIRST_STEPS:
+            return f"It is one of the first {FIRST_STEPS} steps; later ones would be left out. "
+        if not is_as_before:
+            return "A step that was applied in part cannot be left out. "
+        if self._in_a_row >= MOST_IN_A_ROW:
+            return f"{self._in_a_row} steps were left out one after another: the run does not recover by itself. "
+        return None
+
+    def _warn(self, norm: float, *, is_late: bool) -> None:
+        """Warn that a step was skipped, less often the more there are; overflows of a loss scale are expected."""
+        count = self._in_a_row if self._scale.is_on else self.num_skipped
+        every = MOST_IN_A_ROW if self._scale.is_on else 10 ** max(0, len(str(count)) - 2)
+        if self._is_first_rank and count % every == 0:
+            logging.getLogger("shardwell").warning(
+                "step %d was left out: the gradients are not finite (their global norm is %s%s). %d of %d steps were "
+                "left out so far, %d of them in a row.",
+                self.num_resolved,
+                norm,
+                "" if is_late else self._first(),
+                self.num_skipped,
+                self.num_resolved,
+                self._in_a_row,
+            )
+
+    def _first(self) -> str:
+        for shard in (shard for unit in self._slices.units for shard in self._slices.of(unit)):
+            if shard.gradient is not None and not bool(torch.isfinite(shard.gradient).all()):
+                return f", first in unit '{shard.group.unit or '(root)'}'"
+        return ""

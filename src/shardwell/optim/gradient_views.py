@@ -140,7 +140,7 @@ class GradientViews:
                         view.hangs = self._hangs = True
         optimizer = next((view.unit.optimizer for view in self._all), None)
         if self._hangs and optimizer is not None:
-            optimizer.shards.hang_no_gradients(True)
+            optimizer.hide_slice_gradients()
         self.note_change()
 
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
@@ -276,7 +276,7 @@ class GradientViews:
 
     def _forget(self, view: GradientView) -> None:
         if view.unit.optimizer is not None:
-            view.unit.optimizer.gradients_change(view.unit)
+            view.unit.optimizer.executor.gradients_change(view.unit)
         view.group.gradients.forget(view.index)
         view.hangs = False
         view.held.forget_whole()

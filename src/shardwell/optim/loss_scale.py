@@ -10,13 +10,10 @@ from typing import Any
 class LossScale:
     """The factor of the loss. This class never changes it; 1 means no scaling."""
 
+    is_on = True  # losses are scaled, so overflows are expected
+
     def __init__(self, value: float = 1.0) -> None:
         self.value = value
-
-    @property
-    def is_on(self) -> bool:
-        """Whether losses are scaled, so that overflows are expected."""
-        return True
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a boundary whose gradients were finite or not."""
@@ -33,9 +30,7 @@ class LossScale:
 class NoScale(LossScale):
     """No loss scale."""
 
-    @property
-    def is_on(self) -> bool:
-        return False
+    is_on = False
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class ParamAccess:
             self._unit.average(self._unit)
         result = self._averaged()
         if result is not None and self._unit.optimizer is not None:
-            self._unit.optimizer.gradients_change(self._unit)
+            self._unit.optimizer.executor.gradients_change(self._unit)
         part = None if result is None else self._part(result)
         scale = self.loss_scale
         if part is None or scale == 1.0:
@@ -197,7 +197,7 @@ class ParamAccess:
         part = None if result is None else self._part(result)
         if part is not None:
             if self._unit.optimizer is not None:
-                self._unit.optimizer.gradients_change(self._unit)
+                self._unit.optimizer.executor.gradients_change(self._unit)
             part.copy_(value.reshape(-1).to(part.device, torch.float32) * self.loss_scale)
 
     @property
@@ -207,7 +207,7 @@ class ParamAccess:
     def _tell(self) -> None:
         """Record that the unit's gradients are read or changed."""
         if self._unit.optimizer is not None:
-            self._unit.optimizer.habit.see_gradients(self._unit)
+            self._unit.optimizer.executor.gradients_read(self._unit)
 
     @property
     def _waits(self) -> bool:
@@ -236,7 +236,7 @@ class ParamAccess:
         gradients = self._group.gradients
         gradients.wait()
         if gradients.hands_over and self._unit.optimizer is not None:
-            self._unit.optimizer.gradients_reduced(self._unit, at_boundary=False)
+            self._unit.optimizer.executor.reduced(self._unit, at_boundary=False)
         gradients.ensure_readable()
         return gradients.result
 
@@ -364,7 +364,7 @@ class ParamAccess:
                 state[key].copy_(value)
             else:
                 wide = {**state, key: value.to(shard.tensor, copy=True)}
-                self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.packed(shard, wide)
+                self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.executor.pack_state(shard, wide)
 
     def _shard(self) -> ParamSlice | None:
         if self._unit.optimizer is None or not self._group.trainable:

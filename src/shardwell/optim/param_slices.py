@@ -8,11 +8,12 @@ it and its state unchanged), or is moved to another parameter group.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,32 +37,21 @@ class ParamSlice:
     start: int  # counted from the start of this rank's master weights
     tensor: Tensor  # 1D, a view of the group's master weights
     pieces: tuple[SlotPiece, ...]  # its parameters; `in_shard` counts from the start of this rank's master weights
+    span: slice = field(init=False)  # its place in this rank's master weights, and in the averaged gradients
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "span", slice(self.start, self.start + self.tensor.numel()))
 
     @property
     def gradient(self) -> Tensor | None:
         """Return a view (1D) of the group's averaged gradients; None if there are none."""
         result = self.group.gradients.result
-        return None if result is None else result[self.start : self.start + self.tensor.numel()]
+        return None if result is None else result[self.span]
 
     @cached_property
     def no_gradient(self) -> NoGradientLeft:
         """Return the tensor that stands for the gradient and refuses every use."""
         return NoGradientLeft(self.tensor)
-
-    def hang_gradient(self, factor: Tensor | float | None, *, again: bool) -> bool:
-        """Set the tensor's `grad` to the gradient in its dtype, times a factor; false if there is none.
-
-        `again`: the gradient may be needed once more, so it is not scaled in place.
-        """
-        gradient = self.gradient
-        if gradient is None:
-            return False
-        gradient = gradient.to(self.tensor)
-        if factor is not None:
-            factor = factor.to(gradient) if isinstance(factor, Tensor) else factor
-            gradient = gradient * factor if again else gradient.mul_(factor)
-        self.tensor.grad = gradient
-        return True
 
     def cut(self) -> list[ParamSlice]:
         """Return one slice for each parameter."""
@@ -96,16 +86,25 @@ class ParamSlices:
     """All slices of an engine on this rank."""
 
     def __init__(self, units: Sequence[Unit], *, one_per_parameter: bool) -> None:
-        self._by_unit: dict[int, list[ParamSlice]] = {}
-        self._groups: list[ShardedGroup] = []
+        self.units = list(units)  # trainable units, in the order of the step
+        self.chunks: list[list[Unit]] = []  # the units to step together; the same on every rank
+        self.by_unit: dict[int, list[ParamSlice]] = {}
+        self.groups: list[ShardedGroup] = []
         self._one_per_parameter = one_per_parameter
-        self.numbers: dict[str, int] = {}  # parameter name -> its number, the same on every rank
+        self.numbers: dict[str, int] = {}  # parameter name -> its number, the same on every rank, in order of `groups`
         self.labels: dict[str, int] = {}  # parameter name -> its parameter group
         for unit in units:
-            self.enter(unit)
+            self._add(unit)
+        self._number()
 
     def enter(self, unit: Unit) -> list[ParamSlice]:
         """Add the master weights of a unit."""
+        self.units = sorted([*self.units, unit], key=lambda other: other.index)
+        self._add(unit)
+        self._number()
+        return self.by_unit[unit.index]
+
+    def _add(self, unit: Unit) -> None:
         found = [
             ParamSlice(group, run.label, run.start, tensor, run.pieces)
             for group in unit.trainable
@@ -113,38 +112,49 @@ class ParamSlices:
         ]
         if self._one_per_parameter:
             found = [part for shard in found for part in shard.cut()]
-        self._by_unit[unit.index] = found
-        self._groups += unit.trainable
+        self.by_unit[unit.index] = found
+        self.groups += unit.trainable
         self.labels.update({slot.name: slot.label for group in unit.trainable for slot in group.layout.slots})
-        self._number()
-        return found
 
     def leave(self, unit: Unit) -> list[ParamSlice]:
         """Remove the master weights of a unit."""
-        self._groups = [group for group in self._groups if group not in unit.trainable]
+        self.units = [other for other in self.units if other is not unit]
+        self.groups = [group for group in self.groups if group not in unit.trainable]
         self._number()
-        return self._by_unit.pop(unit.index, [])
+        return self.by_unit.pop(unit.index, [])
 
     def _number(self) -> None:
-        names = (slot.name for group in self._groups for slot in group.layout.slots)
+        names = (slot.name for group in self.groups for slot in group.layout.slots)
         self.numbers = {name: number for number, name in enumerate(names)}
+        self.chunks = list(_chunks(self.units))
 
     def __iter__(self) -> Iterator[ParamSlice]:
-        for shards in self._by_unit.values():
+        for shards in self.by_unit.values():
             yield from shards
 
     def of(self, unit: Unit) -> list[ParamSlice]:
         """Return the slices of a unit."""
-        return self._by_unit[unit.index]
+        return self.by_unit[unit.index]
 
-    def hang_no_gradients(self, there_are_some: bool) -> None:
-        """Let a read of `grad` of these tensors raise an error while the engine holds gradients."""
-        for shard in self:
-            shard.tensor.grad = shard.no_gradient if there_are_some else None
+    def seen(
+        self,
+        unit: Unit,
+        unseen: set[str],
+        split: Callable[[Unit, ParamSlice], list[ParamSlice]],
+        excluded: Container[ShardedGroup] = (),
+    ) -> Iterator[ParamSlice]:
+        """Yield the slices of a unit whose parameters have a gradient on any rank; one that has so in part is split.
 
-    def seen(self) -> list[bool]:
-        """Return for each parameter, by number, whether this rank has a gradient of it."""
-        return [seen for group in self._groups for seen in group.gradients.seen]
+        Parameters in `unseen` have none. Slices of `excluded` groups are left out, and are not split.
+        """
+        for shard in [shard for shard in self.by_unit[unit.index] if shard.group not in excluded]:
+            are_unseen = [piece.slot.name in unseen for piece in shard.pieces]
+            if not any(are_unseen):
+                yield shard
+            elif not all(are_unseen):
+                for part in split(unit, shard):
+                    if part.pieces[0].slot.name not in unseen:
+                        yield part
 
     def part(self, unit: Unit, shard: ParamSlice, inner: Optimizer) -> list[ParamSlice]:
         """Split a slice into its parameters, together with its optimizer state."""
@@ -162,7 +172,7 @@ class ParamSlices:
                 inner.state[part.tensor] = {
                     key: _part_of(value, shard.tensor, first, part.tensor.numel()) for key, value in state.items()
                 }
-        shards = self._by_unit[unit.index]
+        shards = self.by_unit[unit.index]
         at = shards.index(shard)
         shards[at : at + 1] = parts
         return parts
@@ -181,7 +191,7 @@ class ParamSlices:
             if any(piece.slot.name in names for piece in shard.pieces):
                 for part in self.part(unit, shard, inner):
                     if part.pieces[0].slot.name in names:
-                        shards = self._by_unit[unit.index]
+                        shards = self.by_unit[unit.index]
                         moved.append(replace(part, label=label))
                         shards[shards.index(part)] = moved[-1]
         return moved
@@ -207,8 +217,7 @@ def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
     return value[first : first + numel].clone() if value.shape == whole.shape else value.clone()
 
 
-def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Yield the units to step together; the same on every rank."""
+def _chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     chunk: list[Unit] = []
     size = 0
     for unit in units:
@@ -219,6 +228,18 @@ def chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+def scalar_state(inner: Optimizer, tensor: Tensor, before: Any, value: float) -> Any:
+    """Return a scalar of a state as torch's optimizers keep it: a tensor, on the device for their fused kernels.
+
+    An entry that was a Python number before stays one.
+    """
+    if before is not None and not isinstance(before, Tensor):
+        return type(before)(value) if isinstance(before, int) else value
+    on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
+    dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+    return torch.tensor(value, dtype=dtype, device=tensor.device if on_device else "cpu")
 
 
 def check_cut(optimizer: Optimizer, given: Mapping[str, Any], world: Collectives) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwell.errors import ShardwellError
+from shardwell.optim.user_optimizer import meet_foreign_step
 
 
 class StepHooks:
@@ -23,7 +24,6 @@ class StepHooks:
     def __init__(self, sharded: Any, given: Optimizer | None) -> None:
         """Collect the optimizers: `sharded` is the engine's, `given` is the user's, if there is one."""
         self._inner: Optimizer = sharded.inner
-        self._own = vars(self._inner).get("step")  # a replacement of `step`, read before the engine redirects it
         self._given = [] if given is None or given is self._inner else [given]
         self._sharded = weakref.ref(sharded)
 
@@ -37,10 +37,12 @@ class StepHooks:
         hooked = [*self._given, self._inner, *([] if sharded is None else [sharded])]
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(hooked[0]).__name__}.step"):
             for hook in list(_global_optimizer_pre_hooks.values()):
-                self._check(hook(self._inner, (self._inner,), {}))
+                if hook is not meet_foreign_step and (result := hook(self._inner, (self._inner,), {})) is not None:
+                    self._check(result)
             for one in hooked:
                 for hook in list(one._optimizer_step_pre_hooks.values()):
-                    self._check(hook(one, (one,), {}))
+                    if (result := hook(one, (one,), {})) is not None:
+                        self._check(result)
             yield
             for one in hooked:
                 for after in list(one._optimizer_step_post_hooks.values()):
@@ -51,8 +53,6 @@ class StepHooks:
     @staticmethod
     def _check(result: Any) -> None:
         """Refuse arguments from a hook: `step` has only a closure."""
-        if result is None:
-            return
         if not isinstance(result, tuple) or len(result) != 2:
             raise RuntimeError(f"a step pre-hook must return None or a tuple of (args, kwargs), but returned {result}")
         args, kwargs = result
@@ -61,11 +61,3 @@ class StepHooks:
                 "a step pre-hook gave the step a closure: sharded optimizers evaluate one before the step begins. Call "
                 "it before the step, or pass it to step()."
             )
-
-    def step(self) -> None:
-        """Run the inner optimizer's step, which is a part of a step, without its hooks."""
-        if self._own is not None and not hasattr(self._own, "_wrapped_by_lr_sched"):
-            self._own()
-            return
-        step: Any = type(self._inner).step
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._inner)

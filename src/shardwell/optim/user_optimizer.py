@@ -27,6 +27,9 @@ class OwningOptimizer(Protocol):
 
     optimizer: Any  # the one that knows when state is up to date
 
+    def fit_to_model(self) -> None:
+        """Rebuild units if the model has changed."""
+
     def step_now(self) -> None:
         """Apply the gradients, at any count of micro-steps."""
 
@@ -89,17 +92,19 @@ def watch_optimizers() -> None:
     """Detect from now on an optimizer that steps parameters of an engine's model."""
     global _watching
     if _watching is None:
-        _watching = register_optimizer_step_pre_hook(_before_any_step)
+        _watching = register_optimizer_step_pre_hook(meet_foreign_step)
 
 
-def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
-        if "_shardwell_keeper" in tensor.__dict__:
-            _meet(optimizer, released.owner_of(tensor), args, kwargs)
-            return
+def meet_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Take over, or refuse, an optimizer that is about to step parameters of an engine's model."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if "_shardwell_keeper" in tensor.__dict__:
+                _adopt_or_refuse(optimizer, released.owner_of(tensor), args, kwargs)
+                return
 
 
-def _meet(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
+def _adopt_or_refuse(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(keeper, Unit) or keeper.adopt is None:
         raise ShardwellError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwell.errors import BackwardError, ReleasedParameterError
 from shardwell.offload.param_swap import ReadBuffers
-from shardwell.optim.auto_commit import StepBeginning
+from shardwell.optim.executor import StepBeginning
 from shardwell.runtime.execution_order import ExecutionOrder
 from shardwell.runtime.pytree import tensors_in
 from shardwell.runtime.reducer import Reducer

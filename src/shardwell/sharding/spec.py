@@ -33,7 +33,7 @@ class CommitPolicy(enum.Enum):
     IMMEDIATE = "at once"
     AFTER_NORM = "after the norm is known"
     SPECULATIVE = "into a shadow slot, committed after the norm"
-    # resolved by `optim.auto_commit.AutoCommit`
+    # resolved by `offload.auto_commit.AutoCommit`
     AUTO = "at once where steps have shown to be plain, else after the norm"
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere

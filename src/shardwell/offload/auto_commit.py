@@ -14,15 +14,17 @@ import enum
 import logging
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.memory.device import AsyncScalar
-from shardwell.offload.host_updates import HostPending
 from shardwell.offload.speculation import Options, are_same, hyperparameters_of
+from shardwell.optim.executor import StepBeginning
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.spec import CommitPolicy
+from shardwell.sharding.unit import PendingUpdate
 
 STEPS_TO_LEARN = 3
 _KEY = '"shardwell": {"commit": "after_norm"}'
@@ -37,42 +39,32 @@ class CommitPhase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class StepBeginning:
-    """What is known of the graph of a backward before anything is updated."""
-
-    num_forwards: int  # forwards of the engine with gradients since the last backward
-    is_chained: bool  # an input has a graph of its own, for example another model's
-    is_partial: bool  # parts of the model were called outside of the engine's forward
-    keeps_graph: bool  # another backward may follow
-
-
-@dataclass(frozen=True)
 class WatchedUpdate:
     """A pending update of a watched unit: any use of the unit before the step is recorded, or is an error."""
 
     unit: Unit
-    habit: AutoCommit
-    arrival: HostPending | None  # of an update that was started
+    auto: AutoCommit
+    arrival: PendingUpdate | None  # of an update that was started
     is_ahead: bool  # an update was started on some ranks at least
 
     is_done = False  # a prefetch never waits for it
 
-    def _meet(self) -> None:
+    def _notice(self) -> None:
         try:
-            self.habit.meet(f"unit '{self.unit.name or '(root)'}' was used or looked at")
+            self.auto.notice(f"unit '{self.unit.name or '(root)'}' was used or looked at")
         except ShardwellError:
             self.unit.await_update(self, hides=True)  # the next use raises the same error
             raise
 
     def wait_local(self) -> None:
         """Record the use, and wait for this rank's part of the update."""
-        self._meet()
+        self._notice()
         if self.arrival is not None:
             self.arrival.wait_local()
 
     def wait(self) -> None:
         """Record the use, wait for the update and publish it."""
-        self._meet()
+        self._notice()
         if self.arrival is not None:
             self.arrival.wait_local()
         if self.is_ahead:
@@ -95,13 +87,13 @@ class AutoCommit:
         self._options: list[Options] = []  # hyperparameters when the first of these began
         self._is_stepping = False
         self._has_any = False  # gradients arrived at this boundary
-        self._odd = ""  # what conflicts with immediate updates; other ranks learn of it with the next norm
-        self._told: Tensor | None = None  # how many ranks found a conflict
+        self._conflict = ""  # what conflicts with immediate updates; other ranks learn of it with the next norm
+        self._num_conflicts: Tensor | None = None  # how many ranks found a conflict
         self._later: AsyncScalar | None = None  # the same, of the last step
         self._num_plain = 0  # consecutive steps without a conflict
         self._beginnings: set[StepBeginning] = set()  # the beginnings of backwards in the learning phase
         for unit in units:
-            self.take(unit)
+            self.enter(unit)
 
     @property
     def is_on(self) -> bool:
@@ -110,7 +102,7 @@ class AutoCommit:
 
     # ---------------------------------------------------------------------------------------------------- units
 
-    def take(self, unit: Unit) -> None:
+    def enter(self, unit: Unit) -> None:
         """Apply the decision to the groups of a unit that have the "auto" commit policy."""
         groups = [group for group in unit.trainable if group.row.commit is CommitPolicy.AUTO]
         if groups:
@@ -128,7 +120,7 @@ class AutoCommit:
         for group in groups:
             group.commit_by(CommitPolicy.IMMEDIATE if self.phase is CommitPhase.AT_ONCE else CommitPolicy.AFTER_NORM)
 
-    def _enter(self, phase: CommitPhase) -> None:
+    def _begin_phase(self, phase: CommitPhase) -> None:
         self.phase = phase
         for unit, groups in self._groups.values():
             self._apply(unit, groups)
@@ -140,10 +132,10 @@ class AutoCommit:
         if self.phase is CommitPhase.LEARNING:
             self._beginnings.add(beginning)
         elif self.phase is CommitPhase.AT_ONCE and beginning not in self._beginnings and not self._begun:
-            self._odd = f"a backward began in another way than in the first steps ({beginning})"
+            self._conflict = f"a backward began in another way than in the first steps ({beginning})"
             self._wait_for_good()
 
-    def watch(self, unit: Unit, arrival: HostPending | None, *, is_complete: bool) -> bool:
+    def watch(self, unit: Unit, arrival: PendingUpdate | None, *, is_complete: bool) -> bool:
         """Watch a unit from its reduce-scatter at this boundary to the step; false if it is not watched.
 
         `is_complete`: this rank has all its gradients. The unit was updated, or would have been.
@@ -154,7 +146,7 @@ class AutoCommit:
         if self.phase is CommitPhase.AFTER_NORM or self._is_stepping:
             return False
         if self._begun.get(unit.index):
-            self.meet(f"unit '{unit.name or '(root)'}' got another gradient")
+            self.notice(f"unit '{unit.name or '(root)'}' got another gradient")
         if not self._begun:
             self._options = hyperparameters_of(self._inner)
         self._begun[unit.index] = is_complete
@@ -167,12 +159,12 @@ class AutoCommit:
         """Whether the unit has had its update of this boundary, or would have had it."""
         return unit.index in self._begun
 
-    def meet(self, what: str) -> None:
+    def notice(self, what: str) -> None:
         """Record an action that would give other results if units were updated immediately at this boundary."""
         if self._begun and not self._is_stepping:
-            self._note(what)
+            self._conflict_with(what)
 
-    def _note(self, what: str) -> None:
+    def _conflict_with(self, what: str) -> None:
         if self.phase is CommitPhase.AT_ONCE:
             raise ShardwellError(
                 f"{what} between a backward and its step, when {len(self._begun)} units had their update of that step "
@@ -180,14 +172,14 @@ class AutoCommit:
                 f"in which nothing came in between. For loops in which something does, set {_KEY}. What was updated "
                 "is not taken back: begin again, or load a checkpoint."
             )
-        self._odd = self._odd or what
+        self._conflict = self._conflict or what
 
-    def see_gradients(self, unit: Unit) -> None:
+    def gradients_read(self, unit: Unit) -> None:
         """Record that a unit's gradients are read or changed."""
         if self.has_begun(unit):
-            self.meet(f"gradients of unit '{unit.name or '(root)'}' were read or set")
+            self.notice(f"gradients of unit '{unit.name or '(root)'}' were read or set")
 
-    def excuse(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching: everything of this boundary will be dropped or overwritten."""
         self._release()
         self._begun.clear()
@@ -212,37 +204,36 @@ class AutoCommit:
             and self.phase is not CommitPhase.AFTER_NORM
             and not are_same(self._options, hyperparameters_of(self._inner))
         ):
-            self._note("hyperparameters changed")
+            self._conflict_with("hyperparameters changed")
 
-    @property
-    def says(self) -> float | None:
-        """Return the number that is summed over the ranks with the norm; None: nothing."""
-        return float(bool(self._odd)) if self._groups else None
+    def append_to(self, parts: list[Tensor]) -> None:
+        """Append whether this rank has a conflict, as a number that is summed over the ranks with the norm."""
+        parts.append(self._context.device.scalar(float(bool(self._conflict)), torch.float64).view(1))
 
-    def hear(self, told: Tensor | None) -> None:
-        """Take the sum of `says` over the ranks."""
-        self._told = told
+    def take_sum(self, total: Tensor) -> None:
+        """Take the number of ranks that have a conflict."""
+        self._num_conflicts = total
 
     def end_step(self) -> None:
         """Count a step that was applied, and change the phase if that follows."""
-        told, self._told = self._told, None
+        num_conflicts, self._num_conflicts = self._num_conflicts, None
         later, self._later = self._later, None
-        is_virtual = self._context.device.is_meta
+        is_meta = self._context.device.is_meta
         if later is not None and float(later.get()) > 0 and self.phase is CommitPhase.AT_ONCE:
-            self._hear_of_another()
-        if told is None or self.phase is CommitPhase.AFTER_NORM or not self._has_any:
+            self._follow_other_rank()
+        if num_conflicts is None or self.phase is CommitPhase.AFTER_NORM or not self._has_any:
             return
         self._has_any = False
         if self.phase is CommitPhase.AT_ONCE:
-            self._later = None if is_virtual else self._context.device.read_async(told)
+            self._later = None if is_meta else self._context.device.read_async(num_conflicts)
             return
-        if bool(self._odd) if is_virtual else float(told) > 0:
-            self._hear_of_another()
+        if bool(self._conflict) if is_meta else float(num_conflicts) > 0:
+            self._follow_other_rank()
             return
         self._num_plain += 1
         if self._num_plain == STEPS_TO_LEARN:
-            self._enter(CommitPhase.AT_ONCE)
-            self._say(logging.INFO, "updates go at once from now on, while backward runs: nothing came between")
+            self._begin_phase(CommitPhase.AT_ONCE)
+            self._log(logging.INFO, "updates go at once from now on, while backward runs: nothing came between")
 
     def forget(self) -> None:
         """End this boundary."""
@@ -250,16 +241,16 @@ class AutoCommit:
         self._begun.clear()
         self._is_stepping = False
 
-    def _hear_of_another(self) -> None:
-        self._odd = self._odd or "something came between a backward and its step on another rank"
+    def _follow_other_rank(self) -> None:
+        self._conflict = self._conflict or "something came between a backward and its step on another rank"
         self._wait_for_good()
 
     def _wait_for_good(self) -> None:
         level = logging.WARNING if self.phase is CommitPhase.AT_ONCE else logging.INFO
-        self._enter(CommitPhase.AFTER_NORM)
-        self._say(level, f"updates wait for the norm from now on, because {self._odd}; after")
+        self._begin_phase(CommitPhase.AFTER_NORM)
+        self._log(level, f"updates wait for the norm from now on, because {self._conflict}; after")
 
-    def _say(self, level: int, what: str) -> None:
+    def _log(self, level: int, what: str) -> None:
         if self._context.world.mesh.rank == 0:
             text = '"commit": "auto": %s a backward and its step in %d steps'
             logging.getLogger("shardwell").log(level, text, what, self._num_plain)

@@ -1,0 +1,56 @@
+"""The optimizer of an engine, and the choice of who performs its updates."""
+
+from __future__ import annotations
+
+import weakref
+
+from shardwell.engine.engine import Engine
+from shardwell.memory import Tier
+from shardwell.optim import OptimizerFactory, ShardedOptimizer
+from shardwell.optim.executor import InlineExecutor, StepOptions, UpdateExecutor, make_inner
+from shardwell.optim.grad_norm import NonfiniteNorm
+from shardwell.optim.user_optimizer import redirect
+from shardwell.runtime.scheduler import Scheduler
+from shardwell.sharding import EngineContext
+from shardwell.sharding.spec import CommitPolicy
+
+
+def make_optimizer(
+    recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
+) -> ShardedOptimizer:
+    """Return the optimizer of an engine, connected with its scheduler and its units."""
+    settings = engine.config
+    options = StepOptions(
+        engine._scale,
+        settings.gradient_clipping,
+        NonfiniteNorm(settings.shardwell.nonfinite),
+        settings.zero_optimization.offload_optimizer.buffer_count,
+        settings.shardwell.moments == "8bit",
+    )
+    executor = _executor(recipe, scheduler, context, options)
+    optimizer = ShardedOptimizer(recipe, executor, context, options, scheduler)
+    optimizer.trainer = weakref.ref(engine)
+    if recipe.given is not None:
+        redirect(recipe.given, engine)
+    for unit in scheduler.units:
+        unit.optimizer = weakref.proxy(optimizer)
+    return optimizer
+
+
+def _executor(
+    recipe: OptimizerFactory, scheduler: Scheduler, context: EngineContext, options: StepOptions
+) -> UpdateExecutor:
+    """Choose who performs updates, and connect it with the scheduler."""
+    units = [unit for unit in scheduler.units if unit.trainable]
+    inner, slices = make_inner(recipe, units, context.world)
+    rows = {group.row for unit in scheduler.units for group in unit.groups}
+    is_plain = all(row.optimizer.tier is Tier.DEVICE and row.commit is CommitPolicy.AFTER_NORM for row in rows)
+    if is_plain and not options.eight_bit_moments:  # these are for the host
+        return InlineExecutor(inner, slices, context, options.scale)
+    from shardwell.offload.host_executor import make_executor
+
+    executor = make_executor(inner, slices, context, options)
+    scheduler.reducer.reduced = executor.reduced
+    if executor.auto.is_on:
+        scheduler.backward_begins = executor.auto.backward_begins
+    return executor
