@@ -281,8 +281,8 @@ def expected_reads(path: str, buffer_count: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwappedShard, "read", lambda page: found.append(page._coming is not None) or read(page))
         train(engine, 1)
-    assert engine._scheduler.pages is not None
-    assert engine._scheduler.pages.num_ahead == 0
+    assert engine._context.pages is not None
+    assert engine._context.pages.num_ahead == 0
     return found
 
 
@@ -302,7 +302,7 @@ def depths(path: str, buffer_count: int, seconds: list[float]) -> list[int]:
         for each in seconds:
             patch.setattr(DiskTransfer, "seconds", each)
             train(engine, 2)
-            found.append(engine._scheduler.pages.pace.depth)
+            found.append(engine._context.pages.pace.depth)
     return found
 
 
