@@ -94,7 +94,7 @@ def books(kind: str, stage: int) -> dict[str, Any]:
     engine = zoo.make_engine(adapted(kind), stage)
     batch = zoo.share(zoo.batches(base_of(kind), 1)[0], engine.global_rank, engine.world_size)
     engine.backward(engine(**batch).loss)
-    engine._scheduler.reducer.finish_all()  # the last one may still be on its way
+    engine._scheduler.reducer.finish()  # the last one may still be on its way
     groups = [group for unit in engine._scheduler.units for group in unit.trainable]
     for group in groups:
         group.gradients.wait()

@@ -38,7 +38,7 @@ def bytes_of_a_run(stage: int, bf16: bool, accumulation: int) -> dict[str, int]:
         engine.step()
     rest, rest_by_books = live_bytes() - before, engine.memory().total()
     micro_step(engine)
-    engine._scheduler.reducer.finish_all()  # the last one may still be on its way
+    engine._scheduler.reducer.finish()  # the last one may still be on its way
     for unit in engine._scheduler.units:
         for group in unit.trainable:
             group.gradients.wait()

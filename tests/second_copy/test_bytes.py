@@ -211,7 +211,7 @@ def memory_of_a_run(partition: int, bf16: bool, accumulation: int) -> dict[str, 
             engine.step()
         rest, rest_by_books = live_bytes() - before, engine.memory().total()
         micro_step(engine, 0, accumulation)
-        engine._scheduler.reducer.finish_all()
+        engine._scheduler.reducer.finish()
         found[name] = {
             "rest": rest,
             "rest by books": rest_by_books,
@@ -302,7 +302,7 @@ def placed(device_memory: int | str) -> dict[str, Any]:
     engine = start(2, Gpt(blocks=6), bf16={"enabled": True}, shardwell=own, zero_optimization=places)
     for _ in range(2):
         micro_step(engine)
-        engine._scheduler.reducer.finish_all()
+        engine._scheduler.reducer.finish()
         held = sum(size for (_, _, tier), size in engine.memory().now.items() if tier is Tier.DEVICE)
         engine.step()
     groups, found = groups_of(engine), engine.offload.places

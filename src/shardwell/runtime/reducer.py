@@ -8,7 +8,7 @@ does to `p.grad` in between is applied to the gradients held here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -192,20 +192,16 @@ class Reducer:
                     before += groups
         return before
 
-    def finish(self, groups: list[ShardedGroup]) -> None:
-        """Wait for the reduction of these groups, and call `reduced` for their units."""
+    def finish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
+        """Wait for the reduction of these groups, or of all in flight, and call `reduced` for their units."""
         reduced: dict[str, bool] = {}
         with torch.no_grad():
-            for group in groups:
+            for group in list(self.in_flight) if groups is None else groups:
                 group.gradients.finish()
                 reduced[group.unit] = self.in_flight.pop(group)
         if self.reduced is not None:
             for name, at_boundary in reduced.items():
                 self.reduced(self._units[name], at_boundary)
-
-    def finish_all(self) -> None:
-        """Wait for all reductions in flight."""
-        self.finish(list(self.in_flight))
 
     def finish_earlier(self) -> None:
         """Wait for reductions that micro-steps before the boundary left in flight."""

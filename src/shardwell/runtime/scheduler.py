@@ -138,7 +138,8 @@ class Scheduler:
         """Reset the state of units, hooks and prefetches that an aborted pass left behind."""
         if self._released:
             self._forward.start()
-            self._cancel_prefetch()
+            for link in self.links:
+                link.cancel()
             if self.saved.pushed:
                 self.saved.clear()
         self.calls.clear()
@@ -149,15 +150,11 @@ class Scheduler:
                 unit.in_forward, unit.inside, unit.in_backward = 0, 0, False
                 self.reshard(unit)
 
-    def _cancel_prefetch(self) -> None:
-        """Cancel prefetches that were not used, because a pass begins or ends."""
-        for link in self.links:
-            link.cancel()
-
     def _end_without_graph(self) -> None:
         """End a forward of the engine that recorded no graph: nothing will use what is retained or prefetched."""
         self.end_retention()
-        self._cancel_prefetch()
+        for link in self.links:
+            link.cancel()
         for unit in self.units:
             if unit.residency is Residency.UNSHARDING:
                 self.reshard(unit)
@@ -427,8 +424,9 @@ class Scheduler:
             self.post_backward(unit)
         self._tasks.clear()
         if self._released:
-            self._cancel_prefetch()
-        self.reducer.finish_all()
+            for link in self.links:
+                link.cancel()
+        self.reducer.finish()
 
     def discard_backward(self) -> None:
         """Finish as `finish_backward` does, but drop the gradients: no update starts. A graph may still be used."""
