@@ -174,7 +174,7 @@ def after_a_step_of_ones_own(stage: int) -> dict[str, Any]:
     mine.step()
     weight = model.last.weight
     seen: dict[str, Any] = {"hangs": weight.grad is not None, "words": words_of(weight.grad.sum)}
-    seen["again"] = words_of(reducer_of(engine).take_edits, at_step=True)
+    seen["again"] = words_of(reducer_of(engine).views.take_edits, at_step=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine(second).backward()

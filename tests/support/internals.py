@@ -62,8 +62,8 @@ def disk_of(engine: shardwell.Engine) -> DiskTier:
 
 def prefetched_shards_of(engine: shardwell.Engine) -> Any:
     """Return what reads shards of parameters from NVMe in advance, of an engine that does."""
-    assert engine._scheduler.pages is not None
-    return engine._scheduler.pages
+    assert engine._context.pages is not None
+    return engine._context.pages
 
 
 def host_updates_of(engine: shardwell.Engine) -> Any:
@@ -85,7 +85,7 @@ def reducer_of(engine: shardwell.Engine) -> Any:
 
 def finish_reduces(engine: shardwell.Engine) -> None:
     """Wait for reduce-scatters in flight: the last of a backward may be."""
-    reducer_of(engine).finish_all()
+    reducer_of(engine).finish()
 
 
 def keep_frozen(engine: shardwell.Engine, numel: int) -> None:

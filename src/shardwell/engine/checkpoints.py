@@ -49,6 +49,7 @@ class EngineCheckpoints:
     def __init__(self, engine: Engine) -> None:
         self._context = context = engine._context
         self._world = context.world
+        self.saves_in_background = False  # or has done so: `check` may raise an error
         self._without_optimizer = False  # a checkpoint was saved or loaded before there was an optimizer
         self._saver = Saver(
             self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.account
@@ -112,6 +113,7 @@ class EngineCheckpoints:
             keep_last = engine.config.shardwell.keep_last
             look = self._patience_in_background if asynchronous else self._patience_of_all()
             job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last, look=look)
+            self.saves_in_background |= asynchronous
             (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
 
     def _patience_in_background(self) -> float:

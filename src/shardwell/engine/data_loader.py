@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwell.errors import CheckpointError, ShardwellError
-from shardwell.runtime.inputs import to_device
+from shardwell.runtime.pytree import to_device
 
 
 class ShardedLoader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from shardwell.config import Config
 from shardwell.engine import exit_notice
-from shardwell.engine.carried_scale import carrying, scaled_output, unscaled_input
+from shardwell.engine.carried_scale import CARRIED, ModelScale, carrying
 from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.engine.compilation import compile_units, uncompiled
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import Join, joined
-from shardwell.engine.precision import autocast_of, mixed_dtype
+from shardwell.engine.precision import autocast_of, loss_scale_of, mixed_dtype
 from shardwell.engine.startup_report import print_progress
 from shardwell.engine.teardown import DESTROYED, ModelBefore
 from shardwell.engine.units import UnitInfo, describe_units
@@ -30,13 +30,10 @@ from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
 from shardwell.offload.plan import STEPS_UNTIL_KNOWN, OffloadPlan
 from shardwell.optim import ShardedOptimizer
-from shardwell.optim.loss_scale import LossScale, NoScale
 from shardwell.parallel import Agreement, TrafficReport, TrafficStats
 from shardwell.runtime.budget import frozen_budget
-from shardwell.runtime.fingerprint import ModelFingerprint
-from shardwell.runtime.hooks import attach, remove
-from shardwell.runtime.inputs import Inputs, mover
-from shardwell.runtime.pytree import map_tensors
+from shardwell.runtime.hooks import ModelFingerprint, attach, remove
+from shardwell.runtime.pytree import CopiedInputs, map_tensors, mover
 from shardwell.runtime.rebuild import UnitBuilder, refit
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.runtime.trace import Trace
@@ -82,7 +79,6 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = model
-        self.config = config
         self.optimizer = None
         self.lr_scheduler = None
         self.global_steps = 0
@@ -96,12 +92,24 @@ class Engine(nn.Module):
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
         self._watch: StepCallWatch | None = StepCallWatch()
-        self._scale: LossScale = NoScale()
+        self._scale = loss_scale_of(config)
+        self._model_scale = ModelScale(self._scale, scheduler.reducer.meet_scale) if self._scale.is_on else None
+        scheduler.reducer.use_loss_scale(self._scale)
+        self.use_config(config)
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # the forwards before they were compiled
         self._checkpoints = EngineCheckpoints(self)
         self._is_destroyed = False
         self._join: Join | None = None  # set inside `join()`
         exit_notice.watch(self)
+
+    def use_config(self, config: Config) -> None:
+        """Train with this configuration; what each step needs of it is computed here."""
+        self.config = config
+        self._accumulation_steps = config.gradient_accumulation_steps or 1
+        self._samples_per_step = self.train_batch_size()
+        self._autocast = autocast_of(config, self.device)
+        move = mover(self.device, mixed_dtype(config))
+        self._move_input = move if self._model_scale is None else self._model_scale.on_input(move)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are moved to the engine's device and, in mixed precision, to the compute dtype."""
@@ -113,26 +121,18 @@ class Engine(nn.Module):
             self.fit_to_model()
         if self._watch is not None:
             self._watch = self._watch.saw_forward(self)
-        self._scheduler.reducer.is_boundary = self.is_gradient_accumulation_boundary()
-        inputs = Inputs(args, kwargs, self._input_change())
+        self._scheduler.reducer.set_boundary(self.is_gradient_accumulation_boundary())
+        copies: list[tuple[Any, Any]] = []
+        args, kwargs = map_tensors((args, kwargs), self._move_input, copies)
+        copied = CopiedInputs(copies) if copies else None
         try:
-            running = self._scheduler.forward_scope((inputs.args, inputs.kwargs))
-            with self._context.failing_together("forward"), autocast_of(self.config, self.device), running:
-                output = self.module(*inputs.args, **inputs.kwargs)
+            running = self._scheduler.forward_scope((args, kwargs))
+            with self._context.failing_together("forward"), running, self._autocast():
+                output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         finally:
-            inputs.give_back()
-        if self._scale.is_on and torch.is_grad_enabled():
-            met = self._scheduler.reducer.meet_scale
-            output = map_tensors(output, lambda tensor: scaled_output(tensor, self._scale, met))
-        self._scheduler.end_forward()
-        self._scheduler.drop_unused()
-        return output
-
-    def _input_change(self) -> Callable[[Tensor], Tensor]:
-        """Return the function that is applied to each tensor input of the model."""
-        move = mover(self.device, self._compute_dtype)
-        scaled = self._scale.is_on and torch.is_grad_enabled()
-        return (lambda tensor: move(unscaled_input(tensor, self._scale))) if scaled else move
+            if copied is not None:
+                copied.give_back()
+        return output if self._model_scale is None else self._model_scale.on_output(output)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
@@ -151,20 +151,20 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
+        reducer, scale = self._scheduler.reducer, self._scale
         # Set here as well, because `loss` may not come from `forward`.
-        self._scheduler.reducer.is_boundary = self.is_gradient_accumulation_boundary()
-        self._scheduler.reducer.divide_by_steps = scale_wrt_gas
-        self._scheduler.reducer.meet_scale()
+        reducer.set_boundary(self.is_gradient_accumulation_boundary())
+        reducer.has_met_scale = True
+        scaled = contextlib.nullcontext() if CARRIED.scale == scale.value else carrying(scale)
+        divided = contextlib.nullcontext() if scale_wrt_gas else reducer.without_division()
         try:
-            with self._context.failing_together("backward"), carrying(self._scale):
-                scaled = loss.float() * self._scale.value if self._scale.is_on else loss
-                self._scheduler.reducer.begin_backward()
-                scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
+            with self._context.failing_together("backward"), scaled, divided:
+                reducer.views.unhang()
+                begin = loss if self._model_scale is None else loss.float() * scale.value
+                begin.backward(retain_graph=retain_graph, create_graph=create_graph)
         except BaseException:
-            self._scheduler.reducer.hang()  # gradients computed so far can be dropped like any others
+            reducer.views.hang()  # gradients computed so far can be dropped like any others
             raise
-        finally:
-            self._scheduler.reducer.divide_by_steps = True
         if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
         return loss
@@ -183,7 +183,8 @@ class Engine(nn.Module):
             self._apply_gradients()
         else:
             self._scheduler.end_retention()
-        self._checkpoints.check()  # last, because ranks may learn of an error at different steps
+        if self._checkpoints.saves_in_background:
+            self._checkpoints.check()  # last, because ranks may learn of an error at different steps
 
     def step_now(self) -> None:
         """Apply the gradients regardless of the micro-step count, for a loop that calls `optimizer.step()` itself."""
@@ -201,14 +202,14 @@ class Engine(nn.Module):
         assert self.optimizer is not None
         try:
             with self._context.failing_together("step"):
-                self._scheduler.reducer.take_edits(at_step=True)
+                self._scheduler.reducer.views.take_edits(at_step=True)
                 self.optimizer.apply_gradients()
         finally:
             self._scheduler.reducer.clear()
             self._scheduler.end_retention()
             self._context.world.end_step()
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples_per_step
         if self.global_steps == 1:
             self._scheduler.keep_frozen(frozen_budget(self.config, self._scheduler.units, self._context))
         if self.global_steps == STEPS_UNTIL_KNOWN and self.config.zero_optimization.offload_optimizer.ratio == "auto":
@@ -222,27 +223,21 @@ class Engine(nn.Module):
         """Return whether the next `step` applies the gradients."""
         if self._boundary_override is not None:
             return self._boundary_override
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return (self.micro_steps + 1) % self._accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next `step` applies the gradients, instead of deriving it from the micro-step count."""
         self._boundary_override = is_boundary
-        self._scheduler.reducer.is_boundary = is_boundary
+        self._scheduler.reducer.set_boundary(is_boundary)
         if not is_boundary:
             self._scheduler.reducer.defer_reduction()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients accumulate on this rank, unsharded and not reduced, at any ZeRO stage.
 
         The next backward outside reduces them. Costs a full gradient buffer in the accumulation dtype, see `memory()`.
         """
-        self._scheduler.reducer.sync = False
-        self._scheduler.reducer.defer_reduction()
-        try:
-            yield
-        finally:
-            self._scheduler.reducer.sync = True
+        return self._scheduler.reducer.without_reduction()
 
     def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
         """Return a context for uneven data: a rank that is out of batches takes part until no rank has one.
@@ -258,7 +253,7 @@ class Engine(nn.Module):
         """
         if self.optimizer is not None:
             self.optimizer.executor.gradients_dropped("gradients were dropped by zero_grad()")
-        if not set_to_none and self._scheduler.reducer.zero():
+        if not set_to_none and self._scheduler.reducer.views.zero():
             return
         self._scheduler.discard_backward()
         if self.optimizer is not None:
@@ -308,10 +303,6 @@ class Engine(nn.Module):
     def global_rank(self) -> int:
         return self._context.world.mesh.rank
 
-    @property
-    def _compute_dtype(self) -> torch.dtype | None:
-        return mixed_dtype(self.config)
-
     def train_batch_size(self) -> int:
         """Return the number of samples of one optimizer step over all ranks and micro-steps."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
@@ -360,14 +351,17 @@ class Engine(nn.Module):
         if self._is_destroyed:
             raise ShardwellError(DESTROYED)
         look(self._scheduler.units)
-        if not self._fingerprint.still_fits() or any(unit.misfit for unit in self._scheduler.units):
+        has_changed = not self._fingerprint.matches()
+        for unit in self._scheduler.units:
+            has_changed = has_changed or unit.misfit
+        if has_changed:
             self._refit(keep_frozen_state=True)
 
     def _refit(self, *, keep_frozen_state: bool) -> None:
         self._scheduler.end_passes()
         self._scheduler.end_retention()
         with self._context.failing_together("refit"):
-            self._scheduler.reducer.take_edits()
+            self._scheduler.reducer.views.take_edits()
             units = refit(list(self._scheduler.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
             remove(self._handles.pop(unit))

@@ -24,7 +24,7 @@ from shardwell.engine.engine import Engine
 from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
-from shardwell.engine.precision import dtype_of, loss_scale_of, mixed_dtype, settle_precision
+from shardwell.engine.precision import dtype_of, mixed_dtype, settle_precision
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
@@ -35,6 +35,7 @@ from shardwell.memory.device import default_device
 from shardwell.offload.param_swap import ReadBuffers
 from shardwell.offload.placement import GroupKey, ModelStates, StateFormula
 from shardwell.offload.plan import OffloadPlan, commit_policy, open_disk, plan_offload, settle_commit
+from shardwell.offload.prefetch import offload_links
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
@@ -45,8 +46,10 @@ from shardwell.parallel.collectives import NodeHops
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.parallel.roles import ranks_per_node
+from shardwell.runtime.prefetch import PrefetchLimits
 from shardwell.runtime.rebuild import UnitBuilder
-from shardwell.runtime.scheduler import PrefetchLimits, Scheduler
+from shardwell.runtime.reducer import MicroStep
+from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for, wrap_model
 from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
@@ -159,8 +162,6 @@ def _engine(
     engine.offload, engine._before = offload, before
     _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
-    engine._scale = loss_scale_of(settings)
-    scheduler.reducer.loss_scale = engine._scale
     checkpointing.follow(settings, model)
     return engine
 
@@ -198,10 +199,10 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
             limits.live,
             needed,
         )
-    scheduler = Scheduler(
-        units, limits, context.world.mesh.size, settings.gradient_accumulation_steps or 1, context.pages
-    )
-    scheduler.reducer.paths_differ = settings.shardwell.find_unused_parameters and context.world.mesh.size > 1
+    num_ranks = context.world.mesh.size
+    paths_differ = settings.shardwell.find_unused_parameters and num_ranks > 1
+    scheduler = Scheduler(units, limits, MicroStep(num_ranks, settings.gradient_accumulation_steps or 1, paths_differ))
+    scheduler.links += offload_links(scheduler.room, num_ranks, context.pages, scheduler.record)
     return scheduler
 
 
@@ -460,7 +461,8 @@ def _loader(
         return None
     where = engine.global_rank, engine.world_size, engine.device
     if isinstance(data, DataLoader):
-        asked, engine.config = with_batch_of(data, engine.config, engine.world_size)
+        asked, config = with_batch_of(data, engine.config, engine.world_size)
+        engine.use_config(config)
         return loader_like(data, asked, *where, collate_fn)
     if not hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
         raise ConfigError(

@@ -55,7 +55,7 @@ class Join:
                 f"{num_with_nothing} of {world.mesh.size} ranks had no batch at all inside `engine.join()`: they have "
                 "nothing to repeat while the others train. Give each rank one batch at least."
             )
-        self._engine._scheduler.reducer.num_averaged = world.mesh.size if self._divides_by_all else max(num_with, 1)
+        self._engine._scheduler.reducer.average_over(world.mesh.size if self._divides_by_all else max(num_with, 1))
         return num_with > 0
 
     def shadow(self) -> None:
@@ -94,4 +94,4 @@ def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]
         engine._join.shadow()
     finally:
         engine._join = None
-        engine._scheduler.reducer.num_averaged = engine.world_size
+        engine._scheduler.reducer.average_over(engine.world_size)

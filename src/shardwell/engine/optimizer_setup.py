@@ -48,9 +48,10 @@ def _executor(
     if is_plain and not options.eight_bit_moments:  # these are for the host
         return InlineExecutor(inner, slices, context, options.scale)
     from shardwell.offload.host_executor import make_executor
+    from shardwell.offload.loop_observer import LoopObserver
 
     executor = make_executor(inner, slices, context, options)
     scheduler.reducer.reduced = executor.reduced
     if executor.auto.is_on:
-        scheduler.backward_begins = executor.auto.backward_begins
+        scheduler.observer = LoopObserver(executor.auto.backward_begins)
     return executor

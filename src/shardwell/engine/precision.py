@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,12 +53,15 @@ def settle_precision(config: Config, parameters: Iterable[Tensor]) -> Config:
     return config.with_origins(origins, values)
 
 
-def autocast_of(config: Config, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return the autocast context, without torch's cache of casts, which would keep a copy of every weight used."""
+def autocast_of(config: Config, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a function that makes an autocast context, or an empty one.
+
+    It is without torch's cache of casts, which would keep a copy of every weight used.
+    """
     block = config.torch_autocast
     if not block.enabled:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype_of(block.dtype), cache_enabled=False)
+        return contextlib.nullcontext
+    return partial(torch.autocast, device.type, dtype_of(block.dtype), cache_enabled=False)
 
 
 def loss_scale_of(settings: Config) -> LossScale:

@@ -54,7 +54,7 @@ class StepCallWatch:
         optimizer = engine.optimizer
         if optimizer is None or getattr(optimizer.inner, "_opt_called", False):
             return None
-        if not torch.is_grad_enabled() or not engine._scheduler.reducer.sync:
+        if not torch.is_grad_enabled() or not engine._scheduler.reducer.micro_step.syncs:
             return self
         groups = (group for unit in engine._scheduler.units for group in unit.trainable)
         self._num_waiting = self._num_waiting + 1 if any(group.gradients.has_any for group in groups) else 0

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from shardwell.config import Config
 from shardwell.engine.data_loader import ShardedLoader, check_position
 from shardwell.errors import CheckpointError, ConfigError
-from shardwell.runtime.inputs import to_device
+from shardwell.runtime.pytree import to_device
 
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _OPTIONS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.memory.device import AsyncScalar
+from shardwell.offload.loop_observer import StepBeginning
 from shardwell.offload.speculation import Options, are_same, hyperparameters_of
-from shardwell.optim.executor import StepBeginning
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.spec import CommitPolicy
 from shardwell.sharding.unit import PendingUpdate

@@ -36,16 +36,6 @@ class StepOptions:
     eight_bit_moments: bool = False  # Adam's moments on the host
 
 
-@dataclass(frozen=True)
-class StepBeginning:
-    """What the scheduler knows of the graph of a backward before anything is updated."""
-
-    num_forwards: int  # forwards of the engine with gradients since the last backward
-    is_chained: bool  # an input has a graph of its own, for example another model's
-    is_partial: bool  # parts of the model were called outside of the engine's forward
-    keeps_graph: bool  # another backward may follow
-
-
 class UpdateExecutor(Protocol):
     """The code that performs updates, and owns those in flight."""
 

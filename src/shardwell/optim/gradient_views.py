@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,10 +49,44 @@ class GradientHolder(Protocol):
         """Whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
-        """Take over a gradient of this rank that the user set."""
+        """Take over a gradient of this rank that the user set, and set `p.grad` as for any other gradient."""
 
     def drop_gradients(self) -> None:
         """Drop all gradients, as `zero_grad` does."""
+
+
+class NoGradientViews:
+    """Leaves `p.grad` empty: gradients of a simulation, on the meta device, have no values to show."""
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Do nothing."""
+
+    def take_incoming(self, group: ShardedGroup, index: int, grad: Tensor) -> Tensor | None:
+        """Return the gradient that autograd has just set."""
+        return grad
+
+    def hang_one(self, group: ShardedGroup, index: int) -> None:
+        """Remove a gradient that the engine has taken over."""
+        group.parameters[index].grad = None
+
+    def hang(self) -> None:
+        """Do nothing."""
+
+    def unhang(self, *, has_begun: bool = False) -> None:
+        """Do nothing."""
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+    def spend(self) -> None:
+        """Do nothing."""
+
+    def zero(self) -> bool:
+        """Return false: there is nothing to set to zero."""
+        return False
+
+    def take_edits(self, *, at_step: bool = False) -> None:
+        """Do nothing."""
 
 
 class GradientViews:
@@ -60,12 +94,13 @@ class GradientViews:
 
     def __init__(self, context: EngineContext, holder: GradientHolder) -> None:
         self._context, self._holder = context, holder
+        self._has_peers = context.world.mesh.size > 1
         self._views: dict[ShardedGroup, list[GradientView]] = {}
         self._all: list[GradientView] = []
         self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are read before every forward
         self._norms: dict[float, dict[HeldGradient, Tensor]] = {}  # by order of the norm
         self._hangs = False  # at least one view is in its `p.grad`
-        self._has_leftovers = False
+        self._is_spent = False  # a step of the user's own optimizer used some of them
         self._said: set[str] = set()
         self._has_told = False  # about parameters without gradients
 
@@ -83,10 +118,12 @@ class GradientViews:
                 self._views[group] = before.pop(group, []) or [
                     self._made(unit, group, index) for index in range(len(group.parameters))
                 ]
-        self._remove(view for views in before.values() for view in views)
+        self._all = [view for views in before.values() for view in views]
+        self.clear()  # those of units that are gone
         self._all = [view for views in self._views.values() for view in views]
         self._parameters = [view.parameter for view in self._all]
-        self._has_leftovers = any(view.leftover is not None for view in self._all)
+        self._hangs = any(view.hangs for view in self._all)
+        self._is_spent = any(view.held.is_spent for view in self._all)
 
     def _made(self, unit: Unit, group: ShardedGroup, index: int) -> GradientView:
         parameter = group.parameters[index]
@@ -126,22 +163,21 @@ class GradientViews:
 
     def hang(self) -> None:
         """Set `p.grad` of all parameters whose gradients the engine holds, at the end of a backward."""
-        several = self._context.world.mesh.size > 1
         with torch._C.DisableTorchFunctionSubclass():
             for group, views in self._views.items():
                 gradients = group.gradients
                 # It is not known yet which parameters of a unit got a gradient on other ranks.
-                all_hang = several and gradients.state in (GradState.REDUCING, GradState.REDUCED)
+                all_hang = self._has_peers and gradients.state in (GradState.REDUCING, GradState.REDUCED)
                 if all_hang and not self._has_told and not all(gradients.seen):
                     self._tell_of_unseen(views, gradients.seen)
                 for view, seen in zip(views, gradients.seen, strict=True):
                     if not view.hangs and (seen or all_hang) and view.parameter.grad is None:
                         view.parameter.grad = view.gradient
                         view.hangs = self._hangs = True
-        optimizer = next((view.unit.optimizer for view in self._all), None)
+        optimizer = self._all[0].unit.optimizer if self._all else None
         if self._hangs and optimizer is not None:
             optimizer.hide_slice_gradients()
-        self.note_change()
+        self._norms.clear()
 
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
         if views[0].unit.is_named:
@@ -156,7 +192,8 @@ class GradientViews:
             some,
         )
 
-    def unhang(self, *, has_begun: bool) -> None:
+    @torch.no_grad()
+    def unhang(self, *, has_begun: bool = False) -> None:
         """Remove the views when a backward begins: the engine adds up gradients, and autograd need not.
 
         If the backward has already begun, a tensor in place of a view means nothing yet: it is checked after autograd
@@ -164,7 +201,10 @@ class GradientViews:
         """
         if not has_begun:
             self.take_edits()
-        for view in self._all if self._hangs else ():
+        if not self._hangs:
+            return
+        hangs = False
+        for view in self._all:
             if not view.hangs:
                 continue
             with torch._C.DisableTorchFunctionSubclass():
@@ -178,20 +218,28 @@ class GradientViews:
                 view.hangs = False
                 with torch._C.DisableTorchFunctionSubclass():
                     view.parameter.grad = None
-        self._hangs = any(view.hangs for view in self._all)
+            hangs = hangs or view.hangs
+        self._hangs = hangs
 
     def clear(self) -> None:
         """Remove all views, because the engine holds no gradients any more."""
-        self._remove(self._all)
-        self._hangs = self._has_leftovers = False
-        self.note_change()
+        with torch._C.DisableTorchFunctionSubclass():
+            for view in self._all:
+                view.parameter.grad = view.leftover = None
+                if view.hangs:
+                    view.hangs = view.held.is_spent = False
+                    view.held.gathered = None
+        self._hangs = self._is_spent = False
+        self._norms.clear()
 
-    def zero(self) -> None:
-        """Set the gradients to zero: a step then uses zeros, as torch's optimizers do."""
+    @torch.no_grad()
+    def zero(self) -> bool:
+        """Set the gradients to zero, and return true: a step then uses zeros, as torch's optimizers do."""
         self.take_edits()
         for view in self._all:
             if view.hangs:
                 view.gradient.zero_()
+        return True
 
     def spend(self) -> None:
         """Mark the gradients as used by a step of the user's own optimizer; they stay until they are dropped.
@@ -202,7 +250,8 @@ class GradientViews:
             view.held.forget_whole()
             view.held.is_spent = view.hangs
             view.leftover = None
-        self.note_change()
+        self._is_spent = True
+        self._norms.clear()
 
     def _end(self, view: GradientView, is_kept: bool) -> None:
         """End a gradient that a step has used, when a new pass reaches it; `is_kept`: it was not dropped before."""
@@ -211,14 +260,6 @@ class GradientViews:
             with torch._C.DisableTorchFunctionSubclass():
                 view.parameter.grad = None
             self.say_once(_KEPT)
-
-    def _remove(self, views: Iterable[GradientView]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for view in views:
-                view.parameter.grad = view.leftover = None
-                if view.hangs:
-                    view.hangs = view.held.is_spent = False
-                    view.held.gathered = None
 
     # ------------------------------------------------------------------------------------------------- changes
 
@@ -235,21 +276,28 @@ class GradientViews:
 
         `at_step`: no backward will add to gradients from before the engine, so they are used as they are.
         """
+        grads, has_any = [], self._hangs
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [parameter.grad for parameter in self._parameters]
-        if not self._hangs and all(grad is None for grad in grads):
-            return
-        if any(view.held.is_spent for view in self._all):
+            for parameter in self._parameters:
+                grad = parameter.grad
+                grads.append(grad)
+                if grad is not None:
+                    has_any = True
+        if has_any:
+            with torch.inference_mode(False), torch.no_grad():  # a later backward adds to tensors that are made here
+                self._compare(grads, at_step=at_step)
+
+    def _compare(self, grads: list[Tensor | None], *, at_step: bool) -> None:
+        """Take over changes, given what `p.grad` of each parameter is now."""
+        if self._is_spent:
             self._end_spent(grads, at_step=at_step)
-        now = list(zip(self._all, grads, strict=True))
-        if self._hangs and all(grad is None for view, grad in now if view.hangs):
-            for view, _ in now:
-                view.hangs = False
-                view.held.forget_whole()
-            self._hangs = False
-            self.note_change()
-            self._holder.drop_gradients()
-        for view, grad in now:
+        were_dropped = self._hangs
+        for view, grad in zip(self._all, grads, strict=True):
+            if view.hangs and grad is not None:
+                were_dropped = False
+        if were_dropped:
+            self._drop_all()
+        for view, grad in zip(self._all, grads, strict=True):
             if grad is view.gradient:
                 if view.held.gathered is not None:
                     view.held.write_back()
@@ -258,6 +306,15 @@ class GradientViews:
                     self._forget(view)
             elif at_step or grad is not view.leftover:
                 self._replace(view, grad)
+
+    def _drop_all(self) -> None:
+        """Drop all gradients, because the user has removed all of them."""
+        for view in self._all:
+            view.hangs = False
+            view.held.forget_whole()
+        self._hangs = False
+        self._norms.clear()
+        self._holder.drop_gradients()
 
     def _end_spent(self, grads: list[Tensor | None], *, at_step: bool) -> None:
         """End used gradients that were dropped or replaced, and all of them at another step."""
@@ -273,6 +330,7 @@ class GradientViews:
                 self._end(view, grad is view.gradient)
                 grads[number] = None if grad is view.gradient else grad
         self._hangs = any(view.hangs for view in self._all)
+        self._is_spent = any(view.held.is_spent for view in self._all)
 
     def _forget(self, view: GradientView) -> None:
         if view.unit.optimizer is not None:
@@ -280,7 +338,7 @@ class GradientViews:
         view.group.gradients.forget(view.index)
         view.hangs = False
         view.held.forget_whole()
-        self.note_change()
+        self._norms.clear()
 
     def _replace(self, view: GradientView, grad: Tensor) -> None:
         if view.hangs:
@@ -289,10 +347,7 @@ class GradientViews:
             grad = grad.held.whole()
         self._holder.set_gradient(view.unit, view.group, view.index, grad.detach())
         view.leftover = None
-        with torch._C.DisableTorchFunctionSubclass():
-            view.parameter.grad = view.gradient
-        view.hangs = self._hangs = True
-        self.note_change()
+        self._norms.clear()
 
     # --------------------------------------------------------------------------------------------------- norms
 

@@ -1,4 +1,7 @@
-"""Hooks that tell the scheduler when units are used: on modules, on outputs and inputs, and on parameters."""
+"""Hooks that tell the scheduler when units are used: on modules, on outputs and inputs, and on parameters.
+
+The hooks are made for the model as it was handed over. `ModelFingerprint` checks before every forward that it still is.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,123 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.runtime.pytree import map_tensors, tensors_in
 from shardwell.runtime.scheduler import ForwardCall, Scheduler, current_task
-from shardwell.sharding import ShardedGroup, Unit
+from shardwell.sharding import Residency, ShardedGroup, Unit, released
 
 
-class _Hook:
+class _ModuleHook:
     """A hook on a module. The copy of a hook does nothing, so that a copy of the module is an ordinary module."""
 
-    def __init__(self, function: Callable[..., Any], scheduler: Scheduler, unit: Unit) -> None:
-        self._call: Callable[..., Any] | None = partial(function, scheduler, unit)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args) if self._call is not None else None
+    def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
+        self._scheduler, self._unit = scheduler, unit
 
     def __reduce__(self) -> Any:
         """Make copies and pickles a hook that does nothing."""
-        return _without_call, ()
+        return _InertHook, ()
 
 
-def _without_call() -> _Hook:
-    hook = object.__new__(_Hook)
-    hook._call = None
-    return hook
+class _InertHook:
+    """A hook that does nothing."""
+
+    def __call__(self, *args: Any) -> None: ...
+
+
+class PreForwardHook(_ModuleHook):
+    """Begins a forward of a unit."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        scheduler, unit = self._scheduler, self._unit
+        call = ForwardCall(unit, is_counted=current_task() == -1)
+        scheduler.calls.append(call)
+        scheduler.pre_forward(unit)
+        if not torch.is_grad_enabled():
+            return
+        if unit.releasable:
+            call.is_hooked = scheduler.saved.push()
+        if unit.in_forward > 1:
+            return  # the module called itself: its backward ends with the outermost call
+        # Autograd runs the nodes that were recorded last first. So when the gradient of any input is known, everything
+        # that this forward recorded has run. The gradient of a leaf says nothing about that order: then the end of the
+        # graph task ends the unit's backward (reentrant checkpointing runs a graph task of its own for each unit).
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(scheduler.post_backward, unit))
+
+
+class PostForwardHook(_ModuleHook):
+    """Ends a forward of a unit that has a result."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        scheduler, unit = self._scheduler, self._unit
+        if unit.releasable:
+            for tensor in tensors_in(output):
+                if _viewed_group(unit, tensor) is not None:  # a view of memory that is about to be freed
+                    output = map_tensors(output, partial(_cloned_view, unit))
+                    break
+        scheduler.post_forward(unit)
+        if scheduler.calls and scheduler.calls[-1].unit is unit:
+            scheduler.calls[-1].is_counted = False
+        if not torch.is_grad_enabled():
+            return output
+        # Gradients that the user set are not divided by the accumulation steps: they must be taken out of `p.grad`
+        # before autograd adds to them.
+        announces = not unit.name and scheduler.reducer.micro_step.accumulation_steps > 1
+        is_prepared = unit.releasable or unit.is_named or unit.may_be_hidden
+        if announces or is_prepared:
+            nodes = set()
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    nodes.add(tensor.grad_fn)
+            for node in nodes:
+                if announces:
+                    node.register_prehook(scheduler.announce_backward)
+                if is_prepared:
+                    # A node's own pre-hook runs after the tensor hooks on the same tensor: the unit that consumed the
+                    # tensor is reduced and resharded before this unit is unsharded.
+                    node.register_prehook(partial(scheduler.pre_backward, unit))
+        return output
+
+
+class EndForwardHook(_ModuleHook):
+    """Ends a forward call, also one that failed."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        scheduler, unit = self._scheduler, self._unit
+        if not scheduler.calls or scheduler.calls[-1].unit is not unit:
+            return
+        call = scheduler.calls.pop()
+        if call.is_hooked:
+            scheduler.saved.pop()
+        if call.is_counted:
+            scheduler.abandon_forward(unit)
+
+
+class PreInnerForwardHook(_ModuleHook):
+    """Begins a forward of a part of the root unit's module. Called directly, it needs the unit as a whole."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        unit = self._unit
+        unit.inside += 1
+        if not unit.in_forward and unit.residency is not Residency.UNSHARDED:
+            self._scheduler.retain_for_part(unit)
+
+
+class PostInnerForwardHook(_ModuleHook):
+    """Ends a forward of a part of the root unit's module, or one that failed; retention may end with the outermost."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        unit = self._unit
+        unit.inside = max(unit.inside - 1, 0)
+        if unit.is_retained and not unit.inside and not unit.in_forward:
+            self._scheduler.end_forward()
 
 
 def attach(scheduler: Scheduler, unit: Unit) -> list[RemovableHandle]:
     """Register the hooks of a unit of `scheduler` on its module; return the handles that remove them."""
-    before, after = _Hook(_before_forward, scheduler, unit), _Hook(_after_forward, scheduler, unit)
+    module = unit.module
     handles: list[RemovableHandle] = [
-        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        unit.module.register_forward_hook(after, with_kwargs=True),
-        unit.module.register_forward_hook(_Hook(_end_forward, scheduler, unit), always_call=True),
+        module.register_forward_pre_hook(PreForwardHook(scheduler, unit), prepend=True, with_kwargs=True),
+        module.register_forward_hook(PostForwardHook(scheduler, unit), with_kwargs=True),
+        module.register_forward_hook(EndForwardHook(scheduler, unit), always_call=True),
     ]
     if not unit.name:
         handles += _attach_inside(scheduler, unit)
@@ -62,8 +152,8 @@ def _attach_inside(scheduler: Scheduler, root: Unit) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for module in root.module.modules():
         if module is not root.module and any(id(p) in owned for p in module.parameters()):
-            handles.append(module.register_forward_pre_hook(_Hook(_enter_inside, scheduler, root), prepend=True))
-            handles.append(module.register_forward_hook(_Hook(_leave_inside, scheduler, root), always_call=True))
+            handles.append(module.register_forward_pre_hook(PreInnerForwardHook(scheduler, root), prepend=True))
+            handles.append(module.register_forward_hook(PostInnerForwardHook(scheduler, root), always_call=True))
     return handles
 
 
@@ -82,73 +172,59 @@ def _gradient_hook(scheduler: Scheduler, unit: Unit, group: ShardedGroup, index:
     return hook
 
 
-def _enter_inside(scheduler: Scheduler, root: Unit, module: nn.Module, args: Any) -> None:
-    scheduler.pre_inner_forward(root)
-
-
-def _leave_inside(scheduler: Scheduler, root: Unit, module: nn.Module, args: Any, output: Any) -> None:
-    scheduler.post_inner_forward(root)
-
-
-def _before_forward(scheduler: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-    call = ForwardCall(unit, is_counted=current_task() == -1)
-    scheduler.calls.append(call)
-    scheduler.pre_forward(unit)
-    if not torch.is_grad_enabled():
-        return
-    if unit.releasable:
-        call.is_hooked = scheduler.saved.push()
-    if unit.in_forward > 1:
-        return  # the module called itself: its backward ends with the outermost call
-    # Autograd runs the nodes that were recorded last first. So when the gradient of any input is known, everything that
-    # this forward recorded has run. The gradient of a leaf says nothing about that order: then the end of the graph
-    # task ends the unit's backward (reentrant checkpointing runs a graph task of its own for each unit).
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(lambda grad: scheduler.post_backward(unit))
-
-
-def _after_forward(scheduler: Scheduler, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    # An output that is a view of the unit's parameters is a view of memory that is about to be freed: it is cloned.
-    if unit.releasable and any(_is_view(unit, tensor) for tensor in tensors_in(output)):
-        output = map_tensors(output, lambda tensor: tensor.clone() if _is_view(unit, tensor) else tensor)
-    scheduler.post_forward(unit)
-    if scheduler.calls and scheduler.calls[-1].unit is unit:
-        scheduler.calls[-1].is_counted = False
-    if not unit.name and scheduler.reducer.accumulation_steps > 1 and torch.is_grad_enabled():
-        # Gradients that the user set are not divided by the accumulation steps: they must be taken out of `p.grad`
-        # before autograd adds to them.
-        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
-            node.register_prehook(lambda grads: scheduler.announce_backward())
-    if (unit.releasable or unit.is_named or unit.may_be_hidden) and torch.is_grad_enabled():
-        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-        for node in nodes:
-            # A node's own pre-hook runs after the tensor hooks on the same tensor: the unit that consumed the tensor
-            # is reduced and resharded before this unit is unsharded.
-            node.register_prehook(lambda grads: scheduler.pre_backward(unit, keeps_graph=torch.is_grad_enabled()))
-    return output
-
-
-def _end_forward(scheduler: Scheduler, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-    """End a forward call, also one that failed."""
-    if not scheduler.calls or scheduler.calls[-1].unit is not unit:
-        return
-    call = scheduler.calls.pop()
-    if call.is_hooked:
-        scheduler.saved.pop()
-    if call.is_counted:
-        scheduler.abandon_forward(unit)
-
-
-def _is_view(unit: Unit, tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of a releasable group's flat buffer."""
+def _viewed_group(unit: Unit, tensor: Tensor) -> ShardedGroup | None:
+    """Return the releasable group whose flat buffer a tensor is a view of; None if it is no view."""
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
+        return None
     storage = tensor.untyped_storage()._cdata
-    return any(storage == group.flat.tensor.untyped_storage()._cdata for group in unit.releasable)
+    for group in unit.releasable:
+        if storage == group.flat.tensor.untyped_storage()._cdata:
+            return group
+    return None
+
+
+def _cloned_view(unit: Unit, tensor: Tensor) -> Tensor:
+    return tensor if _viewed_group(unit, tensor) is None else tensor.clone()
 
 
 def remove(handles: list[RemovableHandle]) -> None:
     """Remove the hooks of these handles."""
     for handle in handles:
         handle.remove()
+
+
+class ModelFingerprint:
+    """A record of the parameters and submodules of every module, and of the parameters without training state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        ready = {
+            id(parameter)
+            for unit in {released.owner_of(p) for p in model.parameters() if released.is_owned(p)}
+            for group in getattr(unit, "trainable", [])
+            for parameter in group.parameters
+        }
+        modules = list(model.modules())
+        self._children = [(module, dict(module._modules)) for module in modules]
+        self._parameters = [
+            (module, list(module._parameters), list(map(id, module._parameters.values()))) for module in modules
+        ]
+        self._frozen = [p for p in model.parameters() if id(p) not in ready]  # they have no training state
+        self._alive = [dict(module._parameters) for module in modules]  # keeps the objects, so that no id is reused
+
+    def matches(self) -> bool:
+        """Return whether the model is unchanged; this takes about 0.1 µs per parameter.
+
+        Freezing is no change, but unfreezing what was never trained is.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters answer through a slow path
+            for module, children in self._children:
+                if module._modules != children:
+                    return False
+            for module, names, ids in self._parameters:
+                now = module._parameters
+                if (now or names) and (list(now) != names or list(map(id, now.values())) != ids):
+                    return False
+            return not any(map(_requires_grad, self._frozen))
+
+
+_requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]

@@ -1,10 +1,16 @@
-"""Tensors in the nested arguments and results of models: containers, dictionaries and dataclasses at any depth."""
+"""Tensors in the nested arguments and results of models: containers, dictionaries and dataclasses at any depth.
+
+A batch is moved to the device, and to the compute dtype under mixed precision. A model may change the containers that
+it is called with: append to a list, set a key. Where nothing had to be moved, the model gets the caller's own
+containers. Where it gets copies, what it did to them is done to the caller's containers afterwards (`CopiedInputs`).
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -103,6 +109,63 @@ def _rebuilt(
             object.__setattr__(twin, name, item)
     copies.append((value, twin))
     return twin
+
+
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Return `value` with its tensors on `device`, floating-point ones in `dtype` if given.
+
+    Unknown containers stay as they are.
+    """
+    return map_tensors(value, mover(device, dtype))
+
+
+def mover(device: torch.device, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+    """Return a function that moves a tensor to `device` and, if it is floating-point, to `dtype`."""
+    if dtype is None:
+        return methodcaller("to", device, non_blocking=True)
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+
+    return move
+
+
+class CopiedInputs:
+    """Containers in the arguments of a forward that were copied, because tensors in them were moved."""
+
+    def __init__(self, copies: list[tuple[Any, Any]]) -> None:
+        """Remember the contents of `copies`, pairs (original, copy) as `map_tensors` collects them."""
+        self._copies = copies
+        self._before = [_contents(twin) for _, twin in copies]
+
+    def give_back(self) -> None:
+        """Apply what the forward did to the copies to the caller's containers, with the caller's own tensors."""
+        own = {id(twin): original for original, twin in self._copies}
+        for (original, twin), before in zip(self._copies, self._before, strict=True):
+            if before is None:
+                continue
+            now = _contents(twin)
+            if isinstance(before, list):
+                if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+                    original[:] = [own.get(id(item), item) for item in now]
+                continue
+            target = original if isinstance(original, MutableMapping) else vars(original)
+            for key in [key for key in before if key not in now]:
+                del target[key]
+            for key, item in now.items():
+                if key not in before or item is not before[key]:
+                    target[key] = own.get(id(item), item)
+
+
+def _contents(value: Any) -> Any:
+    """Return what can change in a container; None for tensors, and for objects without attributes of their own."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, list):
+        return list(value)
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    return dict(vars(value)) if hasattr(value, "__dict__") else None
 
 
 def alias_with(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,135 +8,169 @@ does to `p.grad` in between is applied to the gradients held here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from shardwell.errors import BackwardError
-from shardwell.optim.gradient_views import GradientViews
+from shardwell.optim.gradient_views import GradientViews, NoGradientViews
 from shardwell.optim.loss_scale import LossScale, NoScale
-from shardwell.runtime.trace import TraceAction, profiled
+from shardwell.runtime.trace import NOT_PROFILED, Trace, TraceAction, is_profiling, profiled
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.spec import ReduceAt
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """How gradients that arrive now are averaged. It is replaced when one of its conditions changes."""
+
+    num_averaged: int  # ranks that gradients are averaged over
+    accumulation_steps: int
+    paths_differ: bool = False  # ranks may run different units: all are reduced at the boundary, in a fixed order
+    is_boundary: bool = True
+    syncs: bool = True  # False inside no_sync
+    divides: bool = True  # by the accumulation steps
+    is_deferred: bool = False  # gradients of this boundary wait, for no_sync or for a boundary that the user decides on
+    is_ending: bool = False  # the boundary is being finished
+
+    scale: float = field(init=False)  # the factor that makes a sum over ranks and micro-steps their average
+    at_boundary: bool = field(init=False)  # the step that follows applies the gradients
+    reduces: tuple[ReduceAt, ...] = field(init=False)  # groups that are reduced at these times are reduced now
+    # Groups that are reduced at these times accumulate several micro-steps on this rank before they are reduced. They
+    # do so in the accumulation dtype, also on a rank whose first gradient comes with the last micro-step: the dtype on
+    # the wire must be the same on all ranks.
+    adds_up: tuple[ReduceAt, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Derive what is asked for with every gradient."""
+        reduces, adds_up = [], []
+        for time in ReduceAt:
+            at_micro_step = time is ReduceAt.MICRO_STEP
+            now = self.is_ending if self.paths_differ else self.syncs and (self.is_boundary or at_micro_step)
+            over_steps = self.accumulation_steps > 1 and (self.paths_differ or not at_micro_step)
+            if now:
+                reduces.append(time)
+            if over_steps or self.is_deferred or not (now or self.paths_differ):
+                adds_up.append(time)
+        scale = 1.0 / (self.num_averaged * (self.accumulation_steps if self.divides else 1))
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "at_boundary", self.is_boundary and self.syncs)
+        object.__setattr__(self, "reduces", tuple(reduces))
+        object.__setattr__(self, "adds_up", tuple(adds_up))
 
 
 class Reducer:
     """The gradients of one engine's units until the step."""
 
-    def __init__(self, num_ranks: int, accumulation_steps: int, note: Callable[[TraceAction, Unit], None]) -> None:
-        self.num_averaged = num_ranks  # ranks that gradients are averaged over
-        self.accumulation_steps = accumulation_steps
-        self.is_boundary = True
-        self.sync = True  # False inside no_sync
-        self.paths_differ = False  # ranks may run different units: all are reduced at the boundary, in a fixed order
-        self.is_ending = False  # such a boundary is being finished
-        self.divide_by_steps = True
+    def __init__(self, micro_step: MicroStep) -> None:
+        self.micro_step = micro_step
+        self.trace: Trace | None = None
         self.loss_scale: LossScale = NoScale()  # the scale that gradients must carry
+        self.is_scaled = False
         self.has_met_scale = False  # some gradients carry it, since the last forward
-        self.views: GradientViews | None = None  # stand for gradients in `p.grad`
-        self._spends = False  # the user's own optimizer steps, which leaves `p.grad` set
+        self.views: GradientViews | NoGradientViews = NoGradientViews()  # stand for gradients in `p.grad`
+        self.is_spending = False  # the user's own optimizer steps, which leaves `p.grad` set
         self.drop_gradients: Callable[[], None] = self.clear  # drops all of them, as `zero_grad` does
         self.reduced: Callable[[Unit, bool], None] | None = None  # called with a unit, and whether at the boundary
-        self.kept_back = False  # some gradients of this boundary were deferred
         self.in_flight: dict[ShardedGroup, bool] = {}  # reductions in flight, and whether they are the boundary's
-        self._sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
+        self.sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
         self._units: dict[str, Unit] = {}
-        self._note = note
 
     def adopt_units(self, units: dict[str, Unit]) -> None:
         """Reduce the gradients of these units, by name, from now on."""
         self._units = units
-        if self.views is not None:
-            self.views.take(list(units.values()))
+        self.views.take(list(units.values()))
 
-    # ----------------------------------------------------------------------------------------------- accumulation
+    def average_over(self, num_ranks: int) -> None:
+        """Average gradients over this number of ranks from now on."""
+        self.micro_step = replace(self.micro_step, num_averaged=num_ranks)
 
-    def incoming(self, group: ShardedGroup, index: int, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that a backward has just added to a parameter; None if there is none."""
-        grad = parameter.grad
-        if grad is not None and self.views is not None:
-            grad = self.views.take_incoming(group, index, grad)
-        if grad is not None and self.loss_scale.is_on and not self.has_met_scale:
-            raise BackwardError(
-                "these gradients did not come through the model's outputs as the engine returned them, so they lack "
-                "the fp16 loss scale: an output was changed in place, or returned in a container that shardwell does "
-                "not look into. Use engine.backward(loss)."
-            )
-        return grad
+    def use_loss_scale(self, scale: LossScale) -> None:
+        """Expect gradients that carry this scale."""
+        self.loss_scale, self.is_scaled = scale, scale.is_on
 
     def meet_scale(self) -> None:
         """Note that the gradients of the running backward carry the loss scale."""
         self.has_met_scale = True
 
-    def accumulate(self, unit: Unit, group: ShardedGroup, index: int, parameter: Tensor, grad: Tensor) -> None:
-        """Move a gradient into the group's flat buffer."""
+    # ----------------------------------------------------------------------------------------------- accumulation
+
+    def accumulate(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor, scale: float | None = None) -> None:
+        """Move a gradient into the group's flat buffer, with the micro-step's scale or another one."""
         if torch.is_grad_enabled() or grad.requires_grad:  # only where the backward keeps a graph: no_grad has a cost
             with torch.no_grad():
-                self._add(group, index, grad.detach(), self._scale)
-        else:
-            self._add(group, index, grad, self._scale)
-        if self.views is not None:
-            self.views.hang_one(group, index)
-        else:
-            parameter.grad = None
+                self.accumulate(unit, group, index, grad.detach(), scale)
+            return
+        step = self.micro_step
+        group.gradients.accumulate(
+            index,
+            grad,
+            step.scale if scale is None else scale,
+            stays=group.row.reduce_at in step.adds_up,
+            is_last=step.at_boundary,
+        )
+        self.views.hang_one(group, index)
         unit.has_news = True
-
-    def _add(self, group: ShardedGroup, index: int, grad: Tensor, scale: float) -> None:
-        is_last = self.is_boundary and self.sync
-        group.gradients.accumulate(index, grad, scale, stays=self._adds_up(group), is_last=is_last)
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """Accumulate a gradient that the user set, as one of this rank: it is averaged over the ranks."""
-        self._add(group, index, grad.clone(), self.loss_scale.value / self.num_averaged)
-        unit.has_news = self._sums_wait = True
+        self.accumulate(unit, group, index, grad.clone(), self.loss_scale.value / self.micro_step.num_averaged)
+        self.sums_wait = True
 
-    @property
-    def _scale(self) -> float:
-        """Return the factor that makes a sum over ranks and micro-steps their average."""
-        return 1.0 / (self.num_averaged * (self.accumulation_steps if self.divide_by_steps else 1))
+    def sums_may_wait(self) -> bool:
+        """Return whether a rank may have gradients that are not averaged yet; the answer is the same on all ranks."""
+        return self.sums_wait
 
-    def _adds_up(self, group: ShardedGroup) -> bool:
-        """Return whether gradients of several micro-steps are accumulated here before they are reduced.
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Set whether the step after the running micro-step applies the gradients."""
+        if self.micro_step.is_boundary is not is_boundary:
+            self.micro_step = replace(self.micro_step, is_boundary=is_boundary)
 
-        They are then accumulated in the accumulation dtype, also on a rank whose first gradient comes with the last
-        micro-step: the dtype on the wire must be the same on all ranks.
-        """
-        if self.paths_differ:
-            return self.accumulation_steps > 1 or self.kept_back
-        over_steps = self.accumulation_steps > 1 and group.row.reduce_at is ReduceAt.BOUNDARY
-        return over_steps or self.kept_back or not self._reduces_now(group)
+    @contextlib.contextmanager
+    def without_division(self) -> Iterator[None]:
+        """Do not divide gradients that arrive inside by the accumulation steps."""
+        self.micro_step = replace(self.micro_step, divides=False)
+        try:
+            yield
+        finally:
+            self.micro_step = replace(self.micro_step, divides=True)
+
+    @contextlib.contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Accumulate gradients that arrive inside on this rank; the next backward outside reduces them."""
+        self.micro_step = replace(self.micro_step, syncs=False, is_deferred=True)
+        try:
+            yield
+        finally:
+            self.micro_step = replace(self.micro_step, syncs=True)
 
     def defer_reduction(self) -> None:
         """Note that gradients are deferred, by `no_sync` or before a boundary that the user decides on."""
-        self.kept_back = True
+        self.micro_step = replace(self.micro_step, is_deferred=True)
 
     # -------------------------------------------------------------------------------------------------- reduction
 
-    def _reduces_now(self, group: ShardedGroup) -> bool:
-        if self.paths_differ:
-            return self.is_ending
-        return self.sync and (self.is_boundary or group.row.reduce_at is ReduceAt.MICRO_STEP)
-
-    def reduce(self, unit: Unit) -> None:
-        """Start to average the gradients of a unit's groups that are to be reduced now."""
+    def reduce(self, unit: Unit, *, all_groups: bool = False) -> None:
+        """Start to average the gradients of a unit's groups that are to be reduced now, or of all its groups."""
+        step = self.micro_step
         for group in unit.trainable:
-            if self._reduces_now(group):
-                self._reduce(unit, group)
-
-    def _reduce(self, unit: Unit, group: ShardedGroup) -> None:
-        self.finish(self._reduced_before(group))
-        self._note(TraceAction.REDUCE, unit)
-        by_steps = group.row.reduce_at is ReduceAt.MICRO_STEP and not self.paths_differ
-        accumulates = self.accumulation_steps > 1 and by_steps
-        with torch.no_grad(), profiled("REDUCE", unit.name):
-            group.gradients.reduce_scatter(
-                self._scale,
-                stays=self._adds_up(group),
-                accumulates=accumulates,
-                loss_scale=self.loss_scale.value,
-            )
-        self.in_flight[group] = self.is_boundary and self.sync
+            reduce_at = group.row.reduce_at
+            if reduce_at not in step.reduces and not all_groups:
+                continue
+            if self.in_flight:
+                self.finish(self._reduced_before(group))
+            if self.trace is not None:
+                self.trace.add(TraceAction.REDUCE, unit.index)
+            by_steps = reduce_at is ReduceAt.MICRO_STEP and not step.paths_differ
+            with torch.no_grad(), profiled("REDUCE", unit.name) if is_profiling() else NOT_PROFILED:
+                group.gradients.reduce_scatter(
+                    step.scale,
+                    stays=reduce_at in step.adds_up,
+                    accumulates=step.accumulation_steps > 1 and by_steps,
+                    loss_scale=self.loss_scale.value,
+                )
+            self.in_flight[group] = step.at_boundary
 
     def _reduced_before(self, group: ShardedGroup) -> list[ShardedGroup]:
         """Return the groups whose reduction must finish before the reduction of `group` starts.
@@ -144,28 +178,30 @@ class Reducer:
         One unit is in flight while the next unit's gradients accumulate; the unit before is finished, and its buffers
         are reused. A unit with a second hop that the host has to start goes on during the unit after that.
         """
+        before: list[ShardedGroup] = []
         units: dict[str, list[ShardedGroup]] = {}
         for other in self.in_flight:
             if other.unit != group.unit:
                 units.setdefault(other.unit, []).append(other)
         with torch.no_grad():
-            goes_on = {name: [other.gradients.start_next_hop() for other in others] for name, others in units.items()}
-        return [other for name, others in units.items() if not any(goes_on[name]) for other in others]
+            for groups in units.values():
+                goes_on = False
+                for other in groups:
+                    goes_on = other.gradients.start_next_hop() or goes_on  # of all groups, not only up to the first
+                if not goes_on:
+                    before += groups
+        return before
 
-    def finish(self, groups: list[ShardedGroup]) -> None:
-        """Wait for the reduction of these groups, and call `reduced` for their units."""
+    def finish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
+        """Wait for the reduction of these groups, or of all in flight, and call `reduced` for their units."""
         reduced: dict[str, bool] = {}
         with torch.no_grad():
-            for group in groups:
+            for group in list(self.in_flight) if groups is None else groups:
                 group.gradients.finish()
                 reduced[group.unit] = self.in_flight.pop(group)
         if self.reduced is not None:
             for name, at_boundary in reduced.items():
                 self.reduced(self._units[name], at_boundary)
-
-    def finish_all(self) -> None:
-        """Wait for all reductions in flight."""
-        self.finish(list(self.in_flight))
 
     def finish_earlier(self) -> None:
         """Wait for reductions that micro-steps before the boundary left in flight."""
@@ -173,25 +209,29 @@ class Reducer:
 
     def finish_larger(self, numel: int) -> None:
         """Wait for units larger than the one that runs next (a head before the blocks), which would make the peak."""
-        large = {group.unit for group in self.in_flight if group.layout.padded > numel > 0}
-        self.finish([group for group in self.in_flight if group.unit in large])
+        large = set()
+        for group in self.in_flight:
+            if group.layout.padded > numel > 0:
+                large.add(group.unit)
+        if large:
+            self.finish([group for group in self.in_flight if group.unit in large])
 
     def reduce_now(self, unit: Unit) -> None:
         """Average a unit's gradients so far, for a caller that will change them. More may come: no update starts."""
+        self.reduce(unit, all_groups=True)
         for group in unit.trainable:
-            self._reduce(unit, group)
             self.in_flight[group] = False
         self.finish(unit.trainable)
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """Finish the boundary: deferred gradients are reduced inside."""
-        sync, boundary = self.sync, self.is_boundary
-        self.sync = self.is_boundary = self.is_ending = True
+        before = self.micro_step
+        self.micro_step = replace(before, is_boundary=True, syncs=True, is_ending=True)
         try:
             yield
         finally:
-            self.sync, self.is_boundary, self.is_ending = sync, boundary, False
+            self.micro_step = before
             self.end_boundary()
 
     @contextlib.contextmanager
@@ -205,43 +245,26 @@ class Reducer:
 
     def end_boundary(self) -> None:
         """Note that all gradients of the boundary are averaged, or dropped."""
-        self.kept_back = self._sums_wait = False
+        self.sums_wait = False
+        if self.micro_step.is_deferred:
+            self.micro_step = replace(self.micro_step, is_deferred=False)
 
-    # -------------------------------------------------------------------------------------------- edits by the user
-
-    def sums_may_wait(self) -> bool:
-        """Return whether a rank may have gradients that are not averaged yet; the answer is the same on all ranks."""
-        return self._sums_wait
-
-    def begin_backward(self, *, has_begun: bool = False) -> None:
-        """Take gradient views out of `p.grad` before autograd adds gradients, or when it has just begun to."""
-        if self.views is not None:
-            with torch.no_grad():
-                self.views.unhang(has_begun=has_begun)
-
-    def end_task(self) -> None:
-        """Note that a graph task has ended."""
-        self._sums_wait = self._sums_wait or self.paths_differ or not (self.sync and self.is_boundary)
-
-    def hang(self) -> None:
-        """Put gradient views into `p.grad`: no backward runs, and the engine holds the parameters' gradients."""
-        if self.views is not None:
-            self.views.hang()
+    # ----------------------------------------------------------------------------------------------------- the end
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
         """Run a step of the user's own optimizer inside."""
-        self._spends = True
+        self.is_spending = True
         try:
             yield
         finally:
-            self._spends = False
+            self.is_spending = False
 
     def clear(self) -> None:
         """Tell the gradient views that the engine holds no gradients any more."""
-        if self.views is not None and self._spends:
+        if self.is_spending:
             self.views.spend()
-        elif self.views is not None:
+        else:
             self.views.clear()
 
     def forget(self) -> None:
@@ -250,16 +273,3 @@ class Reducer:
             for group in unit.trainable:
                 group.gradients.clear()
         self.clear()
-
-    def zero(self) -> bool:
-        """Set gradients to zero in place; return false if there are no gradient views."""
-        if self.views is not None:
-            with torch.no_grad():
-                self.views.zero()
-        return self.views is not None
-
-    def take_edits(self, *, at_step: bool = False) -> None:
-        """Apply what the user did to `p.grad`."""
-        if self.views is not None:
-            with torch.inference_mode(False), torch.no_grad():  # a later backward adds to tensors that are made here
-                self.views.take_edits(at_step=at_step)

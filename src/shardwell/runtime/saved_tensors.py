@@ -13,6 +13,7 @@ torch makes none where there are hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,27 +27,19 @@ _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
 
 
+@dataclass(slots=True, eq=False)
 class SavedView:
     """The description of a view of a group's flat buffer, without the buffer."""
 
-    __slots__ = ("group", "is_parameter", "offset", "shape", "stride", "unit", "updates", "version", "whose")
-
-    def __init__(self, unit: Unit, group: ShardedGroup, tensor: Tensor, whose: Tensor | None) -> None:
-        self.unit, self.group = unit, group
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.whose, self.version = whose, tensor._version  # the parameter that shares its version counter
-        self.is_parameter = tensor is whose
-        self.updates = unit.num_updates
-
-    def see(self) -> Tensor:
-        """Return the view; the unit must be unsharded."""
-        if self.updates != self.unit.num_updates:
-            raise _changed(f"the parameters of unit '{self.unit.name or '(root)'}' were updated by step()")
-        if self.whose is not None and self.whose._version != self.version:
-            raise _changed(_versions(self.whose, self.version))
-        if self.whose is not None and self.is_parameter:
-            return self.whose
-        return self.group.flat.tensor.as_strided(self.shape, self.stride, self.offset)
+    unit: Unit
+    group: ShardedGroup
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    version: int
+    parameter: Tensor | None  # the parameter that shares the view's version counter
+    is_parameter: bool  # the view is that parameter itself
+    num_updates: int  # of the unit, when the view was saved
 
 
 class SavedViews:
@@ -58,7 +51,7 @@ class SavedViews:
         self._groups: dict[int, tuple[Unit, ShardedGroup]] = {}  # by the address of the flat buffer's storage
         self._parameters: set[int] = set()
         self._plain: tuple[_Pack, _Unpack] = (self._pack, self._unpack)
-        self._pushed: list[_Pack] = []
+        self.pushed: list[_Pack] = []  # hooks that are on, the innermost last
 
     def take(self, units: Sequence[Unit]) -> None:
         """Look for views of these units from now on."""
@@ -84,77 +77,88 @@ class SavedViews:
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         hooks = self._plain
         if top is not None:
-            if (self._pushed and top[0] is self._pushed[-1]) or getattr(top[0], "__module__", "") in _RECOMPUTING:
+            if (self.pushed and top[0] is self.pushed[-1]) or getattr(top[0], "__module__", "") in _RECOMPUTING:
                 return False
             hooks = self._around(*top)
         elif torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             return False
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-        self._pushed.append(hooks[0])
+        self.pushed.append(hooks[0])
         return True
 
     def pop(self) -> None:
         """Switch off the hooks that were pushed last, unless they are off already."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if self._pushed and top is not None and top[0] is self._pushed.pop():
+        if self.pushed and top is not None and top[0] is self.pushed.pop():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def clear(self) -> None:
         """Switch off all hooks that an aborted forward left on."""
-        while self._pushed:
+        while self.pushed:
             self.pop()
 
     # ----------------------------------------------------------------------------------------- pack and unpack
 
-    def _group_of(self, tensor: Tensor) -> tuple[Unit, ShardedGroup] | None:
-        try:
-            return self._groups.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            return None  # not a strided tensor, or one that a transform wraps
-
-    def _describe(self, tensor: Tensor, unit: Unit, group: ShardedGroup) -> SavedView | None:
-        flat = group.flat.tensor
-        if flat.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-            return None  # the storage of another tensor, at the address of an earlier buffer's storage
-        if group not in unit.releasable or tensor.dtype != flat.dtype or tensor.dtype.is_complex:
-            return None
-        base = tensor if tensor._base is None else tensor._base
-        return SavedView(unit, group, tensor, base if id(base) in self._parameters else None)
-
     def _pack(self, tensor: Tensor) -> Any:
-        try:  # as in `_group_of`, inlined: every saved tensor comes here, and a call has a cost
+        """Return the description of a view of a unit; any other tensor, and its version."""
+        try:
             found = self._groups.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
-            found = None
-        if found is not None and (view := self._describe(tensor, *found)) is not None:
-            return view
+            found = None  # not a strided tensor, or one that a transform wraps
+        if found is not None:
+            unit, group = found
+            flat = group.flat.tensor
+            if (
+                # otherwise it is the storage of another tensor, at the address of an earlier buffer's storage
+                flat.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+                and group in unit.releasable
+                and tensor.dtype == flat.dtype
+                and not tensor.dtype.is_complex
+            ):
+                base = tensor if tensor._base is None else tensor._base
+                return SavedView(
+                    unit,
+                    group,
+                    tensor.shape,
+                    tensor.stride(),
+                    tensor.storage_offset(),
+                    tensor._version,
+                    base if id(base) in self._parameters else None,
+                    base is tensor,
+                    unit.num_updates,
+                )
         # A node's own result is detached, because it would hold the node that holds it. A leaf belongs to no node.
         return (tensor.detach() if tensor.grad_fn is not None else tensor), tensor._version
 
     def _unpack(self, packed: Any) -> Tensor:
-        if type(packed) is SavedView:
-            return self._see(packed)
-        tensor, version = packed
-        if tensor._version != version:
-            raise _changed(_versions(tensor, version))
-        result: Tensor = tensor
-        return result
-
-    def _see(self, view: SavedView) -> Tensor:
-        unit = view.unit
+        """Return what was packed; the unit of a view is unsharded first."""
+        if type(packed) is not SavedView:
+            tensor: Tensor
+            tensor, version = packed
+            if tensor._version != version:
+                raise _changed(_versions(tensor, version))
+            return tensor
+        unit, parameter = packed.unit, packed.parameter
         if unit.residency is not Residency.UNSHARDED or not (unit.in_backward or unit.is_retained):
             self._need(unit)
-        return view.see()
+        if packed.num_updates != unit.num_updates:
+            raise _changed(f"the parameters of unit '{unit.name or '(root)'}' were updated by step()")
+        if parameter is not None:
+            if parameter._version != packed.version:
+                raise _changed(_versions(parameter, packed.version))
+            if packed.is_parameter:
+                return parameter
+        return packed.group.flat.tensor.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _around(self, pack: _Pack, unpack: _Unpack) -> tuple[_Pack, _Unpack]:
         """Return hooks that pass everything that is no view of a unit to other hooks."""
 
         def both(tensor: Tensor) -> Any:
-            found = self._group_of(tensor)
-            return (self._describe(tensor, *found) if found is not None else None) or pack(tensor)
+            packed = self._pack(tensor)
+            return packed if type(packed) is SavedView else pack(tensor)
 
         def back(packed: Any) -> Tensor:
-            return self._see(packed) if type(packed) is SavedView else unpack(packed)
+            return self._unpack(packed) if type(packed) is SavedView else unpack(packed)
 
         return both, back
 

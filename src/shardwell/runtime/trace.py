@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch._C._autograd import _profiler_enabled
@@ -52,6 +52,10 @@ class Trace:
     unit_names: list[str] = field(default_factory=list)
     events: list[TraceEvent] = field(default_factory=list)
 
+    def add(self, action: TraceAction, unit: int) -> None:
+        """Append an event."""
+        self.events.append(TraceEvent(action, unit))
+
     def __iter__(self) -> Iterator[TraceEvent]:
         return iter(self.events)
 
@@ -68,9 +72,10 @@ class Trace:
         return " ".join(map(str, self.events)) + (f"\n{legend}" if legend else "")
 
 
-_nothing = contextlib.nullcontext()
+is_profiling: Callable[[], bool] = _profiler_enabled
+NOT_PROFILED = contextlib.nullcontext()
 
 
 def profiled(action: str, unit: str) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range if a profiler runs, else an empty context: a range has a cost without a profiler too."""
-    return record_function(f"shardwell::{action} {unit}") if _profiler_enabled() else _nothing
+    """Return a profiler range. It has a cost without a profiler too, so callers ask `is_profiling` first."""
+    return record_function(f"shardwell::{action} {unit}")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from shardwell.errors import ShardwellError
 from shardwell.sharding import Unit
 
+in_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Return a context whose operations are not transformed: an all-gather writes to memory unknown to the function."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
+    """Return a context whose operations are not transformed: an all-gather writes to memory unknown to the function.
+
+    Callers ask `in_transform` first.
+    """
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
@@ -40,17 +43,13 @@ def outside_trace(unit: Unit) -> Iterator[None]:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def named_refusals() -> Iterator[None]:
-    """Explain torch's error that it allows no saved-tensor hooks inside of grad and vjp."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        raise ShardwellError(
-            "a module uses torch.func (grad, vjp, jacrev) in its own forward, and torch allows that no saved-tensor "
-            "hooks, which released parameters need. Use torch.autograd.grad(..., create_graph=True) there, or keep the "
-            "model's parameters whole: stages 0 to 2, or a zero_optimization.stage3_param_persistence_threshold above "
-            f"their sizes. Torch says: {error}"
-        ) from error
+def refusal_of(error: RuntimeError) -> ShardwellError | None:
+    """Return an explanation of torch's error that grad and vjp allow no saved-tensor hooks; None for other errors."""
+    if "saved tensor hooks" not in str(error):
+        return None
+    return ShardwellError(
+        "a module uses torch.func (grad, vjp, jacrev) in its own forward, and torch allows that no saved-tensor "
+        "hooks, which released parameters need. Use torch.autograd.grad(..., create_graph=True) there, or keep the "
+        "model's parameters whole: stages 0 to 2, or a zero_optimization.stage3_param_persistence_threshold above "
+        f"their sizes. Torch says: {error}"
+    )
