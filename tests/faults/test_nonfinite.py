@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.optim import ShardedOptimizer
 from shardwell.optim.grad_norm import FIRST_STEPS, MOST_IN_A_ROW
 from tests.support.models import Gpt, batches, whole_parameters, zero
 from tests.support.ranks import Ranks
@@ -135,12 +134,12 @@ def test_a_fixed_loss_scale_that_never_fits_is_told(caplog: pytest.LogCaptureFix
     assert [r.getMessage() for r in caplog.records if "50 of them in a row" in r.getMessage()]
 
 
-def test_a_step_that_the_kernels_left_out_is_counted_when_the_host_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardedOptimizer, "_can_veto", True)  # as on CUDA: torch's fused kernels are told
+def test_a_step_that_the_kernels_left_out_is_counted_when_the_host_hears_of_it() -> None:
     torch.manual_seed(0)
     model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(1)).engine
+    engine.optimizer.executor.vetoes_on_device = True  # as on CUDA: torch's fused kernels are told
     for _ in range(FIRST_STEPS):
         step(engine)
     before = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}

@@ -242,7 +242,7 @@ def crossed(folder: str) -> bool:
     unit = units_of(engine)[1]
     unit.wait()
     with unit.trainable[0].swapped_in():
-        guess = updates._reader.submit(lambda: updates.store.prepare(unit))
+        guess = updates._reader.submit(lambda: updates.store.prefetch(unit))
         time.sleep(0.1)
         with updates.store.opened(unit, changes=False):
             pass
