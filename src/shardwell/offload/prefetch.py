@@ -23,8 +23,10 @@ class HostToDeviceLink:
     def __init__(self, room: DeviceRoom, num_ranks: int, record: Record) -> None:
         self._room, self._num_ranks, self._record = room, num_ranks, record
 
-    def start(self, expected: Unit, order: ExecutionOrder) -> None:
+    def start(self, expected: Unit | None, order: ExecutionOrder) -> None:
         """Start to copy the shard of the unit after `expected`, and drop copies that were wrong guesses."""
+        if expected is None:
+            return
         ahead = order.following(self.distance)
         for unit in self._room.units:
             if unit.is_on_device and unit not in ahead:
@@ -54,7 +56,7 @@ class DiskLink:
         """How many units ahead of the one in use the link works."""
         return self._first + self._pace.depth
 
-    def start(self, expected: Unit, order: ExecutionOrder) -> None:
+    def start(self, expected: Unit | None, order: ExecutionOrder) -> None:
         """Start to read the units ahead, as many as there are buffers for."""
         if order is not self._order:
             self._pace.pause()  # the time between two passes is no time of use

@@ -77,8 +77,8 @@ class PrefetchLink(Protocol):
     def distance(self) -> int:
         """How many units ahead of the one in use the link works."""
 
-    def start(self, expected: Unit, order: ExecutionOrder) -> None:
-        """Start work for the units ahead, `expected` first. It may be called repeatedly for one unit."""
+    def start(self, expected: Unit | None, order: ExecutionOrder) -> None:
+        """Start work for the units ahead, `expected` first; none may be. It may be called repeatedly for one unit."""
 
     def cancel(self) -> None:
         """Drop what was started and not used, because a pass begins or ends."""
@@ -119,8 +119,10 @@ class AllGatherLink:
         """Create the link; `unshard` starts the all-gather of a unit."""
         self._room, self._num_ranks, self._unshard = room, num_ranks, unshard
 
-    def start(self, expected: Unit, order: ExecutionOrder) -> None:
+    def start(self, expected: Unit | None, order: ExecutionOrder) -> None:
         """Start the all-gather, unless an update comes first: waiting here would delay work that can already run."""
+        if expected is None:
+            return
         may_wait = expected.awaits_update if self._num_ranks > 1 else not expected.is_up_to_date
         if expected.residency is Residency.SHARDED and not may_wait and self._room.admits(expected, order):
             self._unshard(expected)

@@ -213,12 +213,14 @@ class Scheduler:
         """Unshard a unit, wait for it, and start the prefetch of the units that are expected next."""
         if self._seen:
             self._look_at_seen()
-        expected = order.visit(unit) if unit.releasable else None
+        if not unit.releasable:
+            unit.wait()
+            return
+        expected = order.visit(unit)
         self._start_unshard(unit)
         unit.wait()
-        if expected is not None:
-            for link in self.links:
-                link.start(expected, order)
+        for link in self.links:
+            link.start(expected, order)
 
     def _start_unshard(self, unit: Unit) -> None:
         """Start the all-gather of a unit, if it is sharded."""
