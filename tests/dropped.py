@@ -104,11 +104,10 @@ def _kept_by(group: Any) -> Iterator[Any]:
         yield gradients._handed[0]
     if gradients._lost is not None:
         yield gradients._lost._both
-    if group.shard is not None:
-        if group.shard.second is not None:
-            yield group.shard.second._kept
-        if group.shard._lifted is not None:
-            yield group.shard._lifted[0]
+    if group.secondary is not None:
+        yield group.secondary._kept
+    if (prefetched := getattr(group.storage, "_on_device", None)) is not None:
+        yield prefetched[0]
 
 
 def _on_their_way_down(engine: Engine) -> Iterator[Any]:

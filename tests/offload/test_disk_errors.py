@@ -17,6 +17,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory.buffer import FlatBuffer
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.offload.param_swap import SwappedShard
+from shardwell.offload.storage import swapped_masters, swapped_shard
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import Unit
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
@@ -67,37 +68,40 @@ def wait(engine: shardwell.Engine) -> None:
 
 def reading_masters(engine: shardwell.Engine) -> None:
     group = engine._scheduler.units[2].groups[0]
-    with failing(SwappedTensors, "open", only=group.chest):  # the parameters' chest is open already
+    with failing(SwappedTensors, "open", only=swapped_masters(group)):  # the parameters' chest is open already
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def writing_masters(engine: shardwell.Engine) -> None:
     group = engine._scheduler.units[2].groups[0]
     value = safe_get_full_fp32_param(group.parameters[0])
-    with failing(SwappedTensors, "_write", only=group.swapped_shard.chest):
+    with failing(SwappedTensors, "_write", only=swapped_shard(group).chest):
         safe_set_full_fp32_param(group.parameters[0], value)
 
 
 def joining_masters(engine: shardwell.Engine) -> None:
     group = engine._scheduler.units[2].groups[0]
-    with failing(FlatBuffer, "allocate", only=group._joined):
+    with failing(FlatBuffer, "allocate", only=group._form.staging):
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def reading_ahead(engine: shardwell.Engine) -> None:
-    with failing(SwappedShard, "read", only=engine._scheduler.units[3].groups[0].swapped_shard):
+    with failing(SwappedShard, "read", only=swapped_shard(engine._scheduler.units[3].groups[0])):
         engine(batches(1, 4)[0])
 
 
 def reading_to_look(engine: shardwell.Engine) -> None:
-    page, last_first = engine._scheduler.units[0].groups[0].swapped_shard, list(engine.module.parameters())[::-1]
+    page, last_first = swapped_shard(engine._scheduler.units[0].groups[0]), list(engine.module.parameters())[::-1]
     with failing(SwappedShard, "read", only=page), shardwell.zero.GatheredParameters(last_first):
         pytest.fail("it was opened")
 
 
 def remembering_masters(engine: shardwell.Engine) -> None:
     group = engine._scheduler.units[0].groups[0]
-    with failing(SwappedTensors, "open", only=group.chest), shardwell.zero.GatheredParameters(group.parameters):
+    with (
+        failing(SwappedTensors, "open", only=swapped_masters(group)),
+        shardwell.zero.GatheredParameters(group.parameters),
+    ):
         pytest.fail("it was opened")
 
 

@@ -21,7 +21,7 @@ from shardwell.memory import StateKind, TemporaryBuffers
 from shardwell.memory.device import Device
 from shardwell.offload.disk import DiskTransfer
 from shardwell.offload.param_swap import ReadAheadDepth, SwappedShard
-from shardwell.sharding.shard import StoredShard
+from shardwell.offload.storage import TieredStorage
 from shardwell.utils import safe_set_full_fp32_param
 from tests.models import whole_parameters, zero
 from tests.offload.test_disk_parameters import blocks
@@ -36,9 +36,9 @@ PLACES = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
 def lifting(lifts: bool = True) -> Iterator[list[str]]:
     """Shards are copied ahead of their gathers, or not; yields the names of those that were."""
     lifted: list[str] = []
-    lift, expect = StoredShard.prefetch_to_device, SwappedShard.expect
+    lift, expect = TieredStorage.prefetch_to_device, SwappedShard.expect
 
-    def noted(shard: StoredShard) -> bool:
+    def noted(shard: TieredStorage) -> bool:
         is_lifted = lift(shard)
         lifted.extend([shard._name] * is_lifted)
         return is_lifted
@@ -51,7 +51,7 @@ def lifting(lifts: bool = True) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "has_device_memory", lifts)
-        patch.setattr(StoredShard, "prefetch_to_device", noted)
+        patch.setattr(TieredStorage, "prefetch_to_device", noted)
         patch.setattr(SwappedShard, "expect", at_once)
         yield lifted
 
@@ -144,7 +144,7 @@ def changed_between(block: dict[str, Any]) -> tuple[Tensor, int]:
         x = torch.ones(2, 16).bfloat16()
         with torch.no_grad():
             engine.module(x, IN_ORDER[:3])
-            assert engine._scheduler.units[4].groups[0].shard._lifted is not None
+            assert engine._scheduler.units[4].groups[0].storage._on_device is not None
             safe_set_full_fp32_param(engine.module.blocks[4][0].weight, torch.zeros(16, 16))
             with shardwell.zero.GatheredParameters([engine.module.blocks[4][0].bias], modifier_rank=0):
                 engine.module.blocks[4][0].bias.fill_(0.25)
@@ -214,22 +214,22 @@ def test_a_rank_that_is_alone_has_no_stage_between_disk_and_gather(ranks: Ranks,
 
 def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, int]:
     """The most bytes of lifted copies at once, those of one shard of a block, and what is left of them after a step."""
-    most, lift = 0, StoredShard.prefetch_to_device
+    most, lift = 0, TieredStorage.prefetch_to_device
 
-    def watched(shard: StoredShard) -> bool:
+    def watched(shard: TieredStorage) -> bool:
         nonlocal most
         is_lifted = lift(shard)
         most = max(most, sum(one.nbytes for one in copies()))
         return is_lifted
 
     def copies() -> list[Tensor]:
-        shards = [group.shard for unit in engine._scheduler.units for group in unit.groups]
-        return [shard._lifted[0] for shard in shards if shard is not None and shard._lifted is not None]
+        found = [group.storage for unit in engine._scheduler.units for group in unit.groups]
+        return [one._on_device[0] for one in found if isinstance(one, TieredStorage) and one._on_device is not None]
 
     with lifting():
         engine, _ = ring(block, ORDERS[:2])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StoredShard, "prefetch_to_device", watched)
+            patch.setattr(TieredStorage, "prefetch_to_device", watched)
             for order in orders:
                 engine.backward(engine(torch.ones(2, 16).bfloat16(), order).float().mean())
                 engine.step()

@@ -101,7 +101,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _meet(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
-    if not isinstance(keeper, Unit) or keeper.adopt is None:
+    if not isinstance(keeper, Unit) or keeper.owner is None or keeper.owner.adopt is None:
         raise ShardwellError(
             f"this {name} steps parameters of a model that was built in shardwell.zero.Init and not given to "
             "shardwell.initialize yet: do that first, with optimizer=..."
@@ -118,7 +118,7 @@ def _meet(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
             f"a step with a closure must not be the first one of this {name}: give the optimizer to "
             "shardwell.initialize(optimizer=...)"
         )
-    keeper.adopt(optimizer)  # its parameters are shards without gradients now: the rest of this step does nothing
+    keeper.owner.adopt(optimizer)  # its parameters are shards without gradients now: the rest of this step does nothing
 
 
 # --------------------------------------------------------------------------------------------- gradients of shards

@@ -29,7 +29,7 @@ from shardwell.runtime.trace import Trace, TraceAction, TraceEvent, profiled
 from shardwell.runtime.transforms import named_refusals, outside_trace, outside_transforms
 from shardwell.sharding import Residency, ShardedGroup, Unit
 from shardwell.sharding.edits import look_closely
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.unit import PendingUpdate, UnitOwner
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,13 @@ class Scheduler:
         self._backward = ExecutionOrder(root + [unit for unit in released[::-1] if unit.name])
         self._lifts = any(unit.can_prefetch_to_device for unit in units)
         self.saved.take(released)
+        optimizer = next((unit.optimizer for unit in units if unit.optimizer is not None), None)
+        take_edits = partial(look_closely, units)
+        owner = UnitOwner(
+            self.retain, self.reducer.reduce_now, self.reducer.take_edits, take_edits, self.adopt, optimizer
+        )
         for unit in units:
-            unit.fetch, unit.average, unit.adopt = self.retain, self.reducer.reduce_now, self.adopt
-            unit.take_over_gradients, unit.look = self.reducer.take_edits, partial(look_closely, units)
+            unit.owner = owner
         self.reducer.adopt_units(self._by_name)
 
     def record(self, action: TraceAction, unit: Unit) -> None:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ModelChangedError
-from shardwell.kernels.rounding import narrow
+from shardwell.kernels.rounding import adopt, narrow
+from shardwell.memory import Tier
 from shardwell.memory.device import AsyncScalar, Event
 from shardwell.parallel import TrafficKind
 from shardwell.sharding.layout import Slot
@@ -32,8 +33,6 @@ from shardwell.sharding.layout import Slot
 if TYPE_CHECKING:
     from shardwell.sharding.group import ShardedGroup
     from shardwell.sharding.unit import Unit
-
-_SPAN = 1 << 17  # elements per comparison: they stay in a cache
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def look_closely(units: Sequence[Unit]) -> None:
     found = [
         ReplacedValues(unit, group, index)
         for unit in units
-        if unit.look is not None  # else the unit is being taken apart
+        if unit.owner is not None and not unit.is_dismantled
         for group in unit.groups
         for index in group.places.left()
     ]
@@ -172,22 +171,6 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
 # ------------------------------------------------------------------------------------- separate master weights
 
 
-def adopt(masters: Tensor, values: Tensor) -> None:
-    """Set master weights (1D) to the values (1D, compute dtype, same device) that are not their roundings."""
-    if masters.is_meta:
-        return
-    if masters.is_cuda:
-        from shardwell.kernels.rounding_triton import adopt as kernel
-
-        kernel(masters, values)
-        return
-    for start in range(0, masters.numel(), _SPAN):
-        mine, theirs = masters[start : start + _SPAN], values[start : start + _SPAN]
-        rounded = mine if mine.dtype == theirs.dtype else narrow(mine, torch.empty_like(theirs))
-        if not torch.equal(rounded, theirs):
-            mine.copy_(torch.where(rounded == theirs, mine, theirs.to(mine.dtype)))
-
-
 def take_over_in_place(group: ShardedGroup, values: Tensor | None = None) -> None:
     """Write values that were changed by hand to the master weights; `values` are the parameters, if copied already."""
     if group.may_be_edited_apart:
@@ -235,13 +218,58 @@ def _is_set(read: AsyncScalar) -> bool:
 # ------------------------------------------------------------------- changes of parameters that will be resharded
 
 
-def versions(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Return how often each parameter was changed in place; the engine's own writes do not count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_version, parameters))
-
+_CLOSE_LOOKS = 4  # reshards that compare values: a forward that changes its own parameters does so from the start
 
 _version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class ChangeWatch:
+    """Finds changes of a unit's unsharded parameters that are lost when their memory is freed."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._has_warned = False
+        self.gathered_at = 0  # the unit's `num_updates` at its all-gather
+        self.was_retained = False  # since its all-gather
+        self._num_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
+        self.reset(parameters)
+
+    def reset(self, parameters: list[nn.Parameter]) -> None:
+        """Expect the parameters to stay as they are now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = list(map(_version, parameters))  # how often each was changed in place by the user
+
+    def check(self, unit: Unit, *, closely: bool | None = None) -> None:
+        """Warn if unsharded parameters were changed in place, because the change is lost when they are freed.
+
+        Torch does not count changes of `p.data`. `closely`: values are compared with the stored ones. By default this
+        is done where a change is likely, and the unit is about to be resharded.
+        """
+        if closely is None:
+            closely = self.was_retained or self._num_looks < _CLOSE_LOOKS
+            self._num_looks, self.was_retained = self._num_looks + 1, False
+        with torch._C.DisableTorchFunctionSubclass():
+            now = list(map(_version, unit.parameters))
+        is_lost = closely and self._differs(unit)
+        if (is_lost or now != self._versions) and not self._has_warned:
+            self._warn(unit, now, is_lost=is_lost)
+        self._versions = now
+
+    def _differs(self, unit: Unit) -> bool:
+        """Whether values differ from the stored ones, and only the user can have changed them."""
+        is_updated = unit.num_updates != self.gathered_at or unit.is_ahead or unit.pending_update is not None
+        if is_updated or not unit.is_unsharded:
+            return False
+        return any(is_unlike_its_shard(group) for group in unit.releasable)
+
+    def _warn(self, unit: Unit, now: list[int], *, is_lost: bool) -> None:
+        """Warn once, with the names of the parameters that were changed and will be freed."""
+        slots = [slot for group in unit.groups for slot in group.layout.slots]
+        freed = {id(slot) for group in unit.releasable for slot in group.layout.slots}
+        changed = zip(slots, now, self._versions, strict=True)
+        names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
+        if names or is_lost:
+            self._has_warned = True
+            warn_of_lost(unit.name, names)
 
 
 def is_unlike_its_shard(group: ShardedGroup) -> bool:
@@ -249,14 +277,13 @@ def is_unlike_its_shard(group: ShardedGroup) -> bool:
 
     The parameters must have been all-gathered unquantised.
     """
-    shard = group.shard
-    if shard is None or group.is_quantized or not group.is_exact or shard.page is not None or shard.tensor.is_meta:
+    stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.own)]
+    is_on_disk = group.row.parameters.tier is Tier.DISK
+    if group.is_quantized or not group.all_gather.is_exact or is_on_disk or stored.is_meta:
         return False
-    start, end = group.layout.shard_range(group.context.world.shard_index)
-    mine = group.flat.tensor[start:end]
-    if shard.tensor.device != mine.device:
+    if stored.device != mine.device:
         return False
-    rounded = narrow(shard.tensor, torch.empty_like(mine)) if shard.tensor.dtype != mine.dtype else shard.tensor
+    rounded = narrow(stored, torch.empty_like(mine)) if stored.dtype != mine.dtype else stored
     return not torch.equal(rounded.view(torch.uint8), mine.view(torch.uint8))
 
 

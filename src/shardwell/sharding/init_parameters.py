@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from shardwell.config import Config
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device, FlatBuffer, MemoryStats, StateKind, TemporaryBuffers, Tier
-from shardwell.offload.disk import AioSettings, DiskTier
-from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats
 from shardwell.parallel.mesh import world_mesh
 from shardwell.sharding import released
 from shardwell.sharding.context import EngineContext
 from shardwell.sharding.layout import Layout, TensorSpec, make_layout
+from shardwell.sharding.tiers import SwappedOut, TierFactory
 
 _ADVICE = (
     "From zero.Init to initialize every rank must build the same modules and use the same parameters. To change a "
@@ -43,7 +42,7 @@ class InitStorage:
     tier: Tier
     dtype: torch.dtype | None  # None: as the modules made them
     pinned: bool
-    folders: list[Path]  # on NVMe, if they are stored there
+    open_tiers: Callable[[Device, MemoryStats, TemporaryBuffers], TierFactory]  # called if they are stored on disk
 
 
 class InitRegistry:
@@ -56,10 +55,8 @@ class InitRegistry:
         comm = Collectives(world, device, ledger, scratch)
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
         self.agreement.advice, self.agreement.probe = _ADVICE, comm.probe
-        disk = None
-        if rest.tier is Tier.DISK:
-            disk = DiskTier(rest.folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
-        self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, disk)
+        tiers = rest.open_tiers(device, account, scratch) if rest.tier is Tier.DISK else None
+        self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, tiers)
         self.rest = rest
         self.is_open = False  # a `zero.Init` context is open
         self._whole: list[InitParameter] = []
@@ -139,7 +136,7 @@ class InitParameter:
         self.module = module
         self._nursery, self._name, self.parameter = nursery, name, parameter
         self._shard: FlatBuffer | None = None
-        self._chest: SwappedTensors | None = None  # holds the shard, if it is stored on disk
+        self._swapped: SwappedOut | None = None  # holds the shard, if it is stored on disk
         self._held = 0
         self._is_whole = True
         self._is_folded = False  # on all ranks, though the full values may still be allocated here
@@ -273,9 +270,8 @@ class InitParameter:
         words = f"FOLD {self._name} {tuple(self.parameter.shape)}"
         with self._fetched(changes=True):
             context.world.scatter(flat.to(dtype), self._shard.tensor, words)
-        if self._chest is None and context.disk is not None:
-            self._chest = SwappedTensors(context.disk, context.account, self._name)
-            self._chest.register([self._shard.tensor])
+        if self._swapped is None and context.tiers is not None:
+            self._swapped = context.tiers.swap_out(self._shard.tensor, self._name)
 
     def _collect_late_words(self) -> None:
         """Copy values that were written through an old view after the parameter was sharded into the shard."""
@@ -291,12 +287,12 @@ class InitParameter:
 
     def _fetched(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the shard is swapped in."""
-        return contextlib.nullcontext() if self._chest is None else self._chest.swapped_in(changes=changes)
+        return contextlib.nullcontext() if self._swapped is None else self._swapped.swapped_in(changes=changes)
 
     def _free_shard(self) -> None:
-        if self._chest is not None:
-            self._chest.free()
-            self._chest = None
+        if self._swapped is not None:
+            self._swapped.free()
+            self._swapped = None
         if self._shard is not None:
             self._shard.free()
             self._shard = None
