@@ -4,9 +4,9 @@ Parameters that stay unsharded are views of their group's flat buffer. A paramet
 detected before every forward, by its address, and before every step, by all properties of the view: its values are
 copied back, and it is a view again. A change in place is in the flat buffer already. Where the master weights are a
 slice of the flat buffer, or a remainder to it, nothing has to be done. Separate master weights are compared with it
-when they are opened (`adopt`): an element that is not the rounding of its master weight was changed, and becomes the
-master weight. Master weights on the host of parameters on a GPU are compared only when a hash of all bits (`digest`)
-says that something changed.
+when they are opened (`SeparateStorage.open`): an element that is not the rounding of its master weight was changed, and
+becomes the master weight. Master weights on the host of parameters on a GPU are compared only when a hash of all bits
+(`digest`) says that something changed.
 
 As in DDP, every rank is expected to change the same values in the same way.
 """
@@ -64,9 +64,11 @@ class ReplacedValues:
 
 def look(units: Sequence[Unit]) -> None:
     """Take over replaced values before a forward; the check costs 0.1 µs per parameter."""
-    with torch._C.DisableTorchFunctionSubclass():  # released parameters answer through a slow path
-        are_there = all(group.places.begin_there() for unit in units for group in unit.groups)
-    if not are_there:
+    is_replaced = False
+    for unit in units:
+        for group in unit.groups:
+            is_replaced = is_replaced or bool(group.places.replaced(quickly=True))
+    if is_replaced:
         look_closely(units)
 
 
@@ -78,7 +80,7 @@ def look_closely(units: Sequence[Unit]) -> None:
         for unit in units
         if unit.owner is not None and not unit.is_dismantled
         for group in unit.groups
-        for index in group.places.left()
+        for index in group.places.replaced()
     ]
     if not found:
         return
@@ -92,9 +94,15 @@ def look_closely(units: Sequence[Unit]) -> None:
 
 def look_before_step(units: Sequence[Unit]) -> None:
     """Take over values that replaced parameters since their gradients were computed."""
-    look_closely(units)
+    is_replaced = False
     for unit in units:
-        unit.check_retention()
+        for group in unit.groups:
+            is_replaced = is_replaced or bool(group.places.replaced())
+    if is_replaced:
+        look_closely(units)
+    for unit in units:
+        if unit.changes.was_retained:
+            unit.check_retention()
         if unit.misfit:
             raise ModelChangedError(
                 f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
@@ -156,7 +164,7 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
     Parameters of another shape do not fit into the group any more; the values of rank `source` are broadcast.
     """
     fits = True
-    for index in group.places.left():
+    for index in group.places.replaced():
         slot, parameter = group.layout.slots[index], group.parameters[index]
         if tuple(parameter.shape) == slot.shape:
             group.take_in(index, parameter.data)

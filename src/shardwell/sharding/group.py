@@ -126,6 +126,9 @@ class ShardedGroup:
         is_below = row.parameters.tier is not Tier.DEVICE or Tier.DISK in self._form.master_bytes()
         if context.tiers is not None and is_below:
             self.storage = self.offloaded = context.tiers.wrap(self._form, name, unit, row.optimizer.tier)
+        self.secondary: SecondaryShard | None = None  # hpZ
+        if row.secondary is not None and row.secondary.axis is not None:
+            self.secondary = SecondaryShard(name, unit, context.comm[row.secondary.axis], context.scratch)
         if row.reshards:
             self.all_gather = self._make_all_gather()
         self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
@@ -168,19 +171,16 @@ class ShardedGroup:
         return QuantizedStorage(part, staging, self.row.storage_codec)
 
     def _make_all_gather(self) -> AllGather:
-        secondary, axis = None, self.row.secondary.axis if self.row.secondary is not None else None
-        if axis is not None:
-            secondary = SecondaryShard(self.name, self.unit, self.context.comm[axis], self.context.scratch)
-        kind, what = self.row.storage_codec, (self.name, self.flat, self.storage)
-        if kind is not None:
-            return StoredQuantizedAllGather(*what, kind, self.context, secondary)
+        stored_codec, what = self.row.storage_codec, (self.name, self.flat, self.storage)
+        if stored_codec is not None:
+            return StoredQuantizedAllGather(*what, stored_codec, self.context, self.secondary)
         own, codec = slice(*self.own), self.row.all_gather_codec
         inner = DefaultAllGather(*what, self.context, own)
         if codec is not None:
             inner = QuantizedAllGather(*what, self.context, own, codec)
-        if secondary is None:
+        if self.secondary is None:
             return inner
-        return SecondaryAllGather(inner, secondary, self.flat, is_rounded=codec is not None)
+        return SecondaryAllGather(inner, self.secondary, self.flat, is_rounded=codec is not None)
 
     def _take_over(self, context: EngineContext) -> None:
         """Move rank 0's values into the buffers of all ranks, and make the parameters views of the flat buffer."""
@@ -207,11 +207,6 @@ class ShardedGroup:
     def is_quantized(self) -> bool:
         """Whether the parameters are stored quantised."""
         return self.row.storage_codec is not None
-
-    @property
-    def secondary(self) -> SecondaryShard | None:
-        """Return the secondary shard (hpZ), if the spec has one."""
-        return self.all_gather.secondary if self.row.reshards else None
 
     def take_in(self, index: int, values: Tensor) -> None:
         """Copy `values` into a parameter whose memory was replaced, and make it a view again.
@@ -336,7 +331,7 @@ class ShardedGroup:
         """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
         self.stays_whole = True
         self.invalidate_secondary()
-        self.all_gather.secondary = None
+        self.secondary = self.all_gather.secondary = None
         if self.offloaded is not None:
             self.offloaded.cancel_prefetch()
         if not self.is_quantized:

@@ -91,7 +91,7 @@ class Unit:
         self._has_warned_of_views = False
         self.misfit = False  # a parameter was given another shape
         self.num_updates = 0  # updates of its parameters since it was built
-        self._changes = edits.ChangeWatch(self.parameters)
+        self.changes = edits.ChangeWatch(self.parameters)
         self.has_news = False  # gradients arrived in this backward
         self.task = -1  # the autograd graph task it was last used in: when that ends, so does its backward
         self._pending: list[Work] = []
@@ -110,6 +110,7 @@ class Unit:
         self._released = [parameter for group in self.releasable for parameter in group.parameters]
         self._unsharded = [p for group in self.trainable if group not in self.releasable for p in group.parameters]
         self._with_values = [parameter for parameter in self._unsharded if parameter.numel()]
+        self._is_speculative = any(group.row.commit is CommitPolicy.SPECULATIVE for group in self.trainable)
         self._has_codec = any(group.row.all_gather_codec for group in self.releasable)
         self._offloaded = [group for group in self.releasable if group.offloaded is not None]
         self.can_prefetch_to_device = any(group.can_prefetch_to_device for group in self._offloaded)
@@ -156,7 +157,7 @@ class Unit:
         self.wait()
         self.residency = Residency.UNSHARDING
         self._is_rounded = self._has_codec and not exact
-        self._changes.gathered_at = self.num_updates
+        self.changes.gathered_at = self.num_updates
         try:
             for group in self.releasable:
                 stays = self.keeps_frozen and not group.trainable
@@ -221,7 +222,7 @@ class Unit:
         return True
 
     def _free_unsharded(self) -> None:
-        self._changes.check(self)
+        self.changes.check(self)
         if self._was_opened:
             for group in self.releasable:
                 group.detach_leaked_views()
@@ -233,12 +234,12 @@ class Unit:
 
     def retain(self) -> None:
         """Keep the unit unsharded until the step, for code outside its module."""
-        self.is_retained = self._changes.was_retained = True
+        self.is_retained = self.changes.was_retained = True
 
     def check_retention(self) -> None:
         """Look for changes of a retained unit before an update hides them."""
-        if self._changes.was_retained:
-            self._changes.check(self, closely=True)
+        if self.changes.was_retained:
+            self.changes.check(self, closely=True)
 
     # ------------------------------------------------------------------------------------------- state below the device
 
@@ -280,7 +281,7 @@ class Unit:
     @property
     def may_be_hidden(self) -> bool:
         """Whether updates of it start before it is known that they may be committed."""
-        return self.is_watched or any(group.row.commit is CommitPolicy.SPECULATIVE for group in self.trainable)
+        return self.is_watched or self._is_speculative
 
     def await_update(self, arrival: PendingUpdate | None, *, hides: bool = False) -> None:
         """Let users of the unit wait for an update that was started before it is published. None: no update any more.
@@ -412,9 +413,9 @@ class Unit:
                     if modifier_rank is not None:
                         group.write_back(modifier_rank)
                 if modifier_rank is not None:
-                    self._changes.reset(self.parameters)
+                    self.changes.reset(self.parameters)
                 elif self.opened == 1 and all(fitting):
-                    self._changes.check(self, closely=True)
+                    self.changes.check(self, closely=True)
         finally:
             for group in self.groups if self.opened == 1 else ():
                 group.close_for_writing()
