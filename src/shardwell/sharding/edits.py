@@ -67,7 +67,7 @@ def look(units: Sequence[Unit]) -> None:
     is_replaced = False
     for unit in units:
         for group in unit.groups:
-            is_replaced = is_replaced or bool(group.places.replaced(quickly=True))
+            is_replaced = is_replaced or bool(group.views.replaced(quickly=True))
     if is_replaced:
         look_closely(units)
 
@@ -80,7 +80,7 @@ def look_closely(units: Sequence[Unit]) -> None:
         for unit in units
         if unit.owner is not None and not unit.is_dismantled
         for group in unit.groups
-        for index in group.places.replaced()
+        for index in group.views.replaced()
     ]
     if not found:
         return
@@ -97,7 +97,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
     is_replaced = False
     for unit in units:
         for group in unit.groups:
-            is_replaced = is_replaced or bool(group.places.replaced())
+            is_replaced = is_replaced or bool(group.views.replaced())
     if is_replaced:
         look_closely(units)
     for unit in units:
@@ -112,7 +112,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
 
 def _fits(one: ReplacedValues) -> bool:
     """Whether the values can be taken over; with another shape, the unit has to be rebuilt."""
-    slot, data, place = one.slot, one.parameter.data, one.group.places.views[one.index]
+    slot, data, place = one.slot, one.parameter.data, one.group.views.tensors[one.index]
     if one.group.context.device.is_meta:
         return False
     if tuple(data.shape) != slot.shape:
@@ -164,7 +164,7 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
     Parameters of another shape do not fit into the group any more; the values of rank `source` are broadcast.
     """
     fits = True
-    for index in group.places.replaced():
+    for index in group.views.replaced():
         slot, parameter = group.layout.slots[index], group.parameters[index]
         if tuple(parameter.shape) == slot.shape:
             group.take_in(index, parameter.data)

@@ -87,7 +87,7 @@ class ShardedGroup:
     """The buffers of some parameters of one unit, placed as their spec says."""
 
     parameters: list[nn.Parameter]  # in slot order
-    places: ParameterViews  # views of `flat`
+    views: ParameterViews  # views of `flat`
     storage: MasterStorage
     all_gather: AllGather  # of a group that is resharded
     gradients: Gradients
@@ -117,7 +117,7 @@ class ShardedGroup:
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
         # hash of the stored parameters, where they cannot be compared with the master weights at every step
         self.digest: Tensor | None = None
-        self._before: Tensor | None = None  # master weights while the user may overwrite their upper halves
+        self._masters_before: Tensor | None = None  # master weights while the user may overwrite their upper halves
         self._form = self._make_storage()
         self.storage = self._form
         self.offloaded: OffloadedStorage | None = None
@@ -188,13 +188,13 @@ class ShardedGroup:
         if self.precision.is_mixed:
             whole = context.device.empty(self.layout.padded, self.precision.master)
         whole[self.layout.numel :].zero_()
-        self.places = ParameterViews(self.flat, self.layout, self.parameters)
+        self.views = ParameterViews(self.flat, self.layout, self.parameters)
         for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
             kept = released.is_owned(parameter)
             values = released.owner_of(parameter).hand_over(parameter) if kept else parameter.data
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
-            self.places.hang(index)
+            self.views.make_view(index)
         self._num_views = self.flat.num_aliases  # the parameters and the buffer itself
         context.world.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
@@ -215,7 +215,7 @@ class ShardedGroup:
         """
         slot, (start, end) = self.layout.slots[index], self.own
         before = self.flat.tensor[slot.offset : slot.end].clone()
-        self.places.hang(index).copy_(values)
+        self.views.make_view(index).copy_(values)
         first, last = max(slot.offset, start), min(slot.end, end)
         if (
             isinstance(self._form, SplitStorage) and not self.row.reshards and first < last
@@ -227,7 +227,7 @@ class ShardedGroup:
         """Leave the memory to views that outlive the unsharded parameters: freeing it would crash their readers."""
         if self.flat.num_aliases > self._num_views:
             self.flat.abandon_storage()
-            self.places.hang_all()
+            self.views.make_all()
 
     def write(self, whole: Tensor) -> None:
         """Write `whole` (1D, padded, master dtype) to the master weights; `flat` must be allocated, and is filled."""
@@ -247,12 +247,12 @@ class ShardedGroup:
         compute = self.flat.tensor[slice(*self.own)].to(self.master.device)
         with self.swapped_in(changes=True):
             master = compute.to(self.precision.master)
-            before = self.master if self._form.form is StorageForm.SEPARATE else self._before
+            before = self.master if self._form.form is StorageForm.SEPARATE else self._masters_before
             if before is not None and self.precision.is_mixed:
                 master = torch.where(master == self._rounded(before).to(master.dtype), before, master)
             self.storage.write(master, compute)
-        if self._before is not None:
-            self._before = master
+        if self._masters_before is not None:
+            self._masters_before = master
         self.regather_quantized()
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
@@ -273,14 +273,14 @@ class ShardedGroup:
         """All-gather unsharded parameters again after their quantised values changed. All ranks must call it."""
         if self.is_quantized and self.flat.present:
             self.all_gather().wait()
-            if self._before is not None:
+            if self._masters_before is not None:
                 self.open_for_writing()
 
     def open_for_writing(self) -> None:
         """Save the master weights, because the user may now overwrite their upper halves."""
         if self.precision.is_mixed and self._form.form is not StorageForm.SEPARATE:
             with self.open_master():
-                self._before = self.master.clone()
+                self._masters_before = self.master.clone()
 
     def _rounded(self, masters: Tensor) -> Tensor:
         """Round master weights as an all-gather does: codecs round as torch does."""
@@ -289,12 +289,12 @@ class ShardedGroup:
 
     def note_changed_master(self, start: int, values: Tensor) -> None:
         """Record a permanent change of a slice of master weights whose upper halves the user may overwrite."""
-        if self._before is not None:
-            self._before[start : start + values.numel()] = values
+        if self._masters_before is not None:
+            self._masters_before[start : start + values.numel()] = values
 
     def close_for_writing(self) -> None:
         """Drop the saved master weights."""
-        self._before = None
+        self._masters_before = None
 
     def free(self) -> None:
         """Free all buffers; the parameters have another owner."""

@@ -77,7 +77,7 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
         self._where = self._others.device or default_device()
         self._rest = self._storage(remote_device, dtype, self._others.pin_memory)
         self._scope: contextlib.ExitStack = contextlib.ExitStack()
-        self._nursery: InitRegistry | None = None
+        self._registry: InitRegistry | None = None
         if module is not None and self._enabled:
             with self:
                 self._adopt_all(module)
@@ -93,7 +93,7 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
         start_process_group(self._where)
         if words := self._others.about_groups():
             _say_once(words)
-        self._nursery = self._nursery or InitRegistry(self._where, self._settings, self._rest)
+        self._registry = self._registry or InitRegistry(self._where, self._settings, self._rest)
         with contextlib.ExitStack() as scope:
             scope.enter_context(returning_freed_pages(self._where))
             scope.enter_context(self._where)
@@ -101,20 +101,20 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
             _active.append((threading.get_ident(), self))
             scope.callback(register_module_parameter_registration_hook(self._hear_parameter).remove)
             scope.callback(register_module_module_registration_hook(self._hear_module).remove)
-            self._nursery.open()
+            self._registry.open()
             self._scope = scope.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._enabled or self._nursery is None:
+        if not self._enabled or self._registry is None:
             return
         with self._scope:
             if error is not None:
-                self._nursery.agreement.post_message(f"{type(error).__name__} in zero.Init: {error}")
+                self._registry.agreement.post_message(f"{type(error).__name__} in zero.Init: {error}")
             else:
-                self._nursery.close()
+                self._registry.close()
 
     @property
     def _is_listening(self) -> bool:
@@ -162,8 +162,8 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
                 "the ranks would lose that. Build this module outside of zero.Init; it may be attached inside."
             )
         elif not parameter.is_meta:
-            assert self._nursery is not None
-            self._nursery.adopt(module, name, parameter)
+            assert self._registry is not None
+            self._registry.adopt(module, name, parameter)
 
     def _storage(self, remote_device: str | None, dtype: torch.dtype | None, pin_memory: bool) -> InitStorage:
         """Return how shards are stored: as the caller says, else as the configuration says."""
