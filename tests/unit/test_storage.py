@@ -118,7 +118,7 @@ def changed(forms: list[tuple[int, str, Tier, Tier]], folder: str) -> list[bool]
             same = torch.equal(master, expected)
         rounded = expected.to(group.precision.compute)
         with group.swapped_in():
-            stored = group.storage.parameters.float()
+            stored = group.storage.parameters.to(torch.float32, copy=True)  # the memory is swapped out again
         found.append(same and torch.allclose(stored, rounded.float(), rtol=2**-7))
         engine.destroy()
     return found
