@@ -1,7 +1,39 @@
 """`shardwell.zero`: parameters that are born sharded, a look at parameters that are away, and layers cut into tiles."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from shardwell.sharding.gathered_parameters import GatheredParameters
-from shardwell.sharding.sharded_init import Init
+from shardwell.sharding.sharded_init import ShardedInit
 from shardwell.sharding.tiled import TiledLinear, tile_linears
 
+if TYPE_CHECKING:
+    from shardwell.config import Config
+    from shardwell.memory import Device, MemoryStats, TemporaryBuffers
+    from shardwell.offload.storage import OffloadTiers
+
 __all__ = ["GatheredParameters", "Init", "TiledLinear", "tile_linears"]
+
+
+class Init(ShardedInit):
+    """A context in which parameters are sharded over the ranks as soon as the next module is used.
+
+    Without a configuration it shards; with a configuration whose stage is below 3 it does nothing. Shards are stored
+    where `offload_param` or `remote_device` says. They are in bf16 or fp16 if the configuration computes in that, or in
+    `dtype`. Until the context ends, a parameter that is used is unsharded in the dtype that its module gave it.
+    Initialisers therefore work as usual, and their results are rounded. The other arguments of DeepSpeed's `Init` are
+    in `init_arguments.py`.
+    """
+
+    @staticmethod
+    def _open_tiers(
+        settings: Config, folders: list[Path], device: Device, stats: MemoryStats, temporary: TemporaryBuffers
+    ) -> OffloadTiers:
+        """Return what stores shards on disk, in these folders."""
+        from shardwell.offload.disk import AioSettings, DiskTier
+        from shardwell.offload.storage import OffloadTiers
+
+        disk = DiskTier(folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+        return OffloadTiers(device, stats, temporary, 1, disk)

@@ -17,6 +17,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory.buffer import FlatBuffer
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.offload.param_swap import SwappedShard
+from shardwell.offload.storage import swapped_masters, swapped_shard
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import Unit
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
@@ -66,37 +67,40 @@ def wait(engine: shardwell.Engine) -> None:
 
 def reading_masters(engine: shardwell.Engine) -> None:
     group = units_of(engine)[2].groups[0]
-    with failing(SwappedTensors, "open", only=group.chest):  # the parameters' chest is open already
+    with failing(SwappedTensors, "open", only=swapped_masters(group)):  # the parameters' chest is open already
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def writing_masters(engine: shardwell.Engine) -> None:
     group = units_of(engine)[2].groups[0]
     value = safe_get_full_fp32_param(group.parameters[0])
-    with failing(SwappedTensors, "_write", only=group.swapped_shard.chest):
+    with failing(SwappedTensors, "_write", only=swapped_shard(group).chest):
         safe_set_full_fp32_param(group.parameters[0], value)
 
 
 def joining_masters(engine: shardwell.Engine) -> None:
     group = units_of(engine)[2].groups[0]
-    with failing(FlatBuffer, "allocate", only=group._joined):
+    with failing(FlatBuffer, "allocate", only=group._form.staging):
         safe_get_full_fp32_param(group.parameters[0])
 
 
 def reading_ahead(engine: shardwell.Engine) -> None:
-    with failing(SwappedShard, "read", only=units_of(engine)[3].groups[0].swapped_shard):
+    with failing(SwappedShard, "read", only=swapped_shard(units_of(engine)[3].groups[0])):
         engine(batches(1, 4)[0])
 
 
 def reading_to_look(engine: shardwell.Engine) -> None:
-    page, last_first = units_of(engine)[0].groups[0].swapped_shard, list(engine.module.parameters())[::-1]
+    page, last_first = swapped_shard(units_of(engine)[0].groups[0]), list(engine.module.parameters())[::-1]
     with failing(SwappedShard, "read", only=page), shardwell.zero.GatheredParameters(last_first):
         pytest.fail("it was opened")
 
 
 def remembering_masters(engine: shardwell.Engine) -> None:
     group = units_of(engine)[0].groups[0]
-    with failing(SwappedTensors, "open", only=group.chest), shardwell.zero.GatheredParameters(group.parameters):
+    with (
+        failing(SwappedTensors, "open", only=swapped_masters(group)),
+        shardwell.zero.GatheredParameters(group.parameters),
+    ):
         pytest.fail("it was opened")
 
 
@@ -166,7 +170,7 @@ def test_a_step_that_fails_leaves_parameters_on_disk_as_they_were(ranks: Ranks, 
 # ------------------------------------------------------------------------------------------ updates that nobody needs
 
 
-def lost(folder: str, look: str) -> dict[str, Any]:
+def lost(folder: str, look: str) -> str:
     """The update of a block fails that the next batch does not use."""
     quickly()
     torch.manual_seed(0)
@@ -196,14 +200,15 @@ def lost(folder: str, look: str) -> dict[str, Any]:
             step((0, 1, 2)) if look == "step" else engine.save_checkpoint(f"{folder}/saved")
     finally:
         OptimizerSwapper.acquire = seat  # type: ignore[method-assign]
-    step((0, 1, 2, 3, 4, 5))
-    wait(engine)
-    return {str(i): safe_get_full_optimizer_state(model.blocks[i][0].weight, "step") for i in (0, 4, 5)}
+    with pytest.raises(ShardwellError, match=r"the update of unit 'blocks\.4' failed.*as it was told") as caught:
+        step((0, 1, 2, 3, 4, 5))  # its values may be updated in part
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("look", ["step", "save"])
 def test_an_update_that_fails_is_heard_of_although_nobody_needs_it(ranks: Ranks, tmp_path: Path, look: str) -> None:
-    assert ranks.run(1, lost, str(tmp_path), look, limit=LIMIT) == [{"0": 2.0, "4": 1.0, "5": 2.0}]
+    (words,) = ranks.run(1, lost, str(tmp_path), look, limit=LIMIT)
+    assert "start again, from the latest checkpoint" in words
 
 
 # ------------------------------------------------------------------------------------------------ one of several ranks

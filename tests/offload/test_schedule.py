@@ -17,7 +17,7 @@ import shardwell
 from shardwell.memory import StateKind, TemporaryBuffers
 from shardwell.offload.disk import DiskTransfer
 from shardwell.offload.param_swap import ReadAheadDepth
-from shardwell.sharding.shard import StoredShard
+from shardwell.offload.storage import TieredStorage
 from shardwell.utils import safe_set_full_fp32_param
 from tests.support.execution_orders import IN_ORDER, ORDERS, PLACES, Ring, in_any_order, lifting, ring
 from tests.support.internals import groups_of, handed_out, lifted_shard_of, temporary_buffers_of, units_of
@@ -131,9 +131,9 @@ def test_a_rank_that_is_alone_has_no_stage_between_disk_and_gather(ranks: Ranks,
 
 def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, int]:
     """The most bytes of lifted copies at once, those of one shard of a block, and what is left of them after a step."""
-    most, lift = 0, StoredShard.prefetch_to_device
+    most, lift = 0, TieredStorage.prefetch_to_device
 
-    def watched(shard: StoredShard) -> bool:
+    def watched(shard: TieredStorage) -> bool:
         nonlocal most
         is_lifted = lift(shard)
         most = max(most, sum(one.nbytes for one in copies()))
@@ -145,7 +145,7 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
     with lifting():
         engine, _ = ring(block, ORDERS[:2])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StoredShard, "prefetch_to_device", watched)
+            patch.setattr(TieredStorage, "prefetch_to_device", watched)
             for order in orders:
                 engine.backward(engine(torch.ones(2, 16).bfloat16(), order).float().mean())
                 engine.step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.memory.device import Device
 from shardwell.offload.param_swap import SwappedShard
-from shardwell.sharding.shard import StoredShard
+from shardwell.offload.storage import TieredStorage
 from tests.support.internals import units_of
 from tests.support.models import whole_parameters, zero
 from tests.support.offload_cases import AIO, quickly
@@ -41,9 +41,9 @@ PLACES = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
 def lifting(lifts: bool = True) -> Iterator[list[str]]:
     """Shards are copied ahead of their gathers, or not; yields the names of those that were."""
     lifted: list[str] = []
-    lift, expect = StoredShard.prefetch_to_device, SwappedShard.expect
+    lift, expect = TieredStorage.prefetch_to_device, SwappedShard.expect
 
-    def noted(shard: StoredShard) -> bool:
+    def noted(shard: TieredStorage) -> bool:
         is_lifted = lift(shard)
         lifted.extend([shard._name] * is_lifted)
         return is_lifted
@@ -56,7 +56,7 @@ def lifting(lifts: bool = True) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "has_device_memory", lifts)
-        patch.setattr(StoredShard, "prefetch_to_device", noted)
+        patch.setattr(TieredStorage, "prefetch_to_device", noted)
         patch.setattr(SwappedShard, "expect", at_once)
         yield lifted
 

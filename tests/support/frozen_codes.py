@@ -70,7 +70,7 @@ def groups(engine: shardwell.Engine, frozen: bool) -> list[Any]:
 
 
 def all_codes(engine: shardwell.Engine) -> list[Tensor]:
-    return [group.shard.tensor.clone() for group in groups(engine, frozen=True)]
+    return [group.storage.parameters.clone() for group in groups(engine, frozen=True)]
 
 
 def coded(engine: shardwell.Engine, original: nn.Module, kind: str) -> nn.Module:

@@ -62,8 +62,8 @@ def disk_of(engine: shardwell.Engine) -> DiskTier:
 
 def prefetched_shards_of(engine: shardwell.Engine) -> Any:
     """Return what reads shards of parameters from NVMe in advance, of an engine that does."""
-    assert engine._context.pages is not None
-    return engine._context.pages
+    assert engine._context.tiers is not None
+    return engine._context.tiers.read_buffers
 
 
 def host_updates_of(engine: shardwell.Engine) -> Any:
@@ -110,7 +110,7 @@ def traffic_so_far(engine: shardwell.Engine) -> TrafficReport:
 
 def lifted_shard_of(group: ShardedGroup) -> Any:
     """Return the copy of a group's shard that was brought to the device in advance; None if there is none."""
-    return None if group.shard is None else group.shard._lifted
+    return getattr(group.storage, "_on_device", None)
 
 
 def files_of(tier: DiskTier) -> Any:
@@ -146,11 +146,10 @@ def memory_kept_by(group: ShardedGroup) -> Iterator[Any]:
         yield gradients._handed[0]
     if gradients._lost is not None:
         yield gradients._lost._both
-    if group.shard is not None:
-        if group.shard.second is not None:
-            yield group.shard.second._kept
-        if group.shard._lifted is not None:
-            yield group.shard._lifted[0]
+    if group.secondary is not None:
+        yield group.secondary._kept
+    if (prefetched := lifted_shard_of(group)) is not None:
+        yield prefetched[0]
 
 
 def memory_going_down(engine: shardwell.Engine) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,3 +89,17 @@ def test_strides_with_gaps_or_overlap_become_contiguous() -> None:
     for tensor in (torch.empty(4, 6)[:, ::2], torch.empty(1, 5).expand(3, 5)):
         shape = tuple(tensor.shape)
         assert dense_stride(shape, tensor.stride()) == contiguous_stride(shape)
+
+
+def test_a_parameter_is_all_of_its_tensor_unless_its_box_says_otherwise() -> None:
+    part = TensorSpec("part", (4, 3), global_shape=(8, 3), global_offset=(4, 0))
+    slots = {slot.name: slot for slot in make_layout([TensorSpec("all", (4, 3)), part], 2).slots}
+    assert slots["all"].box == ((4, 3), (0, 0))
+    assert slots["part"].box == ((8, 3), (4, 0))
+    assert slots["part"].numel == slots["all"].numel == 12  # a buffer holds the part alone
+
+
+@pytest.mark.parametrize("box", [((8,), (4,)), ((8, 3), (5, 0)), ((8, 2), (0, 0)), ((8, 3), (-1, 0))])
+def test_a_box_lies_in_its_tensor(box: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="p: "):
+        TensorSpec("p", (4, 3), global_shape=box[0], global_offset=box[1])

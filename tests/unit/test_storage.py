@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import shardwell
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import StateKind, Tier
+from shardwell.sharding import storage
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, SpecOverrides, spec_for
 from shardwell.sharding.storage import StorageForm, form_of, state_bytes
 from tests.support.ranks import Ranks
@@ -77,8 +79,12 @@ def test_only_frozen_parameters_are_stored_quantised() -> None:
     assert form_of(spec_for(3, wish=wish.of(torch.bfloat16, True)), trained, True) is StorageForm.SHARD
 
 
-def held(cases: list[tuple[int, str, Tier, Tier]], folder: str) -> list[dict[Tier, int]]:
-    found = []
+def test_sharding_does_not_know_what_stores_state_below_the_device() -> None:
+    for path in Path(storage.__file__).parent.glob("*.py"):
+        assert "shardwell.offload" not in path.read_text(), path
+
+
+def engines(cases: list[tuple[int, str, Tier, Tier]], folder: str) -> Iterator[shardwell.Engine]:
     for stage, precision, parameters, optimizer in cases:
         zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
         for key, tier in (("offload_param", parameters), ("offload_optimizer", optimizer)):
@@ -95,11 +101,46 @@ def held(cases: list[tuple[int, str, Tier, Tier]], folder: str) -> list[dict[Tie
             "shardwell": {"commit": "after_norm"},
             **BLOCKS[precision],
         }
-        engine, *_ = shardwell.initialize(model=model, config=config)
+        yield shardwell.initialize(model=model, config=config).engine
+
+
+def changed(forms: list[tuple[int, str, Tier, Tier]], folder: str) -> list[bool]:
+    """Master weights that are changed while they are open, also in a nested context, are what is read later."""
+    found = []
+    for engine in engines(forms, folder):
+        (group,) = engine._scheduler.units[1].groups
+        with group.open_master(changes=True) as master:
+            expected = torch.arange(len(master), device=master.device) * 1.001
+            master.copy_(expected)
+            with group.open_master():
+                pass
+        with group.open_master() as master:
+            same = torch.equal(master, expected)
+        rounded = expected.to(group.precision.compute)
+        with group.swapped_in():
+            stored = group.storage.parameters.to(torch.float32, copy=True)  # the memory is swapped out again
+        found.append(same and torch.allclose(stored, rounded.float(), rtol=2**-7))
+        engine.destroy()
+    return found
+
+
+def test_what_is_written_to_open_masters_stays(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(2, changed, CASES, str(tmp_path)):
+        assert all(found), [case for case, is_same in zip(CASES, found, strict=True) if not is_same]
+
+
+def held(cases: list[tuple[int, str, Tier, Tier]], folder: str) -> list[dict[Tier, int]]:
+    found = []
+    for engine in engines(cases, folder):
         now: Counter[Tier] = Counter()
         for (state, _, tier), size in engine.memory().now.items():
             if state in (StateKind.PARAMETERS, StateKind.OPTIMIZER):
                 now[tier] += size
+        stored: Counter[Tier] = Counter()
+        for unit in engine._scheduler.units:
+            for group in unit.groups:
+                stored.update(group.storage.nbytes())
+        assert +stored == +now
         found.append(dict(now))
         engine.destroy()
     return found

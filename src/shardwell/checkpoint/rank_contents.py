@@ -94,7 +94,7 @@ class RankContents:
         self._opened = None
         self._open.close()
 
-    def _hold(self, what: ShardedGroup | Unit, opening: Callable[[], AbstractContextManager[None]]) -> None:
+    def _hold(self, what: ShardedGroup | Unit, opening: Callable[[], AbstractContextManager[object]]) -> None:
         """Have something readable, in place of what was before."""
         if self._opened is not what:
             self.close()

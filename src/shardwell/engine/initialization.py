@@ -32,11 +32,9 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.memory.device import default_device
-from shardwell.offload.param_swap import ReadBuffers
 from shardwell.offload.placement import GroupKey, ModelStates, StateFormula
 from shardwell.offload.plan import OffloadPlan, commit_policy, open_disk, plan_offload, settle_commit
 from shardwell.offload.prefetch import offload_links
-from shardwell.offload.staging import AlignedAllocator
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
@@ -138,7 +136,7 @@ def _engine(
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     context = _open_nodes(context, settings, ledger, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
-    context = _with_disk(context, settings)
+    context = _with_tiers(context, settings, offload)
     before = ModelBefore(model)
     units = build_units(cuts, settings, recipe, context, offload)
     kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
@@ -199,10 +197,11 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
             limits.live,
             needed,
         )
+    read_buffers = context.tiers.read_buffers if context.tiers is not None else None
     num_ranks = context.world.mesh.size
     paths_differ = settings.shardwell.find_unused_parameters and num_ranks > 1
     scheduler = Scheduler(units, limits, MicroStep(num_ranks, settings.gradient_accumulation_steps or 1, paths_differ))
-    scheduler.links += offload_links(scheduler.room, num_ranks, context.pages, scheduler.record)
+    scheduler.links += offload_links(scheduler.room, num_ranks, read_buffers, scheduler.record)
     return scheduler
 
 
@@ -269,16 +268,20 @@ def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
     return replace(world, node_size=min(ranks_per_node, world.size))
 
 
-def _with_disk(context: EngineContext, settings: Config) -> EngineContext:
-    """Return the context with the NVMe paths that state is stored on, and pinned buffers to read parameters into."""
+def _with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -> EngineContext:
+    """Return the context with what stores state below the device, if any of it is stored there."""
     disk = None if context.device.is_meta else open_disk(settings)
+    if disk is None and not any(place.depth for place in offload.places.values()):
+        return context
+    from shardwell.offload.storage import OffloadTiers
+
+    tiers = OffloadTiers(context.device, context.account, context.scratch, context.world.mesh.size, disk)
     if disk is not None and context.world.agreement is not None:
         disk.tell = context.world.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
     block = settings.zero_optimization.offload_param
-    if disk is None or block.device != "nvme":
-        return replace(context, disk=disk)
-    pinned = AlignedAllocator(context.device, context.account, pinned=context.device.is_cuda)
-    return replace(context, disk=disk, pages=ReadBuffers(disk, pinned, block.buffer_count))
+    if disk is not None and block.device == "nvme":
+        tiers.read_parameters_into(block.buffer_count)
+    return replace(context, tiers=tiers)
 
 
 def build_units(

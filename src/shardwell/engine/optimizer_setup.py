@@ -32,8 +32,8 @@ def make_optimizer(
     optimizer.trainer = weakref.ref(engine)
     if recipe.given is not None:
         redirect(recipe.given, engine)
-    for unit in scheduler.units:
-        unit.optimizer = weakref.proxy(optimizer)
+    for owner in (unit.owner for unit in scheduler.units if unit.owner is not None):
+        owner.optimizer = weakref.proxy(optimizer)
     return optimizer
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _HALF = 0x8000
+_SPAN = 1 << 17  # elements per comparison: they stay in a cache
 
 
 def narrow(source: Tensor, out: Tensor) -> Tensor:
@@ -73,6 +74,22 @@ def join(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
     if nan.any():
         out.copy_(torch.where(nan, high.to(out.dtype), out))
     return out
+
+
+def adopt(masters: Tensor, values: Tensor) -> None:
+    """Set master weights (1D) to the values (1D, compute dtype, same device) that are not their roundings."""
+    if masters.is_meta:
+        return
+    if masters.is_cuda:
+        from shardwell.kernels.rounding_triton import adopt as kernel
+
+        kernel(masters, values)
+        return
+    for start in range(0, masters.numel(), _SPAN):
+        mine, theirs = masters[start : start + _SPAN], values[start : start + _SPAN]
+        rounded = mine if mine.dtype == theirs.dtype else narrow(mine, torch.empty_like(theirs))
+        if not torch.equal(rounded, theirs):
+            mine.copy_(torch.where(rounded == theirs, mine, theirs.to(mine.dtype)))
 
 
 def _high_bits(source: Tensor, out: Tensor) -> None:

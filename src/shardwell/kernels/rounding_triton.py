@@ -1,4 +1,4 @@
-"""The elementwise functions of `rounding` and of `sharding/edits.py` as Triton kernels of one pass."""
+"""The elementwise functions of `rounding` and the digest of `sharding/edits.py` as Triton kernels of one pass."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from shardwell.offload.early_update import EarlyExecutor, Norm, has_all_gradient
 from shardwell.offload.host_updates import HostUpdateQueue
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.offload.speculation import hyperparameters_of
+from shardwell.offload.storage import swapped_masters
 from shardwell.offload.worker import Worker
 from shardwell.optim.executor import StepOptions
 from shardwell.optim.grad_norm import norm_of, sum_of_squares
@@ -71,7 +72,7 @@ def host_updates(
     kernel = kernel_for(inner, threads, eight_bits=eight_bits, beside_gpu=context.device.is_cuda)
     groups = [group for unit in mine for group in unit.trainable if group.is_stepped_on_host]
     if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
-        if any(group.chest is not None for group in groups):
+        if any(swapped_masters(group) is not None for group in groups):
             raise ShardwellError(
                 f"optimizer state on disk is stepped by kernels, and there is none for {type(inner).__name__} with "
                 f"these options over {groups[0].precision.master}: use AdamW, Adam, SGD, Adagrad or Lion over fp32 "

@@ -48,6 +48,7 @@ from shardwell.offload.grad_offload import GradientOffloader, GradientTransfer, 
 from shardwell.offload.optimizer_swap import OptimizerSwapper, UpdateBuffer, blank
 from shardwell.offload.speculation import Options, SpeculationBackoff, SpeculativeState, are_same, covers
 from shardwell.offload.staging import StagingPool
+from shardwell.offload.storage import swapped_masters
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.offload.worker import TaskHandle, Worker
 from shardwell.optim.param_slices import ParamSlice
@@ -242,7 +243,7 @@ class HostUpdateQueue:
 
     def _initial_state(self, shard: ParamSlice, options: Options) -> dict[str, Any]:
         """Return the state before the first step."""
-        if shard.group.chest is None:
+        if swapped_masters(shard.group) is None:
             return self.kernel.initial_state(shard.tensor, options)
         return blank(self.kernel.initial_state(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
 

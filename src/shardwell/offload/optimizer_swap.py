@@ -29,6 +29,7 @@ from shardwell.offload.cpu_kernels import HostKernel
 from shardwell.offload.disk import DiskTier, DiskTransfer
 from shardwell.offload.disk_file import rounded
 from shardwell.offload.staging import AlignedAllocator, StagingPool
+from shardwell.offload.storage import swapped_masters, swapped_shard, swapped_tensors
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, is_elementwise
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
@@ -68,11 +69,11 @@ class OptimizerSwapper:
 
     def has(self, unit: Unit) -> bool:
         """Return whether the unit's optimizer state is stored on disk."""
-        return any(group.chest is not None for group in unit.trainable)
+        return any(swapped_masters(group) is not None for group in unit.trainable)
 
     def needs_buffer(self, unit: Unit) -> bool:
         """Return whether an update of the unit needs an update buffer."""
-        return any(group.swapped_tensors for group in unit.trainable)
+        return any(swapped_tensors(group) for group in unit.trainable)
 
     def add(self, unit: Unit) -> None:
         """Store the state that a unit has now. New tensors are written, unless they are blank."""
@@ -91,7 +92,7 @@ class OptimizerSwapper:
         for unit in units:
             with self.opened(unit, changes=False):
                 for shard in self._shards.of(unit):
-                    if shard.group.chest is not None and shard.tensor in self._inner.state:
+                    if swapped_masters(shard.group) is not None and shard.tensor in self._inner.state:
                         yield shard.tensor, _copied(self._inner.state[shard.tensor])
 
     @contextlib.contextmanager
@@ -131,7 +132,7 @@ class OptimizerSwapper:
     def _tensors(self, unit: Unit) -> Iterator[Tensor]:
         for shard in self._shards.of(unit):
             for value in self._inner.state.get(shard.tensor, {}).values():
-                if shard.group.chest is not None and is_elementwise(value, shard):
+                if swapped_masters(shard.group) is not None and is_elementwise(value, shard):
                     yield from (value.codes, value.exponents) if isinstance(value, Moment8bit) else (value,)
 
     # --------------------------------------------------------------------------------------------------- updates
@@ -151,9 +152,9 @@ class OptimizerSwapper:
         """Size the update buffers for the largest of these units, with its state."""
 
         def size(group: ShardedGroup) -> int:
-            numel = group.own[1] - group.own[0] if group.chest is not None else 0
+            numel = group.own[1] - group.own[0] if swapped_masters(group) is not None else 0
             state = [numel, Moment8bit.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
-            parameters = sum(chest.num_bytes for chest in group.swapped_tensors)
+            parameters = sum(chest.num_bytes for chest in swapped_tensors(group))
             return parameters + len(kernel.keys) * sum(rounded(part) for part in state)
 
         self._buffers.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
@@ -198,12 +199,12 @@ class OptimizerSwapper:
         The call waits until a buffer is free. Gradients that wait on disk are read into it too.
         """
         blank = {
-            group.swapped_shard.chest
+            shard.chest
             for group in unit.trainable
-            if group.swapped_shard is not None and group.split_master is None and _all_of(group, shards)
+            if (shard := swapped_shard(group)) is not None and group.split_master is None and _all_of(group, shards)
         }  # parameters that are overwritten completely
         state = self._state_chests(unit)
-        pages = [group.swapped_shard.chest for group in unit.trainable if group.swapped_shard is not None]
+        pages = [shard.chest for group in unit.trainable if (shard := swapped_shard(group)) is not None]
         waiting = [gradients] if gradients is not None else []
         size = sum(chest.num_bytes for chest in (*state, *pages, *waiting))
         buffer = self._take_prefetched(unit.index)
@@ -227,7 +228,7 @@ class OptimizerSwapper:
 
         State comes first: code that slices both has the state open, and so no other thread moves its master weights.
         """
-        masters = [group.chest for group in unit.trainable if group.chest is not None]
+        masters = [chest for group in unit.trainable if (chest := swapped_masters(group)) is not None]
         return [self._chest_of(unit), *masters] if self.has(unit) else masters
 
     def _taken(self, num_bytes: int) -> UpdateBuffer:

@@ -44,8 +44,8 @@ class ParamAccess:
 
     def take_over_gradients(self) -> None:
         """Take over the user's changes of `p.grad`, unless a backward runs."""
-        if self._unit.take_over_gradients is not None and torch._C._current_graph_task_id() == -1:
-            self._unit.take_over_gradients()
+        if self._unit.owner is not None and torch._C._current_graph_task_id() == -1:
+            self._unit.owner.take_gradient_edits()
 
     def _own_piece(self) -> SlotPiece | None:
         """Return this rank's part; `in_shard` counts from the start of this rank's master weights."""
@@ -141,8 +141,8 @@ class ParamAccess:
 
         `asks` as for `gradient`. All ranks must call it.
         """
-        if asks and self._anywhere()[1] and self._unit.average is not None:
-            self._unit.average(self._unit)
+        if asks and self._anywhere()[1] and self._unit.owner is not None:
+            self._unit.owner.reduce_now(self._unit)
         result = self._averaged()
         if result is not None and self._unit.optimizer is not None:
             self._unit.optimizer.executor.gradients_change(self._unit)

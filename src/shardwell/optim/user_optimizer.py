@@ -106,7 +106,7 @@ def meet_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _adopt_or_refuse(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
-    if not isinstance(keeper, Unit) or keeper.adopt is None:
+    if not isinstance(keeper, Unit) or keeper.owner is None or keeper.owner.adopt is None:
         raise ShardwellError(
             f"this {name} steps parameters of a model that was built in shardwell.zero.Init and not given to "
             "shardwell.initialize yet: do that first, with optimizer=..."
@@ -123,7 +123,7 @@ def _adopt_or_refuse(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) 
             f"a step with a closure must not be the first one of this {name}: give the optimizer to "
             "shardwell.initialize(optimizer=...)"
         )
-    keeper.adopt(optimizer)  # its parameters are shards without gradients now: the rest of this step does nothing
+    keeper.owner.adopt(optimizer)  # its parameters are shards without gradients now: the rest of this step does nothing
 
 
 # --------------------------------------------------------------------------------------------- gradients of shards

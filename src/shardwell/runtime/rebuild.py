@@ -82,7 +82,7 @@ def refit(
         unit.keeps_frozen = one.name in before and before[one.name].keeps_frozen
         if optimizer is not None:
             optimizer.enter(unit)
-            unit.optimizer = before[next(iter(before))].optimizer
+            unit.owner = before[next(iter(before))].owner
             if unit.trainable:
                 with optimizer.states_of(unit, changes=True):
                     _give_back(unit, remembered)
@@ -137,7 +137,7 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
-    unit.look = None  # what happens to its parameters from now on is no edit of the user
+    unit.is_dismantled = True  # what happens to its parameters from now on is no edit of the user
     with contextlib.ExitStack() as stack:
         if optimizer is not None and unit.trainable:
             stack.enter_context(optimizer.states_of(unit))

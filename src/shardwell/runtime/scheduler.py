@@ -28,7 +28,7 @@ from shardwell.runtime.transforms import in_transform, outside_trace, outside_tr
 from shardwell.sharding import Residency, ShardedGroup, Unit
 from shardwell.sharding.edits import look_closely
 from shardwell.sharding.gradients import GradState
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.unit import PendingUpdate, UnitOwner
 
 _is_retained: Callable[[Unit], bool] = attrgetter("is_retained")
 current_task: Callable[[], int] = torch._C._current_graph_task_id  # of the running autograd graph; -1 outside backward
@@ -87,9 +87,12 @@ class Scheduler:
         self._backward = ExecutionOrder(root + [unit for unit in self._released[::-1] if unit.name], is_backward=True)
         self.room.adopt_units(units)
         self.saved.take(self._released)
+        optimizer = next((unit.optimizer for unit in units if unit.optimizer is not None), None)
+        take_edits = partial(look_closely, units)
+        reducer = self.reducer
+        owner = UnitOwner(self.retain, reducer.reduce_now, reducer.views.take_edits, take_edits, self.adopt, optimizer)
         for unit in units:
-            unit.fetch, unit.average, unit.adopt = self.retain, self.reducer.reduce_now, self.adopt
-            unit.take_over_gradients, unit.look = self.reducer.views.take_edits, partial(look_closely, units)
+            unit.owner = owner
         self.reducer.adopt_units(self._by_name)
 
     def record(self, action: TraceAction, unit: Unit) -> None:

@@ -5,35 +5,40 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwell.errors import NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
-from shardwell.offload.disk import DiskTier
-from shardwell.offload.param_swap import ReadBuffers
 from shardwell.parallel import Axis, Collectives, MeshRoles
+from shardwell.sharding.tiers import TierFactory
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The device, memory statistics, process groups and NVMe tier that all groups of one engine share."""
+    """The device, memory statistics, process groups and lower tiers that all groups of one engine share."""
 
     device: Device
     account: MemoryStats
     scratch: TemporaryBuffers
     comm: dict[Axis, Collectives]
-    disk: DiskTier | None = None
-    pages: ReadBuffers | None = None  # read buffers for parameters on disk
+    tiers: TierFactory | None = None  # stores state below the device, if anything is stored there
     roles: MeshRoles = field(init=False)  # the same collectives as in `comm`, by what they are for
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", MeshRoles.for_one_axis(self.world, self.comm.get(Axis.NODE)))
 
-    @property
+    @cached_property
     def world(self) -> Collectives:
         """Return the collectives over all ranks."""
         return self.comm[Axis.WORLD]
+
+    @property
+    def disk(self) -> Any:
+        """Return the `DiskTier`, or None if nothing is stored on disk."""
+        return None if self.tiers is None else self.tiers.disk
 
     @contextlib.contextmanager
     def failing_together(self, where: str, *, common: tuple[type[ShardwellError], ...] = ()) -> Iterator[None]:
@@ -53,7 +58,7 @@ class EngineContext:
 
     def close(self) -> None:
         """Close the files on disk and the connections."""
-        if self.disk is not None:
-            self.disk.close()
+        if self.tiers is not None:
+            self.tiers.close()
         for comm in self.comm.values():
             comm.close()

@@ -4,9 +4,9 @@ Parameters that stay unsharded are views of their group's flat buffer. A paramet
 detected before every forward, by its address, and before every step, by all properties of the view: its values are
 copied back, and it is a view again. A change in place is in the flat buffer already. Where the master weights are a
 slice of the flat buffer, or a remainder to it, nothing has to be done. Separate master weights are compared with it
-when they are opened (`adopt`): an element that is not the rounding of its master weight was changed, and becomes the
-master weight. Master weights on the host of parameters on a GPU are compared only when a hash of all bits (`digest`)
-says that something changed.
+when they are opened (`SeparateStorage.open`): an element that is not the rounding of its master weight was changed, and
+becomes the master weight. Master weights on the host of parameters on a GPU are compared only when a hash of all bits
+(`digest`) says that something changed.
 
 As in DDP, every rank is expected to change the same values in the same way.
 """
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ModelChangedError
-from shardwell.kernels.rounding import narrow
+from shardwell.kernels.rounding import adopt, narrow
+from shardwell.memory import Tier
 from shardwell.memory.device import AsyncScalar, Event
 from shardwell.parallel import TrafficKind
 from shardwell.sharding.layout import Slot
@@ -32,8 +33,6 @@ from shardwell.sharding.layout import Slot
 if TYPE_CHECKING:
     from shardwell.sharding.group import ShardedGroup
     from shardwell.sharding.unit import Unit
-
-_SPAN = 1 << 17  # elements per comparison: they stay in a cache
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,11 @@ class ReplacedValues:
 
 def look(units: Sequence[Unit]) -> None:
     """Take over replaced values before a forward; the check costs 0.1 µs per parameter."""
-    with torch._C.DisableTorchFunctionSubclass():  # released parameters answer through a slow path
-        are_there = all(group.places.begin_there() for unit in units for group in unit.groups)
-    if not are_there:
+    is_replaced = False
+    for unit in units:
+        for group in unit.groups:
+            is_replaced = is_replaced or bool(group.views.replaced(quickly=True))
+    if is_replaced:
         look_closely(units)
 
 
@@ -77,9 +78,9 @@ def look_closely(units: Sequence[Unit]) -> None:
     found = [
         ReplacedValues(unit, group, index)
         for unit in units
-        if unit.look is not None  # else the unit is being taken apart
+        if unit.owner is not None and not unit.is_dismantled
         for group in unit.groups
-        for index in group.places.left()
+        for index in group.views.replaced()
     ]
     if not found:
         return
@@ -93,9 +94,15 @@ def look_closely(units: Sequence[Unit]) -> None:
 
 def look_before_step(units: Sequence[Unit]) -> None:
     """Take over values that replaced parameters since their gradients were computed."""
-    look_closely(units)
+    is_replaced = False
     for unit in units:
-        unit.check_retention()
+        for group in unit.groups:
+            is_replaced = is_replaced or bool(group.views.replaced())
+    if is_replaced:
+        look_closely(units)
+    for unit in units:
+        if unit.changes.was_retained:
+            unit.check_retention()
         if unit.misfit:
             raise ModelChangedError(
                 f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
@@ -105,7 +112,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
 
 def _fits(one: ReplacedValues) -> bool:
     """Whether the values can be taken over; with another shape, the unit has to be rebuilt."""
-    slot, data, place = one.slot, one.parameter.data, one.group.places.views[one.index]
+    slot, data, place = one.slot, one.parameter.data, one.group.views.tensors[one.index]
     if one.group.context.device.is_meta:
         return False
     if tuple(data.shape) != slot.shape:
@@ -157,7 +164,7 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
     Parameters of another shape do not fit into the group any more; the values of rank `source` are broadcast.
     """
     fits = True
-    for index in group.places.left():
+    for index in group.views.replaced():
         slot, parameter = group.layout.slots[index], group.parameters[index]
         if tuple(parameter.shape) == slot.shape:
             group.take_in(index, parameter.data)
@@ -170,22 +177,6 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
 
 
 # ------------------------------------------------------------------------------------- separate master weights
-
-
-def adopt(masters: Tensor, values: Tensor) -> None:
-    """Set master weights (1D) to the values (1D, compute dtype, same device) that are not their roundings."""
-    if masters.is_meta:
-        return
-    if masters.is_cuda:
-        from shardwell.kernels.rounding_triton import adopt as kernel
-
-        kernel(masters, values)
-        return
-    for start in range(0, masters.numel(), _SPAN):
-        mine, theirs = masters[start : start + _SPAN], values[start : start + _SPAN]
-        rounded = mine if mine.dtype == theirs.dtype else narrow(mine, torch.empty_like(theirs))
-        if not torch.equal(rounded, theirs):
-            mine.copy_(torch.where(rounded == theirs, mine, theirs.to(mine.dtype)))
 
 
 def take_over_in_place(group: ShardedGroup, values: Tensor | None = None) -> None:
@@ -235,13 +226,58 @@ def _is_set(read: AsyncScalar) -> bool:
 # ------------------------------------------------------------------- changes of parameters that will be resharded
 
 
-def versions(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Return how often each parameter was changed in place; the engine's own writes do not count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_version, parameters))
-
+_CLOSE_LOOKS = 4  # reshards that compare values: a forward that changes its own parameters does so from the start
 
 _version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class ChangeWatch:
+    """Finds changes of a unit's unsharded parameters that are lost when their memory is freed."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._has_warned = False
+        self.gathered_at = 0  # the unit's `num_updates` at its all-gather
+        self.was_retained = False  # since its all-gather
+        self._num_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
+        self.reset(parameters)
+
+    def reset(self, parameters: list[nn.Parameter]) -> None:
+        """Expect the parameters to stay as they are now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = list(map(_version, parameters))  # how often each was changed in place by the user
+
+    def check(self, unit: Unit, *, closely: bool | None = None) -> None:
+        """Warn if unsharded parameters were changed in place, because the change is lost when they are freed.
+
+        Torch does not count changes of `p.data`. `closely`: values are compared with the stored ones. By default this
+        is done where a change is likely, and the unit is about to be resharded.
+        """
+        if closely is None:
+            closely = self.was_retained or self._num_looks < _CLOSE_LOOKS
+            self._num_looks, self.was_retained = self._num_looks + 1, False
+        with torch._C.DisableTorchFunctionSubclass():
+            now = list(map(_version, unit.parameters))
+        is_lost = closely and self._differs(unit)
+        if (is_lost or now != self._versions) and not self._has_warned:
+            self._warn(unit, now, is_lost=is_lost)
+        self._versions = now
+
+    def _differs(self, unit: Unit) -> bool:
+        """Whether values differ from the stored ones, and only the user can have changed them."""
+        is_updated = unit.num_updates != self.gathered_at or unit.is_ahead or unit.pending_update is not None
+        if is_updated or not unit.is_unsharded:
+            return False
+        return any(is_unlike_its_shard(group) for group in unit.releasable)
+
+    def _warn(self, unit: Unit, now: list[int], *, is_lost: bool) -> None:
+        """Warn once, with the names of the parameters that were changed and will be freed."""
+        slots = [slot for group in unit.groups for slot in group.layout.slots]
+        freed = {id(slot) for group in unit.releasable for slot in group.layout.slots}
+        changed = zip(slots, now, self._versions, strict=True)
+        names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
+        if names or is_lost:
+            self._has_warned = True
+            warn_of_lost(unit.name, names)
 
 
 def is_unlike_its_shard(group: ShardedGroup) -> bool:
@@ -249,14 +285,13 @@ def is_unlike_its_shard(group: ShardedGroup) -> bool:
 
     The parameters must have been all-gathered unquantised.
     """
-    shard = group.shard
-    if shard is None or group.is_quantized or not group.is_exact or shard.page is not None or shard.tensor.is_meta:
+    stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.own)]
+    is_on_disk = group.row.parameters.tier is Tier.DISK
+    if group.is_quantized or not group.all_gather.is_exact or is_on_disk or stored.is_meta:
         return False
-    start, end = group.layout.shard_range(group.context.world.shard_index)
-    mine = group.flat.tensor[start:end]
-    if shard.tensor.device != mine.device:
+    if stored.device != mine.device:
         return False
-    rounded = narrow(shard.tensor, torch.empty_like(mine)) if shard.tensor.dtype != mine.dtype else shard.tensor
+    rounded = narrow(stored, torch.empty_like(mine)) if stored.dtype != mine.dtype else stored
     return not torch.equal(rounded.view(torch.uint8), mine.view(torch.uint8))
 
 

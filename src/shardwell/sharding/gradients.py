@@ -39,14 +39,6 @@ class GradState(enum.Enum):
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
-_ALLOWED = {
-    GradState.NONE: {GradState.PARTIAL},
-    GradState.PARTIAL: {GradState.REDUCING, GradState.NONE},
-    GradState.REDUCING: {GradState.REDUCED, GradState.PARTIAL},
-    GradState.REDUCED: {GradState.PARTIAL, GradState.NONE},
-}
-
-
 class Gradients:
     """The gradient buffers of one group."""
 
@@ -62,41 +54,34 @@ class Gradients:
         comm: Collectives,
         scratch: TemporaryBuffers,
     ) -> None:
-        self._name, self._unit = name, unit
+        self._name, self._unit, self._token = name, unit, f"REDUCE {name}"
         self._layout, self._row, self._precision = layout, row, precision
         self._comm, self._scratch = comm, scratch
+        self._own = slice(*layout.shard_range(comm.shard_index))
         self.state = GradState.NONE
         self.result = None
         self.commit = row.commit  # when an update made from them is committed
-        self._lodging: Callable[[], None] | None = None  # waits for a result that is in another owner's memory
+        self._elsewhere: Callable[[], None] | None = None  # waits for a result that is in another owner's memory
         self.hands_over = False  # another owner accumulates the micro-steps
         self._handed: tuple[Tensor, float] | None = None  # a micro-step to be accumulated, and its factor
         self._flat: Tensor | None = None  # 1D, padded
         self._filled = [False] * len(layout.slots)  # slots with a gradient in the flat buffer
         self.seen = [False] * len(layout.slots)  # slots with a gradient since the last `clear`
-        self._came_last = [False] * len(layout.slots)  # slots with a gradient at the boundary
+        self._at_boundary = [False] * len(layout.slots)  # slots with a gradient at the boundary
+        self.is_complete = False  # all of them; gradients of earlier micro-steps do not count
         self._scaled_late = False
         self._expected = 1.0  # the factor that late-scaled gradients in the flat buffer still need
         self._scale = 1.0  # the factor that the reduce-scatter applies
         self._pending: Work | None = None  # a reduce-scatter
-        self._publishing: Work | None = None  # its all-gather, with specs that keep full gradients
+        self._averaged: Tensor | None = None  # 1D: what it averages in place, with specs that keep full gradients
+        self._publishing: Work | None = None  # the all-gather of that
         self._lost: QuantizationResidual | None = None  # the quantisation error that is not sent yet
         self.loss_scale = 1.0  # the loss scale of this step's gradients
-
-    def move(self, state: GradState) -> None:
-        """Change the state; the transition must be allowed."""
-        assert state in _ALLOWED[self.state], f"gradients of {self._name} cannot go from {self.state} to {state}"
-        self.state = state
 
     @property
     def is_partial(self) -> bool:
         """Whether the flat buffer holds gradients that are not averaged yet."""
         return self.state is GradState.PARTIAL
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every parameter got a gradient at the boundary; gradients of earlier micro-steps do not count."""
-        return all(self._came_last)
 
     def accumulate(self, index: int, grad: Tensor, scale: float, *, stays: bool, is_last: bool) -> None:
         """Add the gradient of one parameter to the flat buffer.
@@ -108,7 +93,9 @@ class Gradients:
         fp32, except for the division that precedes the reduce-scatter.
         """
         self.seen[index] = True
-        self._came_last[index] = self._came_last[index] or is_last
+        if is_last and not self._at_boundary[index]:
+            self._at_boundary[index] = True
+            self.is_complete = all(self._at_boundary)
         if self._flat is None and not self._open(grad, scale, stays):
             return
         assert self._flat is not None
@@ -133,7 +120,7 @@ class Gradients:
         wire = self._precision.wire
         dtype = self._precision.accumulate if stays else wire.dtype or self._precision.compute
         slots = self._layout.slots
-        self.move(GradState.PARTIAL)
+        self.state = GradState.PARTIAL
         # In a group of one parameter without padding, autograd's gradient is the flat buffer, without a copy.
         alone = len(slots) == 1 and slots[0].numel == self._layout.padded and not stays
         adopt = (
@@ -163,7 +150,7 @@ class Gradients:
         if self.state is not GradState.PARTIAL:
             self._open(None, scale, stays)
         assert self._flat is not None
-        self.move(GradState.REDUCING)
+        self.state = GradState.REDUCING
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if not filled:
                 self._flat[slot.offset : slot.end].zero_()
@@ -172,70 +159,74 @@ class Gradients:
         if self._scaled_late and scale != self._expected:  # other ranks may have begun with another micro-step
             self._flat.mul_(self._expected / scale)
             self._scale = scale * self._precision.wire.predivide
-        flat = self._for_the_wire(self._flat, scale)
-        self._flat = None
-        self._pending = (
-            self._average_whole(flat) if self._row.gradients.axis is None else self._scatter(flat, accumulates)
-        )
+        flat, self._flat = self._flat, None
+        if self._precision.wire.dtype not in (None, flat.dtype):
+            flat = self._for_the_wire(flat, self._precision.wire.dtype, scale)
+        if self._row.gradients.axis is None:
+            self._pending = self._average_whole(flat)
+        elif self.hands_over and accumulates:
+            self._pending = self._scatter_to_hand_over(flat)
+        else:
+            self._pending = self._scatter(flat, accumulates)
 
-    def _for_the_wire(self, flat: Tensor, scale: float) -> Tensor:
+    def _for_the_wire(self, flat: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         """Convert the flat buffer to the communication dtype; factors applied too early are divided out again."""
-        wire = self._precision.wire
-        if wire.dtype is None or flat.dtype == wire.dtype:
-            return flat
-        sent = self._scratch.allocate(flat.numel(), wire.dtype, StateKind.GRADIENTS, self._unit)
+        sent = self._scratch.allocate(flat.numel(), dtype, StateKind.GRADIENTS, self._unit)
         if not self._scaled_late:
-            self._scale = scale * wire.predivide
+            self._scale = scale * self._precision.wire.predivide
             flat.div_(self._scale)
         sent.copy_(flat)
         self._scratch.free(flat)
         return sent
 
     def _scatter(self, flat: Tensor, accumulates: bool) -> Work:
-        if self.hands_over and accumulates:
-            return self._scatter_to_hand_over(flat)
-        as_it_is = self._scale == 1.0 and not accumulates and flat.dtype == self._result_dtype(flat)
+        """Start the reduce-scatter into `result`; the result is as wide as the gradients and as what was sent."""
+        dtype = self._precision.accumulate if accumulates else torch.promote_types(self._precision.compute, flat.dtype)
+        as_it_is = self._scale == 1.0 and not accumulates and flat.dtype == dtype
         if self._comm.mesh.size == 1 and self.result is None and as_it_is:
             return Work(partial(self._adopt, flat))
-        fresh = self.result is None
+        adds = self.result is not None
         if self.result is None:
-            dtype = self._precision.accumulate if accumulates else self._result_dtype(flat)
-            self.result = self._take_result(self._layout.shard_numel, dtype)
-        elif self.result.dtype.itemsize <= 2 or self._lodging is not None:
+            self.result = self._scratch.allocate(self._layout.shard_numel, dtype, StateKind.GRADIENTS, self._unit)
+        elif self.result.dtype.itemsize <= 2 or self._elsewhere is not None:
             self._widen()
-        move = self._reduced(flat, self.result, not fresh)
-        return move.then(partial(self._scratch.free, flat))
+        codecs, residual = self._row.reduce_codecs, self._residual(flat) if self._row.feedback else None
+        work = self._comm.reduce_scatter(flat, self.result, self._scale, adds, self._token, codecs, lost=residual)
+        return work.then(partial(self._scratch.free, flat))
 
     def _scatter_to_hand_over(self, flat: Tensor) -> Work:
+        """Start the reduce-scatter of a micro-step that another owner accumulates."""
         if self._comm.mesh.size == 1:
             return Work(partial(self._hand, flat, self._scale))
-        fresh = self._take_result(self._layout.shard_numel, self._precision.accumulate)
+        numel, dtype = self._layout.shard_numel, self._precision.accumulate
+        fresh = self._scratch.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
+        codecs, residual = self._row.reduce_codecs, self._residual(flat) if self._row.feedback else None
+        work = self._comm.reduce_scatter(flat, fresh, self._scale, False, self._token, codecs, lost=residual)
 
         def finish() -> None:
             self._hand(fresh, 1.0)
             self._scratch.free(flat)
 
-        return self._reduced(flat, fresh, False).then(finish)
+        return work.then(finish)
 
     def _hand(self, fresh: Tensor, factor: float) -> None:
         """Hand over a micro-step to be accumulated elsewhere, added to one that was not fetched yet."""
         if self._handed is not None:
             before, its_factor = self._handed
-            both = self._take_result(fresh.numel(), self._precision.accumulate)
+            both = self._scratch.allocate(fresh.numel(), self._precision.accumulate, StateKind.GRADIENTS, self._unit)
             both.copy_(before).mul_(its_factor).add_(fresh, alpha=factor)
             self._scratch.free(before)
             self._scratch.free(fresh)
             fresh, factor = both, 1.0
         self._handed = fresh, factor
 
-    def _reduced(self, flat: Tensor, into: Tensor, accumulate: bool) -> Work:
-        token, codecs = f"REDUCE {self._name}", self._row.reduce_codecs
-        if codecs is not None and self._row.feedback and self._lost is None:
-            self._lost = QuantizationResidual(
-                self._comm.residual_numel(flat.numel(), codecs), self._unit, self._scratch
-            )
-        lost = self._lost.joining(self._scale / self.loss_scale) if self._lost is not None else None
-        return self._comm.reduce_scatter(flat, into, self._scale, accumulate, token, codecs, lost=lost)
+    def _residual(self, flat: Tensor) -> Tensor | None:
+        """Return the quantisation error (1D) of earlier gradients, which this reduce-scatter adds and replaces."""
+        codecs = self._row.reduce_codecs
+        if codecs is not None and self._lost is None:
+            numel = self._comm.residual_numel(flat.numel(), codecs)
+            self._lost = QuantizationResidual(numel, self._unit, self._scratch)
+        return self._lost.joining(self._scale / self.loss_scale) if self._lost is not None else None
 
     def free(self) -> None:
         """Drop everything, the quantisation error included."""
@@ -244,20 +235,10 @@ class Gradients:
             self._lost.free()
             self._lost = None
 
-    def _result_dtype(self, flat: Tensor) -> torch.dtype:
-        """Return a dtype as wide as that of the gradients and that of the reduce-scatter."""
-        return torch.promote_types(self._precision.compute, flat.dtype)
-
     def _average_whole(self, flat: Tensor) -> Work:
-        """Reduce-scatter into this rank's slice, then all-gather the slices."""
-        start, end = self._layout.shard_range(self._comm.shard_index)
-        reduced = self._comm.reduce_scatter(flat, flat[start:end], self._scale, False, f"REDUCE {self._name}")
-
-        def publish() -> None:
-            published = self._comm.all_gather(flat, f"PUBLISH {self._name}", TrafficKind.PUBLISH)
-            self._publishing = published.then(partial(self._adopt, flat))
-
-        return reduced.then(publish)
+        """Start to reduce-scatter into this rank's slice; `finish` then starts the all-gather of the slices."""
+        self._averaged = flat
+        return self._comm.reduce_scatter(flat, flat[self._own], self._scale, False, self._token)
 
     def start_next_hop(self) -> bool:
         """Start the second hop of a reduce-scatter where the host has to; false if no hop is left to start."""
@@ -270,23 +251,27 @@ class Gradients:
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            flat, self._averaged = self._averaged, None
             pending.wait()
+            if flat is not None:
+                published = self._comm.all_gather(flat, f"PUBLISH {self._name}", TrafficKind.PUBLISH)
+                self._publishing = published.then(partial(self._adopt, flat))
             if self.state is GradState.REDUCING:
-                self.move(GradState.REDUCED)
+                self.state = GradState.REDUCED
 
     def move_result(self, memory: Tensor, arrive: Callable[[], None]) -> Tensor | None:
         """Move `result` to `memory` (1D), where it may be read once `arrive` returns.
 
         Return the memory that it had, or None if that belonged to another owner.
         """
-        before = self.result if self._lodging is None else None
-        self.result, self._lodging = memory, arrive
+        before = self.result if self._elsewhere is None else None
+        self.result, self._elsewhere = memory, arrive
         return before
 
     @property
     def is_moved(self) -> bool:
         """Whether `result` is in another owner's memory."""
-        return self._lodging is not None
+        return self._elsewhere is not None
 
     def discard_result(self) -> Tensor:
         """Discard the result (1D) for good and return its memory; later reads raise an error."""
@@ -297,8 +282,8 @@ class Gradients:
 
     def ensure_readable(self) -> None:
         """Wait until the host may read a result that is in another owner's memory."""
-        if self._lodging is not None:
-            self._lodging()
+        if self._elsewhere is not None:
+            self._elsewhere()
 
     def take_micro_step(self) -> tuple[Tensor, float] | None:
         """Return a micro-step (1D) to be accumulated elsewhere and its factor; None if there is nothing new."""
@@ -307,7 +292,8 @@ class Gradients:
 
     def wait(self) -> None:
         """Wait until `result` may be read."""
-        self.finish()
+        if self._pending is not None:
+            self.finish()
         if self._publishing is not None:
             publishing, self._publishing = self._publishing, None
             publishing.wait()
@@ -328,7 +314,7 @@ class Gradients:
     @property
     def is_discarded(self) -> bool:
         """Whether the gradients were discarded for good."""
-        return self._lodging is gone
+        return self._elsewhere is gone
 
     @property
     def needs_collective(self) -> bool:
@@ -361,12 +347,12 @@ class Gradients:
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if filled and self._flat is not None:
                 flat[slot.offset : slot.end].copy_(self._flat[slot.offset : slot.end]).mul_(self._scale)
-        start, end = self._layout.shard_range(self._comm.shard_index)
-        self._comm.reduce_scatter(flat, flat[start:end], 1.0, False, f"READ {self._name}").wait()
+        self._comm.reduce_scatter(flat, flat[self._own], 1.0, False, f"READ {self._name}").wait()
         if self._row.gradients.axis is None:
             self._comm.all_gather(flat, f"READ {self._name}").wait()
-            start, end = 0, self._layout.padded
-        total.add_(flat[start:end])
+            total.add_(flat)
+        else:
+            total.add_(flat[self._own])
         self._scratch.free(flat)
 
     # ------------------------------------------------------------------------------------------------------ clearing
@@ -374,11 +360,11 @@ class Gradients:
     def forget(self, index: int) -> None:
         """Drop the gradient of one parameter. All ranks must do so at the same place in the program."""
         self.wait()
-        self.seen[index] = self._came_last[index] = False
+        self.seen[index] = self._at_boundary[index] = self.is_complete = False
         self._filled[index] = False  # the reduce-scatter counts it as zeros
         slot, first = self._layout.slots[index], 0
         if self._row.gradients.axis is not None:
-            first = self._layout.shard_range(self._comm.shard_index)[0]
+            first = self._own.start
         low, high = max(slot.offset - first, 0), max(slot.end - first, 0)
         if self.result is not None:
             self.ensure_readable()
@@ -392,21 +378,17 @@ class Gradients:
         if self._lost is not None:
             self._lost.end_step(was_used if self.commit is not CommitPolicy.IMMEDIATE else True)
         self.seen = [False] * len(self.seen)
-        self._came_last = [False] * len(self.seen)
-        self._drop_result()
+        self._at_boundary, self.is_complete = [False] * len(self.seen), False
+        if self.result is not None and self._elsewhere is None:
+            self._scratch.free(self.result)
+        self.result = self._elsewhere = None
         if self._flat is not None:
             self._scratch.free(self._flat)
             self._flat = None
         if self._handed is not None:
             self._scratch.free(self._handed[0])
             self._handed = None
-        if self.state is not GradState.NONE:
-            self.move(GradState.NONE)
-
-    def _drop_result(self) -> None:
-        if self.result is not None and self._lodging is None:
-            self._scratch.free(self.result)
-        self.result, self._lodging = None, None
+        self.state = GradState.NONE
 
     def _adopt(self, flat: Tensor) -> None:
         """Make a buffer that was averaged in place the result, or add it to an earlier result."""
@@ -420,15 +402,14 @@ class Gradients:
     def _widen(self) -> None:
         """Convert the result to the accumulation dtype before more is added."""
         assert self.result is not None
-        if self.result.dtype != self._precision.accumulate or self._lodging is not None:
+        numel, dtype = self.result.numel(), self._precision.accumulate
+        if self.result.dtype != dtype or self._elsewhere is not None:
             self.ensure_readable()
-            wide = self._take_result(self.result.numel(), self._precision.accumulate)
+            wide = self._scratch.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
             wide.copy_(self.result)
-            self._drop_result()
-            self.result = wide
-
-    def _take_result(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._scratch.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
+            if self._elsewhere is None:
+                self._scratch.free(self.result)
+            self.result, self._elsewhere = wide, None
 
 
 def gone() -> NoReturn:

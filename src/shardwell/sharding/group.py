@@ -1,47 +1,95 @@
 """A group: the parameters of one unit that share dtype, trainability and persistence, and their buffers.
 
 - flat: all parameters back to back in the compute dtype; the parameters are views of it.
-- shard: this rank's slice in storage of its own, quantised or not (specs that reshard their parameters).
-- remainder: the lower halves of this rank's fp32 master weights (specs that keep bf16 parameters unsharded, or store
-  them below the device together with their master weights).
-- master: the master weights as the optimizer steps them. They are a separate copy (below the parameters, or for
-  unsharded fp16 parameters, which are not the upper half of an fp32 number), the shard, a slice of `flat`, or a staging
-  buffer that holds joined bf16 plus remainder, or dequantised values, only while it is open.
-
-State on disk is in swapped tensors: the shard in a `SwappedShard`, master weights or remainder in another set.
+- storage: the parameters that this rank stores, and their master weights, in one of the forms of `storage.py`. If any
+  of it is below the device, `offloaded` is the same storage with what only such storage can do.
+- gradients: see `gradients.py`.
+- all_gather: fills the flat buffer of a group that is resharded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from shardwell.kernels.rounding import join, narrow, split
+from shardwell.kernels.quantize import Codec
+from shardwell.kernels.rounding import narrow
 from shardwell.memory import Event, FlatBuffer, StateKind, Tier
-from shardwell.offload.param_swap import SwappedShard
-from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.parallel import TrafficKind, Work
 from shardwell.sharding import edits, released
+from shardwell.sharding.assembled_storage import QuantizedStorage, SplitStorage
 from shardwell.sharding.context import EngineContext
 from shardwell.sharding.gradients import Gradients
 from shardwell.sharding.layout import ParamGroupSpan, make_layout
 from shardwell.sharding.parameter_views import GroupMember, ParameterViews
-from shardwell.sharding.secondary import SecondaryShard
-from shardwell.sharding.shard import StoredShard
+from shardwell.sharding.quantized_all_gather import StoredQuantizedAllGather
+from shardwell.sharding.secondary import AllGather, SecondaryAllGather, SecondaryShard
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
-from shardwell.sharding.storage import StorageForm, form_of
+from shardwell.sharding.storage import (
+    FormStorage,
+    InPlaceStorage,
+    MasterStorage,
+    SeparateStorage,
+    ShardStorage,
+    StorageForm,
+    StoredPart,
+    form_of,
+)
+from shardwell.sharding.tiers import OffloadedStorage
+
+
+class DefaultAllGather:
+    """The all-gather of stored values, in the compute dtype."""
+
+    is_exact = True
+    secondary: SecondaryShard | None = None
+
+    def __init__(self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, own: slice) -> None:
+        self._token = f"GATHER {name}"
+        self._codec: Codec | None = None
+        self._flat, self._storage, self._own = flat, storage, own
+        self._comm, self._stream = context.world, context.device.all_gather_stream
+        self._is_alone = self._comm.mesh.size == 1
+
+    def __call__(self, *, exact: bool = False) -> Work:
+        """Start to fill the flat buffer: this rank's slice by a copy, the others in place."""
+        flat = self._flat
+        flat.allocate()
+        with self._stream.after_current():
+            self._storage.to_compute(flat.tensor[self._own])
+        work = self._comm.all_gather(flat.tensor, self._token, codec=self._codec)
+        return Work(self._stream.record().wait) if self._is_alone else work
+
+
+class QuantizedAllGather(DefaultAllGather):
+    """The all-gather of values that a codec quantises for the all-gather only (qwZ)."""
+
+    def __init__(
+        self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, own: slice, codec: Codec
+    ) -> None:
+        super().__init__(name, flat, storage, context, own)
+        # the byte counts differ, so exact values have another token
+        self._kinds = {False: (self._token, codec), True: (f"{self._token} exactly", None)}
+
+    def __call__(self, *, exact: bool = False) -> Work:
+        """Start to fill the flat buffer with values that went through the codec, or with `exact` ones."""
+        self.is_exact = exact
+        self._token, self._codec = self._kinds[exact]
+        return super().__call__(exact=exact)
 
 
 class ShardedGroup:
     """The buffers of some parameters of one unit, placed as their spec says."""
 
     parameters: list[nn.Parameter]  # in slot order
-    places: ParameterViews  # views of `flat`
+    views: ParameterViews  # views of `flat`
+    storage: MasterStorage
+    all_gather: AllGather  # of a group that is resharded
     gradients: Gradients
     spans: list[tuple[ParamGroupSpan, Tensor]]  # this rank's slices of the masters, 1D, one per parameter group
 
@@ -58,8 +106,8 @@ class ShardedGroup:
         self.row, self.context = row, context
         self.precision = replace(precision, master=torch.float32) if self.is_quantized else precision
         self.trainable = members[0].trainable
+        self.is_stepped_on_host = self.trainable and row.optimizer.tier is not Tier.DEVICE
         self.stays_whole = False  # unsharded for good, although its spec reshards
-        self.is_exact = True  # unsharded with the stored values, not with those that a codec rounded
         world = context.world.mesh
         self.layout = make_layout([member.spec for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
@@ -67,40 +115,72 @@ class ShardedGroup:
         is_split = row.optimizer.axis is not None
         self.own = self.layout.shard_range(context.world.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
-        self.shard: StoredShard | None = None
-        self.remainder: FlatBuffer | None = None
-        self._apart: FlatBuffer | None = None  # master weights in a buffer of their own
-        self.chest: SwappedTensors | None = None  # holds master weights or remainder on disk
-        self._joined: FlatBuffer | None = None  # master weights that are joined only while they are open
-        self._cuts: list[tuple[weakref.ref[Tensor], int]] = []  # slices of the master weights, and where they start
         # hash of the stored parameters, where they cannot be compared with the master weights at every step
         self.digest: Tensor | None = None
-        self._num_openings = 0  # nested `open_master` contexts
-        self._before: Tensor | None = None  # master weights while the user may overwrite their upper halves
-        self._allocate_master()
+        self._masters_before: Tensor | None = None  # master weights while the user may overwrite their upper halves
+        self._form = self._make_storage()
+        self.storage = self._form
+        self.offloaded: OffloadedStorage | None = None
+        self.spans = [(run, self.slice_master(run.start, run.numel)) for run in self._make_spans()]
         self._take_over(context)
-        self._store(context)
+        is_below = row.parameters.tier is not Tier.DEVICE or Tier.DISK in self._form.master_bytes()
+        if context.tiers is not None and is_below:
+            self.storage = self.offloaded = context.tiers.wrap(self._form, name, unit, row.optimizer.tier)
+        self.secondary: SecondaryShard | None = None  # hpZ
+        if row.secondary is not None and row.secondary.axis is not None:
+            self.secondary = SecondaryShard(name, unit, context.comm[row.secondary.axis], context.scratch)
+        if row.reshards:
+            self.all_gather = self._make_all_gather()
         self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
 
     def _buffer(self, state: StateKind, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
-        return FlatBuffer(self.context.device, self.context.account, (state, self.unit, tier), numel, dtype)
+        entry, is_shard = (state, self.unit, tier), state is StateKind.PARAMETERS
+        pinned = is_shard and tier is Tier.HOST
+        return FlatBuffer(self.context.device, self.context.account, entry, numel, dtype, pinned=pinned)
 
-    def _allocate_master(self) -> None:
-        own, tier = self.own[1] - self.own[0], self.row.optimizer.tier
+    def _make_part(self, form: StorageForm) -> StoredPart:
+        """Allocate this rank's shard; without resharding, its part of the flat buffer is what it stores."""
+        if not self.row.reshards:
+            return StoredPart(self.flat.tensor[self.own[0] : self.own[1]], self.flat, Tier.DEVICE, is_shard=False)
+        is_narrow = form in (StorageForm.SEPARATE, StorageForm.SPLIT_BF16)
+        numel, dtype = self.layout.shard_numel, self.precision.compute if is_narrow else self.precision.master
+        if self.row.storage_codec is not None:
+            numel, dtype = self.row.storage_codec.num_bytes(numel), torch.uint8
+        tier = self.row.parameters.tier
+        shard = self._buffer(StateKind.PARAMETERS, numel, dtype, tier)
+        return StoredPart(shard.tensor, shard, tier, is_shard=True)
+
+    def _make_storage(self) -> FormStorage:
         form = form_of(self.row, self.precision, self.trainable)
+        own, tier, dtype = self.own[1] - self.own[0], self.row.optimizer.tier, self.precision.master
         if form is StorageForm.SEPARATE:
-            self._apart = self._buffer(StateKind.OPTIMIZER, own, self.precision.master, tier)
-        if self.row.reshards:
-            has_own_master = form in (StorageForm.SEPARATE, StorageForm.SPLIT_BF16)
-            dtype = self.precision.compute if has_own_master else self.precision.master
-            self.shard = StoredShard(self.name, self.unit, self.row, self.layout.shard_numel, dtype, self.context)
+            masters = self._buffer(StateKind.OPTIMIZER, own, dtype, tier)
+            return SeparateStorage(self._make_part(form), masters, tier, self.precision.compute)
+        part = self._make_part(form)
+        if form is StorageForm.IN_PLACE:
+            return InPlaceStorage(part)
+        if form is StorageForm.SHARD:
+            return ShardStorage(part)
+        remainder = None
         if form is StorageForm.SPLIT_BF16:
-            self.remainder = self._buffer(StateKind.OPTIMIZER, own, torch.int16, tier)
-        if form.is_assembled:
-            where = Tier.DEVICE if self.row.parameters.tier is Tier.DEVICE else Tier.HOST
-            self._joined = self._buffer(StateKind.STAGING, own, self.precision.master, where)
-            self._joined.free()
-        self.spans = [(run, self.slice_master(run.start, run.numel)) for run in self._make_spans()]
+            remainder = self._buffer(StateKind.OPTIMIZER, own, torch.int16, tier)
+        staging = self._buffer(StateKind.STAGING, own, dtype, Tier.DEVICE if part.tier is Tier.DEVICE else Tier.HOST)
+        if remainder is not None:
+            return SplitStorage(part, staging, remainder, tier)
+        assert self.row.storage_codec is not None
+        return QuantizedStorage(part, staging, self.row.storage_codec)
+
+    def _make_all_gather(self) -> AllGather:
+        stored_codec, what = self.row.storage_codec, (self.name, self.flat, self.storage)
+        if stored_codec is not None:
+            return StoredQuantizedAllGather(*what, stored_codec, self.context, self.secondary)
+        own, codec = slice(*self.own), self.row.all_gather_codec
+        inner = DefaultAllGather(*what, self.context, own)
+        if codec is not None:
+            inner = QuantizedAllGather(*what, self.context, own, codec)
+        if self.secondary is None:
+            return inner
+        return SecondaryAllGather(inner, self.secondary, self.flat, is_rounded=codec is not None)
 
     def _take_over(self, context: EngineContext) -> None:
         """Move rank 0's values into the buffers of all ranks, and make the parameters views of the flat buffer."""
@@ -108,13 +188,13 @@ class ShardedGroup:
         if self.precision.is_mixed:
             whole = context.device.empty(self.layout.padded, self.precision.master)
         whole[self.layout.numel :].zero_()
-        self.places = ParameterViews(self.flat, self.layout, self.parameters)
+        self.views = ParameterViews(self.flat, self.layout, self.parameters)
         for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
             kept = released.is_owned(parameter)
             values = released.owner_of(parameter).hand_over(parameter) if kept else parameter.data
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
-            self.places.hang(index)
+            self.views.make_view(index)
         self._num_views = self.flat.num_aliases  # the parameters and the buffer itself
         context.world.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
@@ -123,46 +203,10 @@ class ShardedGroup:
             self.flat.free()
             released.release(self.parameters)
 
-    def _store(self, context: EngineContext) -> None:
-        """Write the state that is stored on disk to disk."""
-        if context.disk is None:
-            return
-        if self.shard is not None:
-            self.shard.send_to_disk()
-        below = self._apart or self.remainder
-        if below is not None and self.row.optimizer.tier is Tier.DISK:
-            me = weakref.ref(self)
-
-            def on_move() -> None:
-                group = me()
-                if group is not None and group._apart is not None:
-                    group._reslice()
-
-            self.chest = SwappedTensors(context.disk, context.account, self.unit, on_move)
-            self.chest.register([below.tensor])
-
     @property
     def is_quantized(self) -> bool:
         """Whether the parameters are stored quantised."""
         return self.row.storage_codec is not None
-
-    @property
-    def swapped_shard(self) -> SwappedShard | None:
-        """Return the swapped shard, if the shard is stored on disk."""
-        return self.shard.page if self.shard is not None else None
-
-    @property
-    def secondary(self) -> SecondaryShard | None:
-        """Return the secondary shard (hpZ), if the spec has one."""
-        return self.shard.second if self.shard is not None else None
-
-    @property
-    def swapped_tensors(self) -> list[SwappedTensors]:
-        """Return everything of this group that is stored on disk."""
-        return [
-            *([self.swapped_shard.chest] if self.swapped_shard is not None else []),
-            *([self.chest] if self.chest is not None else []),
-        ]
 
     def take_in(self, index: int, values: Tensor) -> None:
         """Copy `values` into a parameter whose memory was replaced, and make it a view again.
@@ -171,33 +215,26 @@ class ShardedGroup:
         """
         slot, (start, end) = self.layout.slots[index], self.own
         before = self.flat.tensor[slot.offset : slot.end].clone()
-        self.places.hang(index).copy_(values)
+        self.views.make_view(index).copy_(values)
         first, last = max(slot.offset, start), min(slot.end, end)
-        if self.remainder is not None and not self.row.reshards and first < last:  # part of it is in this rank's shard
+        if (
+            isinstance(self._form, SplitStorage) and not self.row.reshards and first < last
+        ):  # part of it is in this rank's shard
             changed = before[first - slot.offset : last - slot.offset] != self.flat.tensor[first:last]
-            self.remainder.tensor[first - start : last - start].masked_fill_(changed, 0)
+            self._form.zero_remainder(first - start, changed)
 
     def detach_leaked_views(self) -> None:
         """Leave the memory to views that outlive the unsharded parameters: freeing it would crash their readers."""
         if self.flat.num_aliases > self._num_views:
             self.flat.abandon_storage()
-            self.places.hang_all()
+            self.views.make_all()
 
     def write(self, whole: Tensor) -> None:
         """Write `whole` (1D, padded, master dtype) to the master weights; `flat` must be allocated, and is filled."""
-        start, end = self.own
         if whole is not self.flat.tensor:
             narrow(whole, self.flat.tensor)
-            if self.remainder is not None:
-                low = torch.empty_like(self.remainder.tensor, device=whole.device)
-                split(whole[start:end], self.flat.tensor[start:end], low)
-                self.remainder.tensor.copy_(low)
-        if self._apart is not None:
-            self._apart.tensor.copy_(whole[start:end])
-        if self.shard is not None:
-            first, last = self.layout.shard_range(self.context.world.shard_index)
-            as_it_is = self.is_quantized or self.shard.tensor.dtype == whole.dtype
-            self.shard.store((whole if as_it_is else self.flat.tensor)[first:last])
+        own = slice(*self.own)
+        self.storage.write(whole[own], self.flat.tensor[own])
 
     def write_back(self, source: int) -> None:
         """Write parameters that rank `source` changed while unsharded to the master weights of all ranks.
@@ -205,23 +242,17 @@ class ShardedGroup:
         Where a 16-bit value did not change, the master weight keeps its lower half. Stored quantised values are
         quantised again.
         """
-        flat, (start, end) = self.flat.tensor, self.own
-        self.context.world.broadcast(flat, source, TrafficKind.GATHER, f"WRITE {self.name}")
+        self.context.world.broadcast(self.flat.tensor, source, TrafficKind.GATHER, f"WRITE {self.name}")
         self.invalidate_secondary()
-        truth = flat[start:end].to(self.master.device, self.precision.master)
+        compute = self.flat.tensor[slice(*self.own)].to(self.master.device)
         with self.swapped_in(changes=True):
-            before = self._before if self._apart is None else self._apart.tensor
+            master = compute.to(self.precision.master)
+            before = self.master if self._form.form is StorageForm.SEPARATE else self._masters_before
             if before is not None and self.precision.is_mixed:
-                rounded = self._rounded(before)
-                truth = torch.where(truth == rounded.to(truth.dtype), before, truth)
-            if self._apart is not None:
-                self._apart.tensor.copy_(truth)
-            if self.remainder is not None:
-                split(truth, self.at_rest, self.remainder.tensor)
-            elif self.shard is not None:
-                self.shard.store(truth)
-        if self._before is not None:
-            self._before = truth
+                master = torch.where(master == self._rounded(before).to(master.dtype), before, master)
+            self.storage.write(master, compute)
+        if self._masters_before is not None:
+            self._masters_before = master
         self.regather_quantized()
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
@@ -232,9 +263,9 @@ class ShardedGroup:
         if self.is_quantized:
             self.regather_quantized()
             return
-        if self.flat.present and self.shard is not None:
+        if self.flat.present and self._form.part.is_shard:
             with self.swapped_in():
-                narrow(self.shard.tensor.to(self.flat.tensor.device), self.flat.tensor[self.own[0] : self.own[1]])
+                narrow(self.at_rest.to(self.flat.tensor.device), self.flat.tensor[slice(*self.own)])
         if self.flat.present and self.row.optimizer.axis is not None:
             self.context.world.all_gather(self.flat.tensor, f"WRITE {self.name}", TrafficKind.SETUP).wait()
 
@@ -242,14 +273,14 @@ class ShardedGroup:
         """All-gather unsharded parameters again after their quantised values changed. All ranks must call it."""
         if self.is_quantized and self.flat.present:
             self.all_gather().wait()
-            if self._before is not None:
+            if self._masters_before is not None:
                 self.open_for_writing()
 
     def open_for_writing(self) -> None:
         """Save the master weights, because the user may now overwrite their upper halves."""
-        if self.precision.is_mixed and self._apart is None:
+        if self.precision.is_mixed and self._form.form is not StorageForm.SEPARATE:
             with self.open_master():
-                self._before = self.master.clone()
+                self._masters_before = self.master.clone()
 
     def _rounded(self, masters: Tensor) -> Tensor:
         """Round master weights as an all-gather does: codecs round as torch does."""
@@ -258,45 +289,34 @@ class ShardedGroup:
 
     def note_changed_master(self, start: int, values: Tensor) -> None:
         """Record a permanent change of a slice of master weights whose upper halves the user may overwrite."""
-        if self._before is not None:
-            self._before[start : start + values.numel()] = values
+        if self._masters_before is not None:
+            self._masters_before[start : start + values.numel()] = values
 
     def close_for_writing(self) -> None:
         """Drop the saved master weights."""
-        self._before = None
+        self._masters_before = None
 
     def free(self) -> None:
         """Free all buffers; the parameters have another owner."""
         self.gradients.free()
-        if self.shard is not None:
-            self.shard.free()
-        if self.chest is not None:
-            self.chest.free()
-        for buffer in (self.flat, self.remainder, self._apart, self._joined):
-            if buffer is not None:
-                buffer.free()
+        self.invalidate_secondary()
+        self.storage.free()
+        self.flat.free()
 
     # ------------------------------------------------------------------------------------------------- residency
 
-    def all_gather(self, *, exact: bool = False) -> Work:
-        """Start the all-gather of a resharded group; `exact` sends unquantised values, which the caller may keep."""
-        assert self.shard is not None
-        codec = None if exact else self.row.all_gather_codec
-        self.is_exact = codec is None
-        return self.shard.all_gather(self.flat, codec, keeps=not self.stays_whole)
+    @property
+    def can_prefetch_to_device(self) -> bool:
+        """Whether a shard can be copied to the device ahead of its all-gather."""
+        return self.offloaded is not None and self.offloaded.can_prefetch_to_device
 
     def prefetch_from_disk(self) -> bool:
         """Start to read a shard on disk, because its all-gather is near; false if there is nothing to read."""
-        return self.shard is not None and self.shard.prefetch_from_disk()
+        return self.offloaded is not None and not self.has_secondary and self.offloaded.prefetch_from_disk()
 
     def prefetch_to_device(self) -> bool:
         """Start to copy a shard below the device to the device, for the all-gather after the next one."""
-        return self.shard is not None and self.shard.prefetch_to_device()
-
-    def cancel_prefetch(self) -> None:
-        """Drop prefetched copies: no all-gather is near after all, or the stored values will change."""
-        if self.shard is not None:
-            self.shard.cancel_prefetch()
+        return self.offloaded is not None and not self.has_secondary and self.offloaded.prefetch_to_device()
 
     def reshard(self) -> None:
         """Free the unsharded parameters unless views of them exist; a later call tries again."""
@@ -311,10 +331,14 @@ class ShardedGroup:
         """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
         self.stays_whole = True
         self.invalidate_secondary()
-        self.cancel_prefetch()
-        if self.shard is not None and not self.is_quantized:
-            self.shard.free()
-            self.shard = None
+        self.secondary = self.all_gather.secondary = None
+        if self.offloaded is not None:
+            self.offloaded.cancel_prefetch()
+        if not self.is_quantized:
+            self.storage.free()
+            part = StoredPart(self.flat.tensor[slice(*self.own)], self.flat, Tier.DEVICE, is_shard=False)
+            self.storage = self._form = InPlaceStorage(part)
+            self.offloaded = None
 
     @property
     def has_secondary(self) -> bool:
@@ -344,7 +368,7 @@ class ShardedGroup:
     @property
     def at_rest(self) -> Tensor:
         """Return this rank's part of the stored parameters: 1D, in the compute dtype, or quantised."""
-        return self.shard.tensor if self.shard is not None else self.flat.tensor[self.own[0] : self.own[1]]
+        return self.storage.parameters
 
     # ---------------------------------------------------------------------------------------------- the optimizer
 
@@ -361,22 +385,13 @@ class ShardedGroup:
     @property
     def master(self) -> Tensor:
         """Return this rank's master weights (1D) as the optimizer steps them."""
-        for buffer in (self._apart, self._joined, self.shard):
-            if buffer is not None:
-                return buffer.tensor
-        return self.flat.tensor[self.own[0] : self.own[1]]
+        return self.storage.master
 
     @property
     def split_master(self) -> tuple[Tensor, Tensor] | None:
-        """Return this rank's bf16 upper halves and remainders (both 1D), if masters are stored so below the device."""
-        if self.remainder is None or not self.row.allows_split_master:
-            return None
-        return self.at_rest, self.remainder.tensor
-
-    @property
-    def is_stepped_on_host(self) -> bool:
-        """Whether the optimizer state is stored on the host or on disk."""
-        return self.trainable and self.row.optimizer.tier is not Tier.DEVICE
+        """Return this rank's bf16 upper halves and remainders (both 1D), if master weights are stored so."""
+        form = self._form
+        return (form.parameters, form.remainder) if isinstance(form, SplitStorage) else None
 
     def commit_by(self, commit: CommitPolicy) -> None:
         """Change the commit policy from now on."""
@@ -385,111 +400,43 @@ class ShardedGroup:
 
     def move_masters_up(self) -> None:
         """Move master weights from the host or from disk to the device for good."""
-        if self.split_master is not None:
-            self._set_apart()
-        elif self.chest is not None:
-            self.chest.restore()
-            self.chest = None
-        before = self._apart
-        assert before is not None
+        before = self._form
+        masters = self._buffer(StateKind.OPTIMIZER, before.master.numel(), before.master.dtype)
+        with self.open_master() as master:
+            masters.tensor.copy_(master)
         self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE))
+        self.is_stepped_on_host = False
         self.commit_by(CommitPolicy.AFTER_NORM)
-        self._apart = self._buffer(StateKind.OPTIMIZER, before.tensor.numel(), before.tensor.dtype)
-        self._apart.tensor.copy_(before.tensor)
-        before.free()
+        self._form = before.with_separate_masters(masters, Tier.DEVICE, self.precision.compute)
+        if self.offloaded is None:
+            self.storage = self._form
+        else:
+            self.offloaded.replace_form(self._form)
+        before.free_masters()
         self.digest = None
-        self._reslice()
-
-    def _set_apart(self) -> None:
-        """Store master weights that are bf16 plus remainder as fp32 on the host from now on."""
-        assert self.remainder is not None
-        with self.open_master():
-            apart = self._buffer(StateKind.OPTIMIZER, self.remainder.tensor.numel(), self.precision.master, Tier.HOST)
-            apart.tensor.copy_(self.master)
-        if self.chest is not None:
-            self.chest.free()
-            self.chest = None
-        self.remainder.free()
-        self.remainder = self._joined = None
-        self._apart = apart
 
     def swap_masters(self, spare: Tensor) -> None:
         """Exchange the memory of separate master weights with `spare`, which has the same size and dtype."""
-        assert self._apart is not None
-        masters = self._apart.tensor
-        before, masters.data = masters.data, spare.data
-        spare.data = before
-        self._reslice()
-
-    def _reslice(self) -> None:
-        """Point existing slices of the master weights to their new memory."""
-        self._cuts = [(cut, start) for cut, start in self._cuts if cut() is not None]
-        for cut, start in self._cuts:
-            tensor = cut()
-            if tensor is not None:
-                tensor.data = self.master[start : start + tensor.numel()]
+        assert isinstance(self._form, SeparateStorage)
+        self._form.swap_masters(spare)
 
     def slice_master(self, start: int, numel: int) -> Tensor:
-        """Return a view of a slice of the master weights; freed storage allows no views, so it is allocated first."""
-        away = self._joined is not None and not self._joined.present
-        if self._joined is not None and away:
-            self._joined.allocate()
-        view = self.master[start : start + numel]
-        if self._joined is not None and away:
-            self._joined.free()
-        self._cuts.append((weakref.ref(view), start))
-        return view
+        """Return a view of a slice of the master weights, which stays valid when they get other memory."""
+        return self._form.slice_master(start, numel)
 
     def master_bytes(self) -> dict[Tier, int]:
         """Return the bytes that the optimizer holds beside the parameters, by tier."""
-        held = self._apart or self.remainder
-        return {} if held is None else {self.row.optimizer.tier: held.nbytes}
+        return self._form.master_bytes()
 
-    @contextlib.contextmanager
-    def swapped_in(self, *, changes: bool = False) -> Iterator[None]:
-        """Have the state on disk swapped in. The context may be nested."""
-        self.cancel_prefetch()
-        with contextlib.ExitStack() as stack:
-            for chest in self.swapped_tensors:
-                stack.enter_context(chest.swapped_in(changes=changes))
-            yield
+    def swapped_in(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the state on disk is swapped in. It may be nested."""
+        return contextlib.nullcontext() if self.offloaded is None else self.offloaded.swapped_in(changes=changes)
 
-    @contextlib.contextmanager
-    def open_master(self, *, changes: bool = False) -> Iterator[None]:
-        """Make `master` readable; changes made inside are kept, also if an error follows."""
-        with self.swapped_in(changes=changes), contextlib.ExitStack() as stack:
-            if self._joined is not None:
-                stack.callback(self._joined.free)
-                self._join(self._joined)
-            if self._num_openings == 0:  # inside another one, master weights may be ahead of the stored parameters
-                edits.take_over_in_place(self)
-            stack.callback(setattr, self, "_num_openings", self._num_openings)
-            self._num_openings += 1
-            if changes:
-                stack.callback(self._take_over_masters)
-            yield
+    def open_master(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
+        """Return a context in which `master` is readable; changes made inside are kept, also if an error follows."""
+        return self.storage.open(changes=changes)
 
     @property
     def may_be_edited_apart(self) -> bool:
         """Whether a change of a parameter leaves its master weight unchanged."""
-        return self._apart is not None and not self.row.reshards
-
-    def _join(self, joined: FlatBuffer) -> None:
-        """Fill the staging buffer with fp32 master weights for as long as they are open."""
-        joined.allocate()
-        if self.shard is not None and self.is_quantized:
-            self.shard.decode(joined.tensor)
-        elif self.remainder is not None:
-            join(self.at_rest, self.remainder.tensor, joined.tensor)
-
-    def _take_over_masters(self) -> None:
-        """Write the values of the master weights to the stored parameters."""
-        if self._apart is not None:
-            rounded = self._apart.tensor
-            if self.precision.is_mixed:
-                rounded = narrow(rounded, torch.empty_like(rounded, dtype=self.precision.compute))
-            self.at_rest.copy_(rounded)
-        elif self._joined is not None and self.shard is not None and self.is_quantized:
-            self.shard.store(self._joined.tensor)
-        elif self._joined is not None and self.remainder is not None:
-            split(self._joined.tensor, self.at_rest, self.remainder.tensor)
+        return self._form.form is StorageForm.SEPARATE and not self.row.reshards

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from shardwell.config import Config
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device, FlatBuffer, MemoryStats, StateKind, TemporaryBuffers, Tier
-from shardwell.offload.disk import AioSettings, DiskTier
-from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats
 from shardwell.parallel.mesh import world_mesh
 from shardwell.sharding import released
 from shardwell.sharding.context import EngineContext
 from shardwell.sharding.layout import Layout, TensorSpec, make_layout
+from shardwell.sharding.tiers import SwappedOut, TierFactory
 
 _ADVICE = (
     "From zero.Init to initialize every rank must build the same modules and use the same parameters. To change a "
@@ -43,7 +42,7 @@ class InitStorage:
     tier: Tier
     dtype: torch.dtype | None  # None: as the modules made them
     pinned: bool
-    folders: list[Path]  # on NVMe, if they are stored there
+    open_tiers: Callable[[Device, MemoryStats, TemporaryBuffers], TierFactory]  # called if they are stored on disk
 
 
 class InitRegistry:
@@ -56,10 +55,8 @@ class InitRegistry:
         comm = Collectives(world, device, ledger, scratch)
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
         self.agreement.advice, self.agreement.probe = _ADVICE, comm.links.probe
-        disk = None
-        if rest.tier is Tier.DISK:
-            disk = DiskTier(rest.folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
-        self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, disk)
+        tiers = rest.open_tiers(device, account, scratch) if rest.tier is Tier.DISK else None
+        self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, tiers)
         self.rest = rest
         self.is_open = False  # a `zero.Init` context is open
         self._whole: list[InitParameter] = []
@@ -69,11 +66,11 @@ class InitRegistry:
     def adopt(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Take over a parameter, and shard those of other modules."""
         owner = weakref.ref(module)
-        self.focus(owner)
+        self.shard_all_but(owner)
         name = f"{type(module).__name__}.{name} ({next(self._numbers)})"  # the same on all ranks, and unique
-        newborn = InitParameter(self, owner, name, parameter)
-        self._whole.append(newborn)
-        self._all.add(newborn)
+        one = InitParameter(self, owner, name, parameter)
+        self._whole.append(one)
+        self._all.add(one)
 
     def open(self) -> None:
         """Begin the construction of modules."""
@@ -82,49 +79,49 @@ class InitRegistry:
     def close(self) -> None:
         """End the construction: all parameters are sharded, in the dtype in which they are stored."""
         self.is_open = False
-        self.focus(None)
-        for newborn in list(self._all):
-            newborn.settle()
+        self.shard_all_but(None)
+        for one in list(self._all):
+            one.settle()
 
-    def focus(self, module: weakref.ref[nn.Module] | None) -> None:
+    def shard_all_but(self, module: weakref.ref[nn.Module] | None) -> None:
         """Shard every unsharded parameter of other modules, except those that are held or have a view.
 
         Modules are compared by weak references, of which a module has one. An `id` may be reused once a module is gone,
         and the moment when it goes differs between ranks.
         """
         self._follow_swaps()
-        self._whole = [newborn for newborn in self._whole if newborn.module is module or not newborn.shard()]
+        self._whole = [one for one in self._whole if one.module is module or not one.shard()]
 
     def _follow_swaps(self) -> None:
         """Update owners after `torch.utils.swap_tensors`, which exchanges or removes the owners of parameters."""
         moved = [n for n in self._whole if released.owner_or_none(n.parameter) is not n]
-        for newborn in moved:
-            keeper = released.owner_or_none(newborn.parameter)
+        for one in moved:
+            keeper = released.owner_or_none(one.parameter)
             if isinstance(keeper, InitParameter):
-                keeper.belong_to(newborn.parameter)
-        for newborn in moved:
-            if released.owner_or_none(newborn.parameter) is None:
-                released.keep(newborn.parameter, newborn)
+                keeper.belong_to(one.parameter)
+        for one in moved:
+            if released.owner_or_none(one.parameter) is None:
+                released.keep(one.parameter, one)
 
-    def unfold(self, newborn: InitParameter, *, meet: bool) -> None:
+    def unshard(self, one: InitParameter, *, meet: bool) -> None:
         """Make a parameter unsharded.
 
         With `meet`, some ranks may never arrive: the others wait for them no longer than the time limit.
         """
-        self.focus(newborn.module)
-        newborn.unshard(meet=meet)
-        if newborn not in self._whole:
-            self._whole.append(newborn)
+        self.shard_all_but(one.module)
+        one.unshard(meet=meet)
+        if one not in self._whole:
+            self._whole.append(one)
 
-    def sharing(self, newborn: InitParameter, values: Tensor) -> list[InitParameter]:
+    def sharing(self, one: InitParameter, values: Tensor) -> list[InitParameter]:
         """Return the other parameters that have the memory of these values."""
         storage = values.untyped_storage()._cdata
-        return [other for other in self._all if other is not newborn and other.looks_at(storage)]
+        return [other for other in self._all if other is not one and other.looks_at(storage)]
 
-    def forget(self, newborn: InitParameter) -> None:
+    def forget(self, one: InitParameter) -> None:
         """Remove a parameter from the registry."""
-        self._whole = [other for other in self._whole if other is not newborn]
-        self._all.discard(newborn)
+        self._whole = [other for other in self._whole if other is not one]
+        self._all.discard(one)
 
 
 class InitParameter:
@@ -134,24 +131,24 @@ class InitParameter:
     _flat: FlatBuffer
 
     def __init__(
-        self, nursery: InitRegistry, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter
+        self, registry: InitRegistry, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter
     ) -> None:
         self.module = module
-        self._nursery, self._name, self.parameter = nursery, name, parameter
+        self._registry, self._name, self.parameter = registry, name, parameter
         self._shard: FlatBuffer | None = None
-        self._chest: SwappedTensors | None = None  # holds the shard, if it is stored on disk
+        self._swapped: SwappedOut | None = None  # holds the shard, if it is stored on disk
         self._held = 0
         self._is_whole = True
-        self._is_folded = False  # on all ranks, though the full values may still be allocated here
-        self._bonds: list[list[str]] = []  # one per parameter that had the same memory: which of the two is in a unit
+        self._is_sharded = False  # on all ranks, though the full values may still be allocated here
+        self._shared: list[list[str]] = []  # one per parameter that had the same memory: which of the two is in a unit
         # this rank's part of the scattered values, while a view may still write to the full ones
-        self._dealt: Tensor | None = None
+        self._scattered: Tensor | None = None
         released.keep(parameter, self)
         self._take(parameter.data)
 
     def _take(self, values: Tensor) -> None:
         """Move the parameter into a flat buffer of its present shape and dtype."""
-        context = self._nursery.context
+        context = self._registry.context
         self._layout = make_layout(
             [TensorSpec.dense(self._name, values.shape, values.stride())], context.world.mesh.size
         )
@@ -159,10 +156,10 @@ class InitParameter:
         self._flat = self._buffer(self._layout.padded, values.dtype)
         slot = self._layout.slots[0]
         self._flat.tensor[slot.numel :].zero_()
-        self._hang()
+        self._make_view()
         self.parameter.data.copy_(values)
 
-    def _hang(self) -> None:
+    def _make_view(self) -> None:
         slot = self._layout.slots[0]
         self.parameter.data = self._flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
         self._views, self._uses = self._flat.num_aliases, self._num_uses()
@@ -173,26 +170,26 @@ class InitParameter:
             return int(self.parameter._use_count())  # type: ignore[attr-defined]
 
     def _buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = False) -> FlatBuffer:
-        context = self._nursery.context
+        context = self._registry.context
         entry = StateKind.PARAMETERS, self._name, tier
         return FlatBuffer(context.device, context.account, entry, numel, dtype, pinned=pinned)
 
     @property
     def agreement(self) -> Agreement:
         """Return the agreement over which the ranks meet."""
-        return self._nursery.agreement
+        return self._registry.agreement
 
     @property
     def at_rest(self) -> tuple[Tier, int]:
         """Return the tier of the values now, and their bytes."""
         if self._is_whole or self._shard is None:
             return Tier.DEVICE, self._flat.nbytes
-        return self._nursery.rest.tier, self._shard.nbytes
+        return self._registry.rest.tier, self._shard.nbytes
 
     @property
     def _rest_dtype(self) -> torch.dtype:
         made = self._flat.tensor.dtype
-        return self._nursery.rest.dtype or made if made.is_floating_point else made
+        return self._registry.rest.dtype or made if made.is_floating_point else made
 
     @property
     def _is_watched(self) -> bool:
@@ -209,22 +206,22 @@ class InitParameter:
         """
         if self._held:
             return False
-        if not self._is_folded:
+        if not self._is_sharded:
             self._take_replaced()
             if self.parameter.is_meta:
                 released.let_go(self.parameter)
                 return True
-            self._deal()
-            self._is_folded = True
+            self._scatter_values()
+            self._is_sharded = True
             released.release([self.parameter])
         if self._is_watched:
-            if self._dealt is None:
-                self._dealt = self._flat.tensor[slice(*self._range)].clone()
+            if self._scattered is None:
+                self._scattered = self._flat.tensor[slice(*self._range)].clone()
             return False
-        self._collect_late_words()
+        self._take_late_writes()
         self._flat.free()
         self._is_whole = False
-        if not self._nursery.is_open:
+        if not self._registry.is_open:
             self.settle()
         return True
 
@@ -235,11 +232,11 @@ class InitParameter:
         is_ours = values.untyped_storage()._cdata == flat.untyped_storage()._cdata and values.dtype == flat.dtype
         if is_ours and tuple(values.shape) == slot.shape and (values.stride() == slot.stride or not values.numel()):
             return
-        self._bonds = []
-        for other in self._nursery.sharing(self, values):
+        self._shared = []
+        for other in self._registry.sharing(self, values):
             bond: list[str] = []
-            self._bonds.append(bond)
-            other._bonds.append(bond)
+            self._shared.append(bond)
+            other._shared.append(bond)
         self._flat.abandon()
         self._free_shard()
         if not values.is_meta:
@@ -250,9 +247,9 @@ class InitParameter:
         with torch._C.DisableTorchFunctionSubclass():
             return bool(self.parameter.untyped_storage()._cdata == storage)
 
-    def _check_bonds(self) -> None:
+    def _check_shared(self) -> None:
         """Raise an error if two parameters of the model shared memory, because they are two copies now."""
-        for bond in self._bonds:
+        for bond in self._shared:
             if bond:
                 raise ShardwellError(
                     f"parameters {bond[0]} and {self._name} had one memory, by `.data =`: in plain PyTorch a change "
@@ -261,67 +258,66 @@ class InitParameter:
                 )
             bond.append(self._name)
 
-    def _deal(self) -> None:
+    def _scatter_values(self) -> None:
         """Scatter rank 0's values, so that each rank keeps its shard of them."""
-        context, flat = self._nursery.context, self._flat.tensor
+        context, flat = self._registry.context, self._flat.tensor
         start, end = self._range
         dtype = self._rest_dtype
         if self._shard is None:
-            rest = self._nursery.rest
+            rest = self._registry.rest
             pinned = rest.pinned and rest.tier is Tier.HOST
             self._shard = self._buffer(end - start, dtype, rest.tier, pinned=pinned)
-        words = f"FOLD {self._name} {tuple(self.parameter.shape)}"
+        token = f"FOLD {self._name} {tuple(self.parameter.shape)}"
         with self._fetched(changes=True):
-            context.world.scatter(flat.to(dtype), self._shard.tensor, words)
-        if self._chest is None and context.disk is not None:
-            self._chest = SwappedTensors(context.disk, context.account, self._name)
-            self._chest.register([self._shard.tensor])
+            context.world.scatter(flat.to(dtype), self._shard.tensor, token)
+        if self._swapped is None and context.tiers is not None:
+            self._swapped = context.tiers.swap_out(self._shard.tensor, self._name)
 
-    def _collect_late_words(self) -> None:
+    def _take_late_writes(self) -> None:
         """Copy values that were written through an old view after the parameter was sharded into the shard."""
-        if self._dealt is None:
+        if self._scattered is None:
             return
         assert self._shard is not None
-        now, before = self._flat.tensor[slice(*self._range)], self._dealt
+        now, before = self._flat.tensor[slice(*self._range)], self._scattered
         changed = (now != before) & ~(now.isnan() & before.isnan())
         with self._fetched(changes=True):
             shard = self._shard.tensor
             shard.copy_(torch.where(changed.to(shard.device), now.to(shard.device, shard.dtype), shard))
-        self._dealt = None
+        self._scattered = None
 
     def _fetched(self, *, changes: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the shard is swapped in."""
-        return contextlib.nullcontext() if self._chest is None else self._chest.swapped_in(changes=changes)
+        return contextlib.nullcontext() if self._swapped is None else self._swapped.swapped_in(changes=changes)
 
     def _free_shard(self) -> None:
-        if self._chest is not None:
-            self._chest.free()
-            self._chest = None
+        if self._swapped is not None:
+            self._swapped.free()
+            self._swapped = None
         if self._shard is not None:
             self._shard.free()
             self._shard = None
 
     def unshard(self, *, meet: bool) -> None:
         """All-gather the parameter if it is sharded."""
-        if not self._is_folded:
+        if not self._is_sharded:
             return
         assert self._shard is not None
-        world, words = self._nursery.context.world, f"GATHER {self._name} {tuple(self.parameter.shape)}"
+        world, token = self._registry.context.world, f"GATHER {self._name} {tuple(self.parameter.shape)}"
         if meet:
-            self.agreement.meet(words)
+            self.agreement.meet(token)
         if self._is_whole:
-            self._collect_late_words()
+            self._take_late_writes()
         self._flat.allocate()
         dtype = self._shard.tensor.dtype
         whole = self._flat.tensor
         if dtype != whole.dtype:
-            whole = self._nursery.context.device.empty(self._layout.padded, dtype)
+            whole = self._registry.context.device.empty(self._layout.padded, dtype)
         with self._fetched(changes=False):
             whole[slice(*self._range)].copy_(self._shard.tensor)
-        world.all_gather(whole, None if meet else words).wait()
+        world.all_gather(whole, None if meet else token).wait()
         if whole is not self._flat.tensor:
             self._flat.tensor.copy_(whole)
-        self._is_folded, self._is_whole = False, True
+        self._is_sharded, self._is_whole = False, True
         released.restore([self.parameter])
 
     def settle(self) -> None:
@@ -330,7 +326,7 @@ class InitParameter:
         if not self._is_whole and dtype != self._flat.tensor.dtype:
             self._flat = self._buffer(self._layout.padded, dtype)
             with torch._C.DisableTorchFunctionSubclass():
-                self._hang()
+                self._make_view()
             self._flat.free()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -363,16 +359,16 @@ class InitParameter:
     def hand_over(self, parameter: nn.Parameter) -> Tensor:
         """Return the full values for a new owner, and forget the parameter."""
         self.belong_to(parameter)
-        self._check_bonds()
-        self._nursery.unfold(self, meet=False)
-        self._nursery.forget(self)
+        self._check_shared()
+        self._registry.unshard(self, meet=False)
+        self._registry.forget(self)
         released.let_go(parameter)
         self._free_shard()
         return parameter.data
 
     def open(self) -> None:
         """Make the parameter unsharded until `close`; all ranks must call it."""
-        self._nursery.unfold(self, meet=True)
+        self._registry.unshard(self, meet=True)
         self._held += 1
 
     def close(self, modifier_rank: int | None) -> None:
@@ -380,8 +376,8 @@ class InitParameter:
         self._held -= 1
         if modifier_rank is not None:
             self._take_replaced()
-            words = f"WRITE {self._name} {tuple(self.parameter.shape)}"
-            self._nursery.context.world.broadcast(self._flat.tensor, modifier_rank, token=words)
+            token = f"WRITE {self._name} {tuple(self.parameter.shape)}"
+            self._registry.context.world.broadcast(self._flat.tensor, modifier_rank, token=token)
 
 
 def meet_for_initialize(model: nn.Module) -> None:

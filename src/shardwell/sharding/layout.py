@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 # A shard starts on a multiple of this many elements, so that vector loads and tensor-core operands stay aligned (16
@@ -29,6 +30,15 @@ class Slot:
     offset: int  # first element in the flat buffer
     numel: int
     label: int = 0  # index of the parameter group in the optimizer
+    # ND, the box of a larger tensor that this parameter is a part of; by default the parameter is all of it
+    global_shape: tuple[int, ...] | None = None
+    global_offset: tuple[int, ...] | None = None
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of the tensor that this parameter is a part of, and where in it the part begins (ND)."""
+        offset = self.global_offset if self.global_offset is not None else (0,) * len(self.shape)
+        return self.global_shape if self.global_shape is not None else self.shape, offset
 
     @property
     def end(self) -> int:
@@ -64,6 +74,19 @@ class TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None  # None: contiguous
     label: int = 0
+    global_shape: tuple[int, ...] | None = None  # of the tensor that it is a part of; None: it is all of it
+    global_offset: tuple[int, ...] | None = None  # where in that tensor it begins
+
+    def __post_init__(self) -> None:
+        if self.global_shape is None and self.global_offset is None:
+            return
+        whole = self.global_shape if self.global_shape is not None else self.shape
+        first = self.global_offset if self.global_offset is not None else (0,) * len(whole)
+        fits = len(whole) == len(first) == len(self.shape) and all(
+            begin >= 0 and begin + size <= most for begin, size, most in zip(first, self.shape, whole, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"{self.name}: {self.shape} at {first} is no part of {whole}")
 
     @classmethod
     def dense(cls, name: str, shape: Sequence[int], stride: Sequence[int], label: int = 0) -> TensorSpec:
@@ -84,7 +107,7 @@ class Layout:
     numel: int  # without padding
     padded: int
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Return the number of elements of one shard, padding included."""
         return self.padded // self.num_shards
@@ -124,7 +147,8 @@ def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = A
     slots, offset = [], 0
     for spec in ordered:
         stride = spec.stride if spec.stride is not None else contiguous_stride(spec.shape)
-        slots.append(Slot(spec.name, spec.shape, stride, offset, spec.numel, spec.label))
+        box = spec.global_shape, spec.global_offset
+        slots.append(Slot(spec.name, spec.shape, stride, offset, spec.numel, spec.label, *box))
         offset += spec.numel
     shard = round_up(-(-offset // num_shards), alignment)
     return Layout(tuple(slots), num_shards, offset, shard * num_shards)

@@ -11,11 +11,24 @@ ranks.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Protocol
+
 from torch import Tensor
 
-from shardwell.memory import StateKind, TemporaryBuffers
+from shardwell.memory import FlatBuffer, StateKind, TemporaryBuffers
 from shardwell.parallel import Collectives, Work
 from shardwell.sharding.layout import even_part
+
+
+class AllGather(Protocol):
+    """How the parameters of a group are all-gathered; each group has one, chosen once."""
+
+    is_exact: bool  # the last all-gather gave the stored values, not values that a codec rounded
+    secondary: SecondaryShard | None
+
+    def __call__(self, *, exact: bool = False) -> Work:
+        """Start to fill the flat buffer; with `exact`, the values are not quantised for the all-gather."""
 
 
 class SecondaryShard:
@@ -66,3 +79,24 @@ class SecondaryShard:
         if self._kept is not None:
             self._scratch.free(self._kept)
             self._kept = None
+
+
+class SecondaryAllGather:
+    """An all-gather whose result fills the secondary shard, from which the next all-gathers are served."""
+
+    def __init__(self, inner: AllGather, secondary: SecondaryShard, flat: FlatBuffer, *, is_rounded: bool) -> None:
+        """`is_rounded`: the inner all-gather quantises values unless they must be exact."""
+        self._inner, self._flat = inner, flat
+        self.secondary: SecondaryShard | None = secondary
+        self._is_rounded = is_rounded
+        self.is_exact = True
+
+    def __call__(self, *, exact: bool = False) -> Work:
+        """Start to fill the flat buffer, within the node if the secondary shard is filled."""
+        self.is_exact = exact or not self._is_rounded
+        if self.secondary is None or (exact and self._is_rounded):
+            return self._inner(exact=exact)  # a secondary shard would hold rounded values
+        if self.secondary.is_there:
+            self._flat.allocate()
+            return self.secondary.gather(self._flat.tensor)
+        return self._inner(exact=exact).then(partial(self.secondary.keep, self._flat.tensor))

@@ -13,9 +13,10 @@ import contextlib
 import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -26,31 +27,32 @@ from torch.nn.modules.module import (
 
 from shardwell.config import Config, load
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Tier
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers, Tier
 from shardwell.memory.device import default_device, returning_freed_pages
 from shardwell.parallel import start_process_group
 from shardwell.sharding import released
 from shardwell.sharding.init_arguments import ExtraInitArguments
 from shardwell.sharding.init_parameters import InitRegistry, InitStorage
 from shardwell.sharding.parameter_subclasses import has_no_size, own_rules
+from shardwell.sharding.tiers import TierFactory
 
 _TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
-_active: list[tuple[int, Init]] = []  # the open contexts, with the thread of each; the last one is active
+_active: list[tuple[int, ShardedInit]] = []  # the open contexts, with the thread of each; the last one is active
 _said: set[str] = set()
 
 _REGISTER = nn.Module.register_parameter
 
 
-class Init(contextlib.AbstractContextManager["Init"]):
-    """A context in which parameters are sharded over the ranks as soon as the next module is used.
+class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
+    """`zero.Init` without a disk: a subclass says how tiers are opened, since this package knows none of them."""
 
-    Without a configuration it shards; with a configuration whose stage is below 3 it does nothing. Shards are stored
-    where `offload_param` or `remote_device` says. They are in bf16 or fp16 if the configuration computes in that, or in
-    `dtype`. Until the context ends, a parameter that is used is unsharded in the dtype that its module gave it.
-    Initialisers therefore work as usual, and their results are rounded. The other arguments of DeepSpeed's `Init` are
-    in `init_arguments.py`.
-    """
+    @staticmethod
+    def _open_tiers(
+        settings: Config, folders: list[Path], device: Device, stats: MemoryStats, temporary: TemporaryBuffers
+    ) -> TierFactory:
+        """Return what stores shards on disk, in these folders."""
+        raise NotImplementedError
 
     def __init__(
         self,
@@ -73,14 +75,14 @@ class Init(contextlib.AbstractContextManager["Init"]):
             )
         self._others = ExtraInitArguments.of(others)
         self._where = self._others.device or default_device()
-        self._rest = _rest(self._settings, remote_device, dtype, self._others.pin_memory)
+        self._rest = self._storage(remote_device, dtype, self._others.pin_memory)
         self._scope: contextlib.ExitStack = contextlib.ExitStack()
-        self._nursery: InitRegistry | None = None
+        self._registry: InitRegistry | None = None
         if module is not None and self._enabled:
             with self:
                 self._adopt_all(module)
 
-    def __enter__(self) -> Init:
+    def __enter__(self) -> Self:
         if not self._enabled:
             return self
         if _active and _active[-1][0] != threading.get_ident():
@@ -91,7 +93,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         start_process_group(self._where)
         if words := self._others.about_groups():
             _say_once(words)
-        self._nursery = self._nursery or InitRegistry(self._where, self._settings, self._rest)
+        self._registry = self._registry or InitRegistry(self._where, self._settings, self._rest)
         with contextlib.ExitStack() as scope:
             scope.enter_context(returning_freed_pages(self._where))
             scope.enter_context(self._where)
@@ -99,20 +101,20 @@ class Init(contextlib.AbstractContextManager["Init"]):
             _active.append((threading.get_ident(), self))
             scope.callback(register_module_parameter_registration_hook(self._hear_parameter).remove)
             scope.callback(register_module_module_registration_hook(self._hear_module).remove)
-            self._nursery.open()
+            self._registry.open()
             self._scope = scope.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._enabled or self._nursery is None:
+        if not self._enabled or self._registry is None:
             return
         with self._scope:
             if error is not None:
-                self._nursery.agreement.post_message(f"{type(error).__name__} in zero.Init: {error}")
+                self._registry.agreement.post_message(f"{type(error).__name__} in zero.Init: {error}")
             else:
-                self._nursery.close()
+                self._registry.close()
 
     @property
     def _is_listening(self) -> bool:
@@ -160,27 +162,27 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 "the ranks would lose that. Build this module outside of zero.Init; it may be attached inside."
             )
         elif not parameter.is_meta:
-            assert self._nursery is not None
-            self._nursery.adopt(module, name, parameter)
+            assert self._registry is not None
+            self._registry.adopt(module, name, parameter)
 
-
-def _rest(settings: Config, remote_device: str | None, dtype: torch.dtype | None, pin_memory: bool) -> InitStorage:
-    """Return how shards are stored: as the caller says, else as the configuration says."""
-    block = settings.zero_optimization.offload_param
-    if remote_device not in _TIERS:
-        known = ", ".join(f"'{name}'" for name in _TIERS if name)
-        raise ConfigError(f"zero.Init(remote_device='{remote_device}'): expected one of {known}, or none of them")
-    tier = _TIERS[remote_device if remote_device is not None else block.device]
-    folders = [Path(path.strip()) for path in (block.nvme_path or "").split(",") if path.strip()]
-    if tier is Tier.DISK and not folders:
-        raise ConfigError(
-            "zero.Init(remote_device='nvme') needs a folder: name one on a local drive, or several with ',' "
-            "between them, in zero_optimization.offload_param.nvme_path"
-        )
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"zero.Init(dtype={dtype}): expected a floating-point dtype")
-    computes_in = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
-    return InitStorage(tier, dtype or computes_in, pin_memory, folders)
+    def _storage(self, remote_device: str | None, dtype: torch.dtype | None, pin_memory: bool) -> InitStorage:
+        """Return how shards are stored: as the caller says, else as the configuration says."""
+        settings = self._settings
+        block = settings.zero_optimization.offload_param
+        if remote_device not in _TIERS:
+            known = ", ".join(f"'{name}'" for name in _TIERS if name)
+            raise ConfigError(f"zero.Init(remote_device='{remote_device}'): expected one of {known}, or none of them")
+        tier = _TIERS[remote_device if remote_device is not None else block.device]
+        folders = [Path(path.strip()) for path in (block.nvme_path or "").split(",") if path.strip()]
+        if tier is Tier.DISK and not folders:
+            raise ConfigError(
+                "zero.Init(remote_device='nvme') needs a folder: name one on a local drive, or several with ',' "
+                "between them, in zero_optimization.offload_param.nvme_path"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(f"zero.Init(dtype={dtype}): expected a floating-point dtype")
+        computes_in = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
+        return InitStorage(tier, dtype or computes_in, pin_memory, partial(self._open_tiers, settings, folders))
 
 
 def _say_once(words: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -74,12 +75,12 @@ class ShardingSpec:
     reduce_codecs: tuple[Codec, Codec] | None = None  # qgZ: quantises gradients, within a node and between nodes
     feedback: bool = False  # error feedback: the quantisation error of gradients is added to the next ones
 
-    @property
+    @cached_property
     def reshards(self) -> bool:
         """Whether parameters are unsharded only while they are used."""
         return self.parameters.axis is not None
 
-    @property
+    @cached_property
     def publishes(self) -> bool:
         """Whether every rank must all-gather the parameters that the other ranks have updated."""
         return not self.reshards and self.optimizer.axis is not None

@@ -1,0 +1,48 @@
+"""The all-gather of parameters that are stored quantised: the stored bytes are sent, and dequantised on arrival."""
+
+from __future__ import annotations
+
+import contextlib
+
+from shardwell.kernels.quantize import Codec
+from shardwell.memory import FlatBuffer
+from shardwell.parallel import Work, quantized
+from shardwell.sharding.context import EngineContext
+from shardwell.sharding.secondary import SecondaryShard
+from shardwell.sharding.storage import MasterStorage
+
+
+class StoredQuantizedAllGather:
+    """The all-gather of quantised shards; a secondary shard is quantised, too."""
+
+    is_exact = True
+
+    def __init__(
+        self,
+        name: str,
+        flat: FlatBuffer,
+        storage: MasterStorage,
+        codec: Codec,
+        context: EngineContext,
+        secondary: SecondaryShard | None,
+    ) -> None:
+        self._token = f"GATHER {name}"
+        self._flat, self._storage, self._codec, self._context = flat, storage, codec, context
+        self.secondary = secondary
+
+    def __call__(self, *, exact: bool = False) -> Work:
+        """Start to fill the flat buffer."""
+        world, flat, codec = self._context.world, self._flat, self._codec
+        if self.secondary is not None and self.secondary.is_there:
+            flat.allocate()
+            return quantized.decode(world, flat.tensor, codec, self.secondary.gather, self._context.scratch)
+        stream = self._context.device.all_gather_stream
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(self._storage.reading(stream))
+            flat.allocate()
+            if world.mesh.size > 1 and source.numel():
+                keep = self.secondary.keep if self.secondary is not None else None
+                return world.all_gather_codes(source, flat.tensor, codec, self._token, stack.close, keep)
+            with stream.after_current():
+                codec.decode(source.to(flat.tensor.device, non_blocking=True), flat.tensor)
+        return Work(stream.record().wait)
