@@ -58,7 +58,7 @@ class InitRegistry:
         self.agreement.advice, self.agreement.probe = _ADVICE, comm.probe
         disk = None
         if rest.tier is Tier.DISK:
-            disk = DiskTier(rest.folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+            disk = DiskTier(rest.folders, AioSettings(**settings.aio.model_dump()))
         self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, disk)
         self.rest = rest
         self.is_open = False  # a `zero.Init` context is open
