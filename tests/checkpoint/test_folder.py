@@ -198,7 +198,7 @@ def test_only_what_begin_returned_is_committed(folder: Folder, tmp_path: Path) -
         with pytest.raises(CheckpointError, match=r"not (a|the) directory that begin"):
             folder.commit(wrong, tag, manifest)
     folder.discard(path)
-    with pytest.raises(CheckpointError, match="no longer there"):
+    with pytest.raises(CheckpointError, match="does not exist any more"):
         folder.commit(path, "a", manifest)
 
 

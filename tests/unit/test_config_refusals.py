@@ -146,7 +146,7 @@ scheduler.param "scheduler.params"  warmup_num_steps "scheduler.params.warmup_nu
 fp16.hysterisis "fp16.hysteresis"  torch_autocast.dtyp "torch_autocast.dtype"  loss_scale "fp16.loss_scale"
 activation_checkpoint "activation_checkpointing"  partition_activations "activation_checkpointing.partition_activations"
 activation_checkpointing.cpu_checkpoint "activation_checkpointing.cpu_checkpointing"
-shardwell.keep_frosen "shardwell.keep_frozen"
+shardwell.keep_frosen "shardwell.keep_frozen"  shardwell.device_memori "shardwell.memory.device"
 """
 
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited, Unsupported
+from shardwell.compat.old_budgets import OLD_BUDGETS
 from shardwell.config.schema import Config, ConfigBlock, block_of
 
 # Objects whose keys are arguments of an optimizer or schedule; each may be "auto". With the names to suggest.
@@ -17,6 +18,9 @@ PARAMS: dict[str, tuple[str, ...]] = {
 
 def suggest(key: str) -> str:
     """Return a hint at the key that was probably meant: the same name elsewhere, a near one here, or anywhere."""
+    old = difflib.get_close_matches(key, OLD_BUDGETS, n=1, cutoff=0.9)
+    if old:
+        return f"did you mean {OLD_BUDGETS[old[0]].new}?"
     prefix, _, name = key.rpartition(".")
     every = list(all_keys())
     here = [other for other in every if other.rpartition(".")[0] == prefix]
