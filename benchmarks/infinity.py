@@ -224,7 +224,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="of a part")
     parser.add_argument("--size", choices=("1b", "tiny"), default="1b", help="of disk1b; tiny: of every part")
     parser.add_argument("--rest", choices=tuple(VARIANTS), default="", help="largest, growth: where states rest")
-    parser.add_argument("--own", default="{}", metavar="JSON", help='added to the block "shardwell", e.g. device_room')
+    parser.add_argument("--own", default="{}", metavar="JSON", help='added to the block "shardwell", e.g. memory')
     parser.add_argument("--clip", action="store_true", help="clip at 1, and commit after the norm")
     parser.add_argument("--steps", type=int, default=0, help="timed steps (default: 3; growth: 2)")
     parser.add_argument("--batch", type=int, default=0, help="sequences a step (default: by size)")

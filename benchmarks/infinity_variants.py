@@ -24,7 +24,7 @@ PAGED: dict[str, Any] = {
 }  # 16 were too few for it
 ALL: dict[str, Any] = {**DISK, "max_in_cpu": 0}
 FEW: dict[str, Any] = {**DISK, "buffer_count": 3}  # what they take cannot hold states
-AUTO: dict[str, Any] = {"placement": "auto", "device_room": 0.1, "host_room": 0.05}  # as high as there is room
+AUTO: dict[str, Any] = {"placement": "auto", "memory": {"device": 0.9, "host": 0.95}}  # as high as there is room
 SEQ, BATCH = 1024, 4
 
 

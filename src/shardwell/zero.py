@@ -35,5 +35,5 @@ class Init(ShardedInit):
         from shardwell.offload.disk import AioSettings, DiskTier
         from shardwell.offload.storage import OffloadTiers
 
-        disk = DiskTier(folders, AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+        disk = DiskTier(folders, AioSettings(**settings.aio.model_dump()))
         return OffloadTiers(device, stats, temporary, 1, disk)

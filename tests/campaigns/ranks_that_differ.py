@@ -68,7 +68,7 @@ CASES: list[Callable[[random.Random], Case]] = [
     lambda rng: ("weight decay later", {"later": {"weight_decay": rng.uniform(0.2, 0.9)}}, "optimizer's weight_decay"),
     lambda _: ("broken", {"config": {"zero_optimization": {"stage": 9}}}, "zero_optimization.stage"),
     lambda _: ("prints", {"config": {"steps_per_print": 1}}, ""),
-    lambda _: ("memory", {"config": {"shardwell": {"host_memory": 1 << 40}}}, ""),
+    lambda _: ("memory", {"config": {"shardwell": {"memory": {"host": 1 << 40}}}}, ""),
     lambda _: ("drive", {"config": {"zero_optimization": {"offload_param": {"nvme_path": "/mnt/other"}}}}, ""),
     lambda _: ("idle key", {"config": {"wall_clock_breakdown": True}}, ""),
     lambda _: ("other data", {"data": 3.0}, ""),

@@ -322,7 +322,9 @@ def test_members_of_enumerations_as_some_versions_of_python_pickle_them(
 @pytest.mark.parametrize("of", [Metadata, torch.Size, "text", {}], ids=str)
 def test_attributes_of_anything_else_are_refused(single: Path, of: Any) -> None:
     change(single, lambda metadata: setattr(metadata, "planner_data", Reaching(of, "__class__")))
-    with pytest.raises(CheckpointError, match=r"\.metadata: damaged, .*an attribute of what is no enumeration"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata: damaged, .*an attribute of something that is no enumeration"
+    ):
         DcpSource(single)
 
 
@@ -350,7 +352,7 @@ def test_a_number_that_is_a_pickle_of_something_else_is_refused(tmp_path: Path) 
 def test_a_pickle_cannot_change_what_stands_for_a_class(single: Path) -> None:
     text = b"ctorch\nSize\n(N}X\x08\x00\x00\x00__code__K\x01stb."  # a state for the class itself
     (single / ".metadata").write_bytes(text)
-    with pytest.raises(CheckpointError, match="gives a state to what has none"):
+    with pytest.raises(CheckpointError, match="sets the state of a value that has none"):
         DcpSource(single)
 
 

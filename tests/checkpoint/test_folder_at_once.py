@@ -150,6 +150,6 @@ def test_several_jobs_save_into_one_folder_while_a_reader_polls(ranks: Ranks, tm
     assert [failures for _, failures in answers] == [[], [], [], []]
     assert [count for count, _ in answers[:3]] == [SAVES] * 3
     folder = Folder(tmp_path)
-    assert folder.newest_whole() == folder.tags()[0]
+    assert folder.newest_complete() == folder.tags()[0]
     assert load(folder) in {SAVES, SAVES - 1, SAVES - 2}
     assert hidden(tmp_path) == []

@@ -146,7 +146,7 @@ def test_a_latest_that_names_no_checkpoint_is_an_error_with_the_newest_that_is_w
     save(folder, "torn", 3)
     (folder.root / "torn" / FILES[0]).unlink()
     (folder.root / "latest").write_text(content)
-    with pytest.raises(CheckpointError, match=r"latest: names .* that is whole is 'a': pass tag='a'"):
+    with pytest.raises(CheckpointError, match=r"latest: names .* complete checkpoint here is 'a': pass tag='a'"):
         folder.latest()
 
 
@@ -163,7 +163,7 @@ def test_a_latest_that_cannot_be_read_is_an_error(saved: Folder, tmp_path: Path,
         os.mkfifo(path)
     elif kind == "binary":
         path.write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match=r"latest: .* that is whole is 'a'"):
+    with pytest.raises(CheckpointError, match=r"latest: .* complete checkpoint here is 'a'"):
         saved.latest()
 
 
@@ -183,7 +183,7 @@ def test_a_latest_whose_checkpoint_cannot_be_used_is_not_none_yet(saved: Folder,
         (saved.root / "a").rename(tmp_path / "outside")
     if torn == "dangling":
         (saved.root / "a").symlink_to(tmp_path / "not mounted")
-    with pytest.raises(CheckpointError, match=r"names 'a', which .* No checkpoint here is whole"):
+    with pytest.raises(CheckpointError, match=r"names 'a', which .* No checkpoint here is complete"):
         saved.latest()
 
 
@@ -214,7 +214,7 @@ def test_an_opened_checkpoint_that_is_not_whole_names_the_newest_that_is(
         save(folder, f"step-{number}", number)
     damage(folder.root / "step-2" / FILES[0])
     (folder.root / "step-1" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"step-2.* that is whole is 'step-0': pass tag='step-0'"):
+    with pytest.raises(CheckpointError, match=r"step-2.* complete checkpoint here is 'step-0': pass tag='step-0'"):
         folder.open()
 
 

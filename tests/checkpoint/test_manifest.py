@@ -288,7 +288,7 @@ def deep(levels: int) -> Any:
     [
         (float("nan"), "values.a[1]: nan is not a number in JSON"),
         (float("-inf"), "values.a[1]: -inf is not a number in JSON"),
-        ((1, 2), "values.a[1]: expected what JSON can hold, found tuple"),
+        ((1, 2), "values.a[1]: expected a JSON value, found tuple"),
         (b"x", "found bytes"),
         (torch.ones(1), "found Tensor"),
         ({1: 2}, "values.a[1]: a key: expected a string, found 1"),

@@ -103,7 +103,11 @@ def test_a_checkpoint_that_cannot_be_used_is_not_none_yet(tmp_path: Path, harm: 
         newest.symlink_to(tmp_path / "away")
     else:
         (newest / "manifest.json").unlink()  # as after an interrupted copy
-    words = "No checkpoint here is whole" if harm == "all" else f"whole is {'two' if harm == 'latest' else 'one'!r}"
+    words = (
+        "No checkpoint here is complete"
+        if harm == "all"
+        else f"complete checkpoint here is {'two' if harm == 'latest' else 'one'!r}"
+    )
     with pytest.raises(CheckpointError, match=words):
         alone().load_checkpoint(root)
 

@@ -39,7 +39,7 @@ def test_a_save_in_the_background_without_a_free_thread_is_made_at_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.warns(UserWarning, match="before training goes on"):
+        with pytest.warns(UserWarning, match="written synchronously"):
             engine.save_checkpoint(tmp_path, asynchronous=True)
     engine.finish_saving()
     assert Folder(tmp_path).tags() == ["global_step1"]

@@ -346,7 +346,7 @@ def test_prune_never_removes_the_latest(root: Path) -> None:
 
 def test_prune_works_where_latest_is_broken_and_inspect_names_the_newest_that_is_whole(root: Path) -> None:
     (root / "latest").write_text("gone\n")
-    assert "that is whole is 'step-30'" in str(checkpoint("inspect", root).exception)
+    assert "complete checkpoint here is 'step-30'" in str(checkpoint("inspect", root).exception)
     assert checkpoint("prune", root, "--keep-last", "1").exit_code == 0
     assert Folder(root).tags() == ["step-30"]
 

@@ -207,7 +207,7 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     *_, first, second = survivor.stderr.read().decode().splitlines()
     assert first.startswith("rank ")
     assert first.endswith("; restart 1 of 3 with 1 rank instead of 2")
-    assert second == "another node has come, or starts again; starting again with 2 ranks instead of 1"
+    assert second == "another node has joined or restarted; restarting with 2 ranks instead of 1"
 
 
 def test_the_others_end_when_the_node_is_lost_where_they_meet(

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from shardwell.cli.failures import RankFailure, can_be_cured, in_order
+from shardwell.cli.failures import RankFailure, in_order, is_retryable
 from tests.support.command import ROOT, arguments, environment, shardwell
 
 PROMPT = 20.0  # seconds for a run that takes three on an idle machine; a hang would take minutes
@@ -202,9 +202,9 @@ CONFIG_ERROR = RankFailure(0, 1, "ConfigError: bad", "", when=10.0, kinds=("Conf
 def test_a_configuration_is_as_wrong_after_a_restart() -> None:
     ended = RankFailure(1, -15, "", "", when=10.0)
     reports = RankFailure(2, 1, "PeerError: rank 0 failed first", "", when=10.0, kinds=("PeerError", "ShardwellError"))
-    assert not can_be_cured([CONFIG_ERROR, ended, reports])
+    assert not is_retryable([CONFIG_ERROR, ended, reports])
 
 
 def test_a_rank_that_failed_otherwise_may_be_cured() -> None:
-    assert can_be_cured([RankFailure(1, -9, "", "", when=10.0), CONFIG_ERROR])
-    assert can_be_cured([RankFailure(1, 1, "PeerError: a peer stopped answering", "", when=10.0, kinds=("PeerError",))])
+    assert is_retryable([RankFailure(1, -9, "", "", when=10.0), CONFIG_ERROR])
+    assert is_retryable([RankFailure(1, 1, "PeerError: a peer stopped answering", "", when=10.0, kinds=("PeerError",))])

@@ -113,7 +113,7 @@ def told_late(folder: str) -> tuple[int, str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saver, "_write_part", refuse)
         if dist.get_rank() == 0:
-            patch.setattr(Saver, "_let_others_hear", lambda *_: time.sleep(1.0))
+            patch.setattr(Saver, "_wait_for_readers", lambda *_: time.sleep(1.0))
         engine.save_checkpoint(folder, tag="first", asynchronous=True)
         for _ in range(100):
             try:

@@ -100,7 +100,7 @@ def test_the_one_of_three_that_differs_is_named_whoever_it_is(ranks: Ranks, who:
 HONEST: dict[str, dict[str, Any]] = {
     "prints": {"config": {"steps_per_print": 1}},
     "has another drive": {"config": {"zero_optimization": {"offload_optimizer": {"nvme_path": "/mnt/other"}}}},
-    "has less memory": {"config": {"shardwell": {"host_memory": 1 << 30}}},
+    "has less memory": {"config": {"shardwell": {"memory": {"host": 1 << 30}}}},
     "writes a key without effect": {"config": {"wall_clock_breakdown": True}},
     "makes the same optimizer in code": {"optimizer": {"weight_decay": 0.0}},
 }

@@ -125,7 +125,7 @@ def test_plain_loops_go_at_once_after_three_steps_with_the_same_bits(
 # ------------------------------------------------------------------------------------------------- units on the device
 
 
-PLACED = {"placement": "auto", "device_memory": 10**9}
+PLACED = {"placement": "auto", "memory": {"device": 10**9}}
 
 
 def placed(name: str) -> tuple[list[bool], str]:

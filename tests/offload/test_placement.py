@@ -113,15 +113,17 @@ def test_what_does_not_fit_is_refused_with_numbers_before_anything_is_made(
     monkeypatch.setattr(ShardedGroup, "__init__", lambda *_: pytest.fail("a group was made"))
     layer = 64 * 64  # all of it on one rank
     block = {**on_disk(tmp_path, **SEATS), "offload_param": {"device": "cpu"}}
-    own = {"placement": "auto", "device_memory": 14 * layer, "host_memory": 60 * layer, "disk_memory": 12 * layer}
+    own = {"placement": "auto", "memory": {"device": 14 * layer, "host": 60 * layer, "disk": 12 * layer}}
     expected = (
         r"Needed on each of 1 rank\(s\): device 48.0 KiB \(free 56.0 KiB\), host 240.0 KiB \(free 240.0 KiB\), "
         r'disk 288.0 KiB \(free 48.0 KiB\). Free space .* set shardwell.moments to "8bit", or use more ranks'
     )
     with pytest.raises(ShardwellError, match=expected):
         shardwell.initialize(model=Stack(), config=configured(block, own), device="cpu")
-    own = {"placement": "auto", "device_memory": 14 * layer, "host_memory": 10**9}
-    expected = r'device 64.0 KiB \(free 56.0 KiB\), .*_room, set offload_param.device to "cpu", or use more ranks'
+    own = {"placement": "auto", "memory": {"device": 14 * layer, "host": 10**9}}
+    expected = (
+        r'device 64.0 KiB \(free 56.0 KiB\), .*memory.device, set offload_param.device to "cpu", or use more ranks'
+    )
     with pytest.raises(ShardwellError, match=expected):
         shardwell.initialize(model=Stack(), config=configured(BELOW, own), device="cpu")
 
@@ -132,9 +134,10 @@ def test_budgets_are_shares_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
     budgets = {}
     monkeypatch.setattr("shardwell.offload.plan.plan", lambda needs, buffers, free: budgets.update(free) or PASS)
     PASS = plan([[Counter()]] * 8, [Counter()], {})
-    own = {"placement": "auto", "host_room": 0.2, "disk_memory": 5}
-    shardwell.initialize(model=Stack(), config=configured(ALL_BELOW, own), device="cpu")
-    assert budgets == {DEVICE: 0, HOST: 80_000 + 8 * 64 * 64 * 4, DISK: 5}  # what the model has now is free soon
+    for limits in ({"memory": {"host": 0.8, "disk": 5}}, {"host_room": 0.2, "disk_memory": 5}):
+        own = {"placement": "auto", **limits}
+        shardwell.initialize(model=Stack(), config=configured(ALL_BELOW, own), device="cpu")
+        assert budgets == {DEVICE: 0, HOST: 80_000 + 8 * 64 * 64 * 4, DISK: 5}  # what the model has now is free soon
 
 
 def uneven(path: str) -> list[Any]:
@@ -143,7 +146,7 @@ def uneven(path: str) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
         patch.setattr(budget, "_held", lambda *_: Counter())
-        own = {"placement": "auto", "host_room": 0.0}
+        own = {"placement": "auto", "memory": {"host": 1.0}}
         return trained(on_disk(Path(path), **SEATS), own)["rows"]
 
 

@@ -293,7 +293,7 @@ def test_parameters_on_disk_are_read_once_a_step(ranks: Ranks, tmp_path: Path) -
 
 
 def placed(device_memory: int | str) -> dict[str, Any]:
-    own = {"placement": "auto", "device_memory": device_memory, "host_memory": 10**9}
+    own = {"placement": "auto", "memory": {"device": device_memory, "host": 10**9}}
     places = blocks("cpu", "cpu", "")
     engine = start(2, Gpt(blocks=6), bf16={"enabled": True}, shardwell=own, zero_optimization=places)
     for _ in range(2):
@@ -328,7 +328,7 @@ def refused_placement() -> str:
 
 
 def test_copies_that_do_not_fit_are_refused_before_anything_is_made(ranks: Ranks) -> None:
-    assert "Lower shardwell.device_room" in ranks.run(4, refused_placement)[0]
+    assert "Raise shardwell.memory.device" in ranks.run(4, refused_placement)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- nodes

@@ -313,14 +313,14 @@ def updates_in_a_shadow(partition: int, path: str) -> Play:
 
 @scene
 def placed_as_there_is_room(partition: int, path: str) -> Play:
-    own = {"placement": "auto", "device_memory": 60_000, "host_memory": 200_000}
+    own = {"placement": "auto", "memory": {"device": 60_000, "host": 200_000}}
     return train(begin(partition, below("nvme", "nvme", path, shardwell=own)))
 
 
 @scene
 def a_step_that_is_left_out_in_part(partition: int, path: str) -> Play:
     """Updates at once, and gradients of the first units that are not finite: the last ones were updated."""
-    own = {"placement": "auto", "device_memory": 10**9, "nonfinite": "skip"}
+    own = {"placement": "auto", "memory": {"device": 10**9}, "nonfinite": "skip"}
     play = begin(partition, {"shardwell": own})
     for number in range(STEPS):
         handle = play.model.position.register_hook(lambda grad, n=number: grad * float("inf") if n == 1 else grad)
@@ -372,7 +372,7 @@ def opened_after_updates_at_once_on_the_host(partition: int, path: str) -> Play:
 
 @scene
 def opened_after_updates_at_once_on_the_device(partition: int, path: str) -> Play:
-    own = {"placement": "auto", "device_memory": 10**9}
+    own = {"placement": "auto", "memory": {"device": 10**9}}
     return opened_before_the_step(begin(partition, {"bf16": {"enabled": True}, "shardwell": own}))
 
 

@@ -150,15 +150,13 @@ def test_the_secret_is_in_no_command_line(tmp_path: Path) -> None:
 
 
 def test_nodes_that_come_and_go_need_a_secret() -> None:
-    with pytest.raises(
-        ShardwellError, match=r"--nnodes 1:2: nodes that come and go need a secret.*SHARDWELL_SECRET_FILE"
-    ):
+    with pytest.raises(ShardwellError, match=r"--nnodes 1:2: elastic nodes need a secret.*SHARDWELL_SECRET_FILE"):
         _check_secret(LaunchTopology(1, 1, 2, "localhost"), None)
 
 
 def test_a_fixed_number_of_nodes_is_told_what_no_secret_means(capsys: pytest.CaptureFixture[str]) -> None:
     _check_secret(LaunchTopology(1, 2, 2, "localhost"), None)
-    assert "no secret: whoever reaches localhost:29500 can take the place of a node" in capsys.readouterr().err
+    assert "no secret: any process that reaches localhost:29500 can join as a node" in capsys.readouterr().err
 
 
 def test_a_name_that_means_another_address_on_each_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +258,7 @@ def test_a_rank_that_ends_well_before_the_process_group_is_not_waited_for(tmp_pa
     )
     result = shardwell("run", "-n", "2", tmp_path / "script.py", limit=100)
     assert result.returncode == 1
-    assert "rank 1 ended, without an error, before it came to `init_process_group`, where rank 0 waits" in result.stderr
+    assert "rank 1 ended, without an error, before it called `init_process_group`, where rank 0 waits" in result.stderr
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwell.checkpoint import FilePiece, Folder, Manifest, TensorRecord, write
 from shardwell.checkpoint.sources import Source, StoredTensor
-from shardwell.checkpoint.sources.reading import whole
+from shardwell.checkpoint.sources.reading import read_full
 
 VALUES: dict[str, Any] = {
     "counters": {"global_steps": 30, "micro_steps": 60, "skipped_steps": 1, "global_samples": 240},
@@ -77,7 +77,7 @@ def save_own(
 
 
 def everything(source: Source) -> dict[str, Tensor]:
-    return {name: whole(source, name) for name in source.tensors}
+    return {name: read_full(source, name) for name in source.tensors}
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -34,7 +34,8 @@ def pairs(text: str) -> list[tuple[str, Any]]:
 
 
 def at(config: Config, key: str) -> Any:
-    return attrgetter(key)(config)
+    """The value of a key, also of one without effect."""
+    return config.inert_keys[key] if key in config.inert_keys else attrgetter(key)(config)
 
 
 def batch(config: Config) -> Any:

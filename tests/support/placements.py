@@ -52,7 +52,7 @@ BELOW = {"offload_optimizer": {"device": "cpu"}}
 
 def auto(device: int, host: int, **others: Any) -> dict[str, Any]:
     """Budgets of each of 2 ranks, in bytes a parameter of one layer."""
-    return {"placement": "auto", "device_memory": device * SHARE, "host_memory": 2 * host * SHARE, **others}
+    return {"placement": "auto", "memory": {"device": device * SHARE, "host": 2 * host * SHARE}, **others}
 
 
 def configured(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:

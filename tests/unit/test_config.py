@@ -20,21 +20,18 @@ DEFAULTS = """
 gradient_clipping 0.0  steps_per_print null  communication_data_type null  optimizer null  scheduler null
 prescale_gradients false  gradient_predivide_factor 1.0
 bf16.enabled false  fp16.enabled false  data_types.grad_accum_dtype null
-fp16.auto_cast false  fp16.loss_scale 0.0  fp16.initial_scale_power 16  fp16.loss_scale_window 1000
+fp16.loss_scale 0.0  fp16.initial_scale_power 16  fp16.loss_scale_window 1000
 fp16.hysteresis 2  fp16.consecutive_hysteresis false  fp16.min_loss_scale 1.0
-torch_autocast.enabled false  torch_autocast.dtype "bf16"  torch_autocast.lower_precision_safe_modules null
+torch_autocast.enabled false  torch_autocast.dtype "bf16"
 activation_checkpointing.partition_activations false  activation_checkpointing.cpu_checkpointing false
-activation_checkpointing.number_checkpoints null  activation_checkpointing.profile false
 shardwell.divergence_timeout 60.0  shardwell.nonfinite "auto"  shardwell.find_unused_parameters false
-shardwell.placement "asked"  shardwell.device_room 0.25  shardwell.host_room 0.1
-shardwell.device_memory "auto"  shardwell.host_memory "auto"  shardwell.disk_memory "auto"
+shardwell.placement "asked"
+shardwell.memory.device 0.75  shardwell.memory.host 0.9  shardwell.memory.disk 0.95
 shardwell.shard_at_world_one false  shardwell.keep_pages true  shardwell.keep_frozen "auto"
-zero_optimization.stage 0  zero_optimization.overlap_comm null
-zero_optimization.reduce_bucket_size 500000000  zero_optimization.stage3_max_live_parameters 1000000000
+zero_optimization.stage 0  zero_optimization.stage3_max_live_parameters 1000000000
 zero_optimization.stage3_max_reuse_distance 0  zero_optimization.stage3_prefetch_bucket_size 50000000
 zero_optimization.stage3_param_persistence_threshold "auto"
 zero_optimization.stage3_model_persistence_threshold null
-zero_optimization.stage3_module_granularity_threshold 0
 zero_optimization.zero_quantized_weights false  zero_optimization.zero_quantized_gradients false
 zero_optimization.zero_hpz_partition_size 1
 """
@@ -69,7 +66,7 @@ prescale_gradients true  gradient_predivide_factor 2.0  gradient_predivide_facto
 activation_checkpointing.partition_activations true  activation_checkpointing.cpu_checkpointing true
 activation_checkpointing.contiguous_memory_optimization true  activation_checkpointing.number_checkpoints 4
 activation_checkpointing.synchronize_checkpoint_boundary true
-shardwell.device_room 0.0  shardwell.host_room 0.5  shardwell.device_memory 0  shardwell.disk_memory "auto"
+shardwell.memory.device 1.0  shardwell.memory.host 0.5  shardwell.memory.device 0  shardwell.memory.disk 1000000000
 shardwell.keep_frozen 0  shardwell.keep_frozen 5000000000  shardwell.keep_frozen "auto"
 zero_optimization.zero_quantized_weights "auto"  zero_optimization.zero_quantized_gradients "auto"
 zero_optimization.zero_hpz_partition_size "auto"
@@ -172,8 +169,8 @@ def test_a_string_that_opens_a_brace_is_json_text() -> None:
 def test_the_settings_of_disks_are_those_of_the_disk_tier() -> None:
     block = {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2, "single_submit": True}
     found = load({"aio": {**block, "overlap_events": False}}).aio
-    assert AioSettings(**found.model_dump(exclude={"use_gds"})) == AioSettings(**block, overlap_events=False)
-    assert AioSettings(**load({}).aio.model_dump(exclude={"use_gds"})) == AioSettings()
+    assert AioSettings(**found.model_dump()) == AioSettings(**block, overlap_events=False)
+    assert AioSettings(**load({}).aio.model_dump()) == AioSettings()
 
 
 def test_a_config_is_frozen() -> None:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardwell.config import load
+from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited, Unsupported
+from shardwell.config import load, remarks, told
 from shardwell.config.translate import RENAMED, SWITCHES
-from shardwell.config.unsupported import FEATURES, IDLE
 from tests.support.configs import at, nested, pairs, refusal
 
 # DeepSpeed's documented configuration, each key at its documented default or off.
+FEATURES = {key: row for key, row in KEYS.items() if isinstance(row, Unsupported)}
+IDLE = {key: row for key, row in KEYS.items() if isinstance(row, Inert | Limited)}
 DOCUMENTED: dict[str, Any] = json.loads(Path(__file__).with_name("deepspeed_defaults.json").read_text())
 
 
@@ -42,24 +44,35 @@ def test_every_documented_key_of_offload_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("block", [None, {}, False, 0, "false", {"enabled": False, "x": 1}, {"enabled": 0}, {"x": {}}])
-@pytest.mark.parametrize("key", sorted(key for key, kind in FEATURES.items() if not kind.is_asked_by_content))
+@pytest.mark.parametrize("key", sorted(key for key, kind in FEATURES.items() if not kind.any_content_asks))
 def test_a_feature_may_be_off_in_any_way(key: str, block: Any) -> None:
     load(nested(key, block))
 
 
 @pytest.mark.parametrize("block", [None, {}, False, {"enabled": False, "x": 1}])
-@pytest.mark.parametrize("key", sorted(key for key, kind in FEATURES.items() if kind.is_asked_by_content))
+@pytest.mark.parametrize("key", sorted(key for key, kind in FEATURES.items() if kind.any_content_asks))
 def test_a_feature_that_is_asked_for_by_its_content_may_be_off(key: str, block: Any) -> None:
     load(nested(key, block))
 
 
+VALUES: dict[str, tuple[Any, ...]] = {
+    "any": (True, False, 3, "x"),
+    "flag": (True, False, "on"),
+    "count": (0, 3, "5"),
+    "size": (0, 5e8, 0.9 * 1025 * 1025),
+    "flags by name": ({}, {"pipeline_stage": True}),
+    "tag validation": ("Warn", "ignore", "FAIL"),
+}
+
+
 @pytest.mark.parametrize("key", sorted(IDLE))
 def test_a_key_that_changes_nothing_is_accepted(key: str) -> None:
-    for value in IDLE[key].values or (True, False, 3, "x"):
+    row = IDLE[key]
+    for value in row.allowed if isinstance(row, Limited) else VALUES[row.type]:
         config = load(
             nested(key, value) | ({"optimizer": {"type": "SGD", "legacy_fusion": value}} if "fusion" in key else {})
         )
-        assert bool(config.notes) == bool(IDLE[key].why and value is not None)
+        assert (key in config.inert_keys) == bool(row.reason and value is not None)
 
 
 @pytest.mark.parametrize(("old", "new"), sorted(RENAMED.items()))
@@ -95,6 +108,32 @@ def test_an_old_spelling_against_the_new_one_contradicts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "tier", "meant"),
+    [
+        ({"device_memory": 10**9}, "device", 10**9),
+        ({"host_memory": 0}, "host", 0),
+        ({"disk_memory": "1e12"}, "disk", 10**12),
+        ({"device_room": 0.1}, "device", 0.9),
+        ({"host_room": 0}, "host", 1.0),
+        ({"host_memory": 5, "memory": {"host": 5}}, "host", 5),
+        ({"host_memory": 5, "host_room": 0.5}, "host", 5),
+        ({"host_memory": "auto", "host_room": 0.5}, "host", 0.5),
+    ],
+)
+def test_an_old_memory_budget_is_read_into_its_block_and_told(written: dict[str, Any], tier: str, meant: Any) -> None:
+    config = load({"shardwell": written})
+    assert getattr(config.shardwell.memory, tier) == meant
+    assert f"is read as shardwell.memory.{tier}" in config.notes[0].text
+    assert told(remarks(config))[0] == []  # no other numbers than DeepSpeed's are meant
+
+
+@pytest.mark.parametrize("old", [{"device_memory": 10**9}, {"device_room": 0.5}])
+def test_an_old_memory_budget_against_the_new_one_contradicts(old: dict[str, Any]) -> None:
+    text = refusal({"shardwell": {**old, "memory": {"device": 10**8}}})
+    assert f"shardwell.memory.device: contradicts shardwell.{next(iter(old))}, which is the old spelling of it" in text
+
+
+@pytest.mark.parametrize(
     ("written", "key", "meant"),
     [
         ({"zero_optimization": True}, "zero_optimization.stage", 1),
@@ -115,7 +154,11 @@ def test_an_old_spelling_against_the_new_one_contradicts() -> None:
             "zero_optimization.stage3_prefetch_bucket_size",
             945562,
         ),
-        ({"zero_optimization": {"reduce_bucket_size": None}}, "zero_optimization.reduce_bucket_size", 500_000_000),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": None}},
+            "zero_optimization.stage3_max_live_parameters",
+            1_000_000_000,
+        ),
         ({"zero_optimization": {"offload_param": {"device": None}}}, "zero_optimization.offload_param.device", "none"),
         (
             {"zero_optimization": {"offload_param": {"device": "NONE"}}},
@@ -221,7 +264,8 @@ def test_comments_and_the_liberties_of_hjson_are_read(tmp_path: Path) -> None:
     file.write_text(HJSON)
     for config in (load(file), load(HJSON)):
         zero = config.zero_optimization
-        assert (zero.stage, zero.reduce_bucket_size, zero.offload_param.device) == (3, 500_000_000, "cpu")
+        bucket = config.inert_keys["zero_optimization.reduce_bucket_size"]
+        assert (zero.stage, bucket, zero.offload_param.device) == (3, 500_000_000, "cpu")
         assert (config.gradient_clipping, config.bf16.enabled, config.steps_per_print) == (1.0, True, None)
         assert config.optimizer is not None
         assert config.optimizer.params == {"lr": 2e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}

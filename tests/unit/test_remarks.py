@@ -50,10 +50,10 @@ def test_keys_without_effect_are_one_sentence_with_the_reasons() -> None:
     ):
         assert f"zero_optimization.{key}" in rest
     assert "zero_optimization.stage3_max_live_parameters (at stage 2)" in rest
-    assert "aio.queue_depth (nothing rests on disk)" in rest
+    assert "aio.queue_depth (nothing is stored on NVMe)" in rest
     assert "zero_optimization.memory_efficient_linear (linear layers stay torch's own)" in rest
     assert "offload_optimizer.pin_memory, " not in rest
-    assert "zero_optimization.offload_optimizer.pin_memory (what travels is pinned, what rests is not)" in rest
+    assert "zero_optimization.offload_optimizer.pin_memory (staging buffers are pinned, stored state is not)" in rest
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_nothing_is_said_of_a_file_of_which_everything_holds(source: dict[str, A
 def test_a_prefetch_size_is_said_to_be_no_size() -> None:
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 5e8}
     assert (
-        "stage3_prefetch_bucket_size (the next unit is gathered ahead whatever its size"
+        "stage3_prefetch_bucket_size (the next unit is prefetched whatever its size"
         in said({"zero_optimization": zero})[1]
     )
     assert "prefetch" not in "".join(said({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}))
@@ -126,7 +126,7 @@ def test_auto_that_nobody_fills_in_hurts() -> None:
 
 def test_a_sum_over_micro_steps_in_fp32_is_said_where_deepspeed_sums_in_16_bits() -> None:
     source = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 1}
-    assert said(source)[1] == "gradients add up over micro-steps in fp32 (DeepSpeed: bf16, unless it is told)"
+    assert said(source)[1] == "gradients add up over micro-steps in fp32 (DeepSpeed: bf16 by default)"
     assert said({**source, "data_types": {"grad_accum_dtype": "fp32"}}) == ("", "")
 
 

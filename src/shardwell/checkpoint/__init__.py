@@ -1,6 +1,6 @@
-"""Checkpoints as files: tensors, the manifest that says where each element lies, and the folder that commits them.
+"""Checkpoints as files: tensors, the manifest that says where each element is, and the folder that commits them.
 
-Files and CPU tensors only. This package knows no engine, no process group and no device.
+This package handles files and CPU tensors. It knows no engine, process group or device.
 """
 
 from shardwell.checkpoint.files import Entry, FileRecord, stream, write

@@ -1,7 +1,7 @@
-"""Adapters of peft in a checkpoint: as the files that peft reads, or merged into the model that they belong to.
+"""Exports adapters of peft from a checkpoint: as files that peft reads, or merged into their base model.
 
-What is theirs, and under which names, was written down when the checkpoint was saved. Merging is left to peft: the
-model is built in host memory, whole, and peft and Transformers are needed.
+The checkpoint records which weights belong to adapters, and under which names. Merging is left to peft: the full model
+is built in host memory, and peft and Transformers are needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
-from shardwell.checkpoint.sources.reading import Progress, whole
+from shardwell.checkpoint.sources.reading import Progress, read_full
 from shardwell.errors import CheckpointError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -28,7 +28,7 @@ _MAIN = "default"  # the adapter that peft writes to the folder itself
 
 
 def adapters_of(source: Source) -> Mapping[str, Any] | None:
-    """The adapters that a checkpoint holds. Weights of adapters that nothing is known about are refused."""
+    """Return the adapters of a checkpoint. Raise if it has weights of adapters that it does not describe."""
     found: Mapping[str, Any] | None = source.values.get("adapters")
     if found:
         return found
@@ -36,13 +36,13 @@ def adapters_of(source: Source) -> Mapping[str, Any] | None:
     if marked and source.values.get("model_config"):
         raise CheckpointError(
             f"{source.where}: {marked[0]!r} is an adapter's, but the checkpoint does not say how peft describes it, so "
-            "that what is written would load without it. Load it into an engine of the same model and save it again."
+            "the export would load without it. Load it into an engine of the same model and save it again."
         )
     return None
 
 
 def files_of(source: Source, adapters: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
-    """For each adapter: the folder that peft expects it in, {peft's name: tensor}, and its configuration."""
+    """Return, for each adapter, the folder that peft expects it in, {peft's name: tensor}, and its configuration."""
     stored_under = source.values.get("aliases", {})
     for adapter, one in adapters["of"].items():
         if one.get("missing"):
@@ -63,7 +63,7 @@ def files_of(source: Source, adapters: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 class Merged:
-    """A model that adapters were merged into, as a source."""
+    """A source that reads a model into which adapters were merged."""
 
     def __init__(self, where: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         self.where, self.values, self.bytes_read = where, values, 0
@@ -78,7 +78,7 @@ class Merged:
 
 
 def merge(source: Source, progress: Progress | None = None) -> Merged:
-    """The base model with the active adapters in its weights, each in the dtype that it was stored in."""
+    """Return the base model with the active adapters merged in; each weight keeps its stored dtype."""
     adapters = adapters_of(source)
     if adapters is None:
         raise CheckpointError(f"{source.where}: holds no adapters that could be merged")
@@ -109,7 +109,7 @@ def merge(source: Source, progress: Progress | None = None) -> Merged:
 
 
 def _build(config: Mapping[str, Any], adapters: Mapping[str, Any]) -> Any:
-    """The model with its adapters, with values of no meaning."""
+    """Return the model with its adapters and arbitrary values."""
     try:
         peft, transformers = importlib.import_module("peft"), importlib.import_module("transformers")
     except ImportError as error:
@@ -124,7 +124,7 @@ def _build(config: Mapping[str, Any], adapters: Mapping[str, Any]) -> Any:
             (Path(folder) / CONFIG).write_text(json.dumps(one["config"]), encoding="utf-8")
             settings = peft.PeftConfig.from_pretrained(folder)
             if hasattr(settings, "init_lora_weights"):
-                settings.init_lora_weights = True  # what was learnt comes from the checkpoint, however it began
+                settings.init_lora_weights = True  # the values come from the checkpoint, however they were initialised
             if isinstance(model, peft.PeftModel):
                 model.add_adapter(adapter, settings)
             else:
@@ -136,7 +136,7 @@ def _build(config: Mapping[str, Any], adapters: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def _fill(model: Any, source: Source, progress: Progress | None) -> dict[str, torch.dtype]:
-    """Give a model its values; returns the stored dtypes by the names that weights will have without adapters."""
+    """Load the values of a model; return the stored dtypes, by the names of the weights without adapters."""
     stored_under = source.values.get("aliases", {})
     dtypes: dict[str, torch.dtype] = {}
     filled: set[int] = set()
@@ -145,7 +145,7 @@ def _fill(model: Any, source: Source, progress: Progress | None) -> dict[str, to
         for candidate in (name, name.removeprefix(_PREFIX)):
             entry = MODEL + stored_under.get(candidate, candidate)
             if entry in source.tensors:
-                tensor.copy_(whole(source, entry, progress))
+                tensor.copy_(read_full(source, entry, progress))
                 filled.add(id(tensor))
                 plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
                 dtypes[plain.replace(".original_module.", ".")] = source.tensors[entry].dtype

@@ -1,7 +1,7 @@
-"""Checksums of what files hold: one for all of a tensor's bytes, and one for each block of them.
+"""Checksums of tensors in files: one for all bytes of a tensor, and one for each block of them.
 
-Who reads a tensor in part checks the blocks that its part touches. The whole one follows from those of the blocks, so
-that bytes pass through the processor once. They find damage, not forgery.
+A reader of a part checks the blocks that the part touches. The checksum of the tensor follows from those of its blocks,
+so that each byte is processed once. Checksums find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwell.kernels import crc32
 ALGORITHM = "crc32"
 CHECKSUM = re.compile("[0-9a-f]{8}")
 CHECKSUMS = re.compile("(?:[0-9a-f]{8})+")
-BLOCK = 2**18  # bytes. At each end of a stretch, half of that is read on average besides what was asked for
+BLOCK = 2**18  # bytes; at each end of a partial read, half a block more is read on average
 DIGITS = 8
 
 
@@ -25,11 +25,11 @@ def shown(value: int) -> str:
 
 
 class Sums:
-    """The checksum of bytes that come one after the other, and those of their blocks."""
+    """Computes the checksum of a stream of bytes, and those of its blocks."""
 
     def __init__(self) -> None:
         self._size = BLOCK
-        self._blocks: list[int] = []  # of those that are full
+        self._blocks: list[int] = []  # of full blocks
         self._last = self._filled = 0  # the one that is not: its checksum so far, and its bytes
 
     def add(self, view: memoryview) -> None:
@@ -43,8 +43,8 @@ class Sums:
             view = view[len(part) :]
 
     @property
-    def whole(self) -> str:
-        """The checksum of all bytes."""
+    def total(self) -> str:
+        """Return the checksum of all bytes."""
         value = 0
         for block in self._blocks:
             value = _moved_by_a_block(value, self._size) ^ block
@@ -52,13 +52,13 @@ class Sums:
 
     @property
     def blocks(self) -> str | None:
-        """The checksums of the blocks, one after the other; None if there is but one, which is the whole."""
+        """Return the checksums of the blocks; None if there is only one block."""
         found = [*self._blocks, *([self._last] if self._filled else [])]
         return "".join(map(shown, found)) if len(found) > 1 else None
 
 
 def joined(sums: str, size: int, rest: int = 0) -> str:
-    """The checksum of blocks of `size` bytes, from theirs. `rest`: the bytes of the last one, if it has fewer."""
+    """Return the checksum of consecutive blocks of `size` bytes; the last block may have fewer bytes, `rest`."""
     blocks = [int(sums[at : at + DIGITS], 16) for at in range(0, len(sums), DIGITS)]
     value = 0
     for block in blocks[: len(blocks) - bool(rest)]:
@@ -67,7 +67,7 @@ def joined(sums: str, size: int, rest: int = 0) -> str:
 
 
 def _moved(value: int, num_bytes: int) -> int:
-    """What a checksum contributes to that of bytes of which `num_bytes` more follow: crc(a + b) = moved(a) ^ crc(b)."""
+    """Return a checksum's contribution if `num_bytes` more bytes follow: crc(a + b) = moved(a) ^ crc(b)."""
     return crc32(_zeros(num_bytes), value ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
@@ -78,7 +78,7 @@ def _moved_by_a_block(value: int, size: int) -> int:
 
 @functools.cache
 def _tables(size: int) -> tuple[list[int], ...]:
-    """For each byte of a checksum, what its values become: the move is linear in the bits."""
+    """Return, for each byte of a checksum, the table of its moved values: the move is linear in the bits."""
     bits = [_moved(1 << bit, size) for bit in range(32)]
     tables = []
     for first in range(0, 32, 8):

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints of any kind, read in parts."""
+"""Compares two checkpoints of any kind, which are read in parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs that both checkpoints have."""
+    """The difference of a tensor that both checkpoints have."""
 
     name: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -46,10 +46,10 @@ def compare(
     only_weights: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Two numbers are the same if they differ by at most `tolerance`, or by this share of the larger magnitude.
+    """Compare two checkpoints. Numbers are equal if they differ by at most `tolerance`, absolute or relative.
 
-    NaN equals NaN. With a tolerance the dtypes may differ, without they may not. `progress` hears of the bytes of
-    the first checkpoint.
+    A relative difference is a share of the larger magnitude. NaN equals NaN. Dtypes may differ only if there is a
+    tolerance. `progress` is called with the bytes read of the first checkpoint.
     """
     found = Comparison()
     names = dict.fromkeys([*first.tensors, *second.tensors])
@@ -85,14 +85,14 @@ def _compare(
 
 
 def _pairs(name: str, first: Source, second: Source, progress: Progress | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same stretches of both."""
+    """Yield the same slices of both tensors."""
     stored = first.tensors[name]
     limit = PART if is_contiguous(stored) and is_contiguous(second.tensors[name]) else max(stored.numel, 1)
     yield from zip(in_order(first, name, progress, limit), in_order(second, name, None, limit), strict=True)
 
 
 def _distance(a: Tensor, b: Tensor, tolerance: float) -> tuple[int, float, float]:
-    """How many elements differ by more than the tolerance, and the largest differences."""
+    """Return the number of elements that differ by more than the tolerance, and the largest differences."""
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return 0, 0.0, 0.0
     same = (a == b) | (a.isnan() & b.isnan())  # before they are made real: large integers would be rounded

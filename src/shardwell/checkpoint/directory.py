@@ -1,9 +1,9 @@
-"""One directory of a folder of checkpoints: is it a checkpoint, of which step, whole; is it written, or left behind?
+"""One directory in a folder of checkpoints: whether it is a checkpoint, complete, being written, or abandoned.
 
-What writes a directory locks a file in it, which the end of its process unlocks, however it ends. The file names the
-running system and the mount that know the lock: elsewhere, and where files cannot be locked, nobody can tell whether
-the writer lives, and only a directory in which nothing has changed for an hour counts as left behind. Whoever writes
-gives up long before that.
+The writer of a directory locks a file in it; the lock ends with the writer's process. The file names the running system
+and the mount that know the lock. On other systems, and where files cannot be locked, no process can tell whether the
+writer is alive: there a directory counts as abandoned if nothing in it has changed for an hour. A writer gives up long
+before that.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from shardwell.checkpoint.parsing import failing
 from shardwell.errors import CheckpointError
 
 LOCK = ".lock"
-SILENCE = 3600.0  # seconds without a change after which nobody writes a directory any more
-_BRIEF_SILENCE = 5.0  # the same for a file of a few bytes on its way to its place, which who writes it can write again
+SILENCE = 3600.0  # seconds without a change after which a directory has no writer any more
+_BRIEF_SILENCE = 5.0  # the same for a small temporary file, which its writer can write again
 _WRITES = 3  # how often
 ATTEMPTS = 10  # before a name that others keep changing is given up
 _MOST_SUMMARIES = 1000
 _LONGEST_TURN, _PAUSE = 10.0, 0.002  # seconds
 
 
-# --- what it is -------------------------------------------------------------------------------------------------
+# --- facts ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a folder has to know of a checkpoint, without its tensors."""
+    """The facts about a checkpoint that a folder needs, without its tensors."""
 
     step: int  # -1: it does not say
     sizes: Mapping[str, int]  # of the files
 
 
-_summaries: dict[tuple[int, int, int, int], Summary] = {}  # by what identifies a manifest that was read
+_summaries: dict[tuple[int, int, int, int], Summary] = {}  # by the identity of a manifest
 
 
 def is_directory(path: Path, *, follows: bool = False) -> bool:
@@ -63,7 +63,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def stamp(path: Path) -> int | None:
-    """When a checkpoint was committed; None if the directory is none. It may be a link to one."""
+    """Return the time at which a checkpoint was committed; None if the directory, or the link's target, is none."""
     status = _manifest_of(path)
     return None if status is None else status.st_mtime_ns
 
@@ -79,7 +79,7 @@ def _manifest_of(path: Path) -> os.stat_result | None:
 
 
 def summary(path: Path) -> Summary:
-    """Of a checkpoint. A manifest is read once, as long as nobody changes it."""
+    """Return the summary of a checkpoint. A manifest is read again only if it has changed."""
     status = _manifest_of(path)
     key = (0, 0, 0, 0) if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
     found = _summaries.get(key)
@@ -94,22 +94,22 @@ def summary(path: Path) -> Summary:
 
 
 def step_of(manifest: Manifest) -> int:
-    """The step after which a checkpoint was saved; -1 if it does not say."""
+    """Return the step after which a checkpoint was saved; -1 if the manifest does not say."""
     counters = manifest.values.get("counters")
     step = counters.get("global_steps") if isinstance(counters, Mapping) else None
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else -1
 
 
 def step_in(path: Path) -> int:
-    """As `step_of`; -1 also if the manifest cannot be read."""
+    """Return the step of the checkpoint in a directory; -1 also if its manifest cannot be read."""
     try:
         return summary(path).step
     except CheckpointError:
         return -1
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a checkpoint has a valid manifest, and all its files in full size."""
+def is_complete(path: Path) -> bool:
+    """Tell whether a checkpoint is complete: its manifest is valid, and all its files have their sizes."""
     try:
         for name, size in summary(path).sizes.items():
             _check_file(path / name, size)
@@ -118,8 +118,8 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def looks_torn(path: Path) -> bool:
-    """Whether something was a checkpoint, or is to become one: an interrupted copy, a link to storage that is away."""
+def looks_broken(path: Path) -> bool:
+    """Tell whether a path looks like a broken checkpoint: an interrupted copy, or a link to missing storage."""
     if stamp(path) is not None:
         return False
     if path.is_symlink() and not path.exists():
@@ -132,7 +132,7 @@ def looks_torn(path: Path) -> bool:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Raises unless each file of the manifest is there, is no link, and has its size."""
+    """Raise unless each file of the manifest exists, is no link, and has its size."""
     for name, record in manifest.files.items():
         if not plain_name(name):
             raise CheckpointError(f"{path / NAME}: files[{name!r}]: not a plain name")
@@ -152,15 +152,15 @@ def _check_file(path: Path, size: int) -> None:
         raise CheckpointError(f"{path}: {status.st_size} bytes, expected {size}; it was cut or changed")
 
 
-# --- who writes it ----------------------------------------------------------------------------------------------
+# --- writers ----------------------------------------------------------------------------------------------------
 
 
 def lock(path: Path) -> int:
-    """Marks a directory as being written, for as long as the descriptor is open."""
+    """Mark a directory as being written, for as long as the descriptor is open."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, _system(descriptor))  # after the lock: who reads it can rely on that
+        os.write(descriptor, _system(descriptor))  # after the lock: readers rely on that order
     except OSError:  # some file systems know no locks, and a full disk takes no byte: then age decides
         pass
     return descriptor
@@ -180,10 +180,10 @@ def close(descriptor: int) -> None:
 
 
 def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -> bool:
-    """Whether nobody writes a directory any more. `marked`: only if what wrote it has left its mark."""
+    """Tell whether a directory has no writer any more. With `marked`, it must have the lock file of a writer."""
     if age(path) < older_than:
         return False
-    if not is_directory(path):  # a file on its way to its place; or a link, which is nobody's work in progress
+    if not is_directory(path):  # a temporary file; or a link, which is never work in progress
         return not marked and (path.is_symlink() or age(path) >= _BRIEF_SILENCE)
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -211,11 +211,11 @@ def _is_empty(path: Path) -> bool:
 
 @contextlib.contextmanager
 def turn(root: Path) -> Iterator[None]:
-    """One at a time gives and takes names in a folder. Who waits for longer than a few seconds goes on without."""
+    """Let one process at a time rename directories in a folder; after a few seconds, go on without the lock."""
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        yield  # whatever is done next says what is wrong
+        yield  # the next operation reports the problem
         return
     try:
         deadline = time.monotonic() + _LONGEST_TURN
@@ -233,9 +233,9 @@ def turn(root: Path) -> Iterator[None]:
 
 
 def _system(descriptor: int) -> bytes:
-    """What knows of a lock: this running system, and the file system that it has mounted.
+    """Return a name for what knows a lock: this running system, and the file system that it has mounted.
 
-    No other has the name, nor has this one after its next start. Two mounts of the same storage need not share locks.
+    The name changes when the system restarts. Two mounts of the same storage need not share locks.
     """
     try:
         system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -245,7 +245,7 @@ def _system(descriptor: int) -> bytes:
 
 
 def age(path: Path) -> float:
-    """Seconds since something in a directory was changed."""
+    """Return the seconds since something in a directory was changed."""
     last = 0.0
     with failing(f"{path}: cannot be read"), contextlib.suppress(FileNotFoundError):
         last = os.lstat(path).st_mtime
@@ -254,14 +254,14 @@ def age(path: Path) -> float:
     return time.time() - last
 
 
-# --- what is done to it -----------------------------------------------------------------------------------------
+# --- changes ----------------------------------------------------------------------------------------------------
 
 
-def write_whole(path: Path, content: bytes, at: int | None = None) -> None:
-    """Puts a small file in its place by a rename, once it is on the disk; `at`: its time.
+def write_atomically(path: Path, content: bytes, at: int | None = None) -> None:
+    """Write a small file, and rename it into place once it is on disk; `at` is its modification time.
 
-    Who tidies up may take a file on its way for one that a crash left there, if the drive is slow. It is written again
-    then.
+    On a slow disk, a process that cleans up may take the temporary file for one that a crash left; then the file is
+    written again.
     """
     with failing(f"{path}: cannot be written"):
         for last in (*[False] * (_WRITES - 1), True):
@@ -291,7 +291,7 @@ def _write_new(path: Path, content: bytes, at: int | None) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings the names in a directory to the disk."""
+    """Sync the names in a directory to disk."""
     with failing(f"{path}: cannot be synchronised"):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

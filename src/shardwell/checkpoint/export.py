@@ -1,6 +1,6 @@
-"""From any source to a format of files. Tensors are read in parts, so that no more than a part is in memory.
+"""Exports any source to a file format. Tensors are read in parts, so that only a part is in memory.
 
-Of a tensor whose elements are stored in another order than the usual one all are: it is put in order in memory.
+A tensor that is not stored contiguously is reordered in memory, in full.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def to_safetensors(
     merges: bool = False,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """A directory that `from_pretrained` reads: weights, index and, if they are known, configurations and tokenizer.
+    """Write a directory that `from_pretrained` reads: weights, index and, if known, configurations and tokenizer.
 
-    Floating tensors become `dtype`; others stay what they are. A tensor that has several names is written once.
-    Adapters become what peft reads, without their base model, or with `merges` a part of its weights. Files of the
-    tokenizer come from the folder `tokenizer`, or from where the model came from, if that is here.
+    Floating tensors are cast to `dtype`. A tensor that has several names is written once. Adapters are written as peft
+    reads them, without their base model; with `merges`, they are merged into its weights. Files of the tokenizer come
+    from the folder `tokenizer`, or from the folder that the model came from, if it is on this machine.
     """
     adapters = adapters_of(source)
     if adapters is not None and not merges:
@@ -106,7 +106,7 @@ def _to_adapters(
     progress: Progress | None,
     tokenizer: str | os.PathLike[str] | None,
 ) -> Path:
-    """A directory that `PeftModel.from_pretrained` reads."""
+    """Write a directory that `PeftModel.from_pretrained` reads."""
     with _new_directory(out_dir) as path:
         for folder, names, config in files_of(source, adapters):
             (path / folder).mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ def _to_adapters(
 
 
 def _copy_tokenizer(source: Source, given: str | os.PathLike[str] | None, path: Path) -> None:
-    """The files of a tokenizer, if a folder with some is known."""
+    """Copy the files of a tokenizer, if a folder with some is known."""
     folder = given if given is not None else source.values.get("name_or_path")
     found = [name for name in TOKENIZER if folder is not None and os.path.isfile(os.path.join(folder, name))]
     if given is not None and not found:
@@ -139,14 +139,14 @@ def to_own(
     max_file_bytes: int = MAX_FILE,
     progress: Progress | None = None,
 ) -> Path:
-    """A checkpoint of shardwell's own format, the latest of its folder: all tensors and values, as they are."""
+    """Write a checkpoint in shardwell's own format, with all tensors and values, as the latest of its folder."""
     folder = Folder(root)
     if folder.is_committed(tag):
         raise CheckpointError(f"{folder.root / tag}: exists; remove it, or use another tag")
     sizes = [(name, stored.numel * stored.dtype.itemsize) for name, stored in source.tensors.items()]
     batches = _batches(sizes, max_file_bytes)
     path = folder.begin(tag)
-    with contextlib.suppress(CheckpointError):  # what others left is no reason not to write
+    with contextlib.suppress(CheckpointError):  # old temporary directories must not stop an export
         folder.clean()
     try:
         files, tensors = {}, {}
@@ -163,7 +163,7 @@ def to_own(
 
 
 def to_dcp(source: Source, out_dir: str | os.PathLike[str], progress: Progress | None = None) -> Path:
-    """A directory that `torch.distributed.checkpoint.load` reads into {"model": ..., "optim": ...}."""
+    """Write a directory that `torch.distributed.checkpoint.load` reads into {"model": ..., "optim": ...}."""
     from shardwell.checkpoint import export_dcp  # which loads much of torch
 
     with _new_directory(out_dir) as path:
@@ -173,7 +173,7 @@ def to_dcp(source: Source, out_dir: str | os.PathLike[str], progress: Progress |
 
 @contextlib.contextmanager
 def _new_directory(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
-    """A directory beside `out_dir` that becomes it, if all goes well; else nothing is left."""
+    """Yield a new directory that is renamed to `out_dir` on success, and removed on failure."""
     target = Path(os.path.abspath(out_dir))
     if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
         raise CheckpointError(f"{out_dir}: exists; move it, or write to another place")
@@ -197,13 +197,13 @@ def _new_directory(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """What exports that were killed have left: it has their mark, and nobody holds its lock."""
+    """Remove the directories of exports that were killed: they have a lock file that no process has locked."""
     try:
         names = os.listdir(parent)
     except OSError:
         return
     for path in [parent / name for name in names if _PARTIAL.fullmatch(name)]:
-        with contextlib.suppress(CheckpointError, OSError):  # of no harm to what is exported
+        with contextlib.suppress(CheckpointError, OSError):  # the export is complete without it
             if directory.is_abandoned(path, marked=True):
                 shutil.rmtree(path)
 
@@ -217,7 +217,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _batches(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Names in their order, cut where a file would grow beyond the limit."""
+    """Yield the names in order, in batches that each fit into one file."""
     if limit < 1:
         raise CheckpointError(f"the largest size of a file: expected at least 1 byte, found {limit}")
     batches: list[list[str]] = [[]]
@@ -247,7 +247,7 @@ def _cast(part: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
 
 
 def _config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """A model's configuration, with the dtype that the weights now have."""
+    """Return a model's configuration with the dtype of the exported weights."""
     if dtype is None:
         return dict(config)
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
@@ -262,6 +262,4 @@ def _record(name: str, stored: StoredTensor, file: str) -> TensorRecord:
 
 def _warn_if_part(source: Source) -> None:
     if source.values.get("frozen_excluded"):
-        warnings.warn(
-            f"{source.where}: was saved without its frozen weights, so what is written lacks them", stacklevel=3
-        )
+        warnings.warn(f"{source.where}: was saved without its frozen weights, so the export lacks them", stacklevel=3)

@@ -1,7 +1,7 @@
-"""From any source to the files of torch.distributed.checkpoint.
+"""Exports any source to the files of torch.distributed.checkpoint.
 
-A plan says what is written under which key, and torch's own machinery writes the metadata. The tensors go to one file,
-one chunk after the other: torch's writer would hold all of them until the file is complete.
+A plan lists the keys, and torch's own code writes the metadata. The tensors are written to one file, chunk by chunk:
+torch's writer would hold all of them until the file is complete.
 
     model/<name>                     model.<name>, also under the other names of a shared parameter
     state/<name>/<key>               optim.state.<name>.<key>
@@ -39,7 +39,7 @@ from torch.futures import Future
 
 from shardwell.checkpoint.parsing import failing
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, StoredTensor
-from shardwell.checkpoint.sources.reading import Progress, is_contiguous, weights, whole
+from shardwell.checkpoint.sources.reading import Progress, is_contiguous, read_full, weights
 from shardwell.errors import CheckpointError
 from shardwell.optim.odd_state import state_from_json
 from shardwell.sharding.layout import product
@@ -50,7 +50,7 @@ _Path = tuple[str | int, ...]  # the keys of a nested dictionary
 
 
 def write(source: Source, path: Path, progress: Progress | None = None) -> None:
-    """Writes to a directory that is empty."""
+    """Write a source to an empty directory."""
     weights(source)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is not needed
@@ -62,7 +62,7 @@ def write(source: Source, path: Path, progress: Progress | None = None) -> None:
 
 
 class _Planner(SavePlanner):
-    """Knows the items, and reads one when it is asked for it."""
+    """A planner that knows all items, and reads each one only when it is written."""
 
     def __init__(self, source: Source, progress: Progress | None) -> None:
         self._items: list[WriteItem] = []
@@ -103,7 +103,7 @@ class _Planner(SavePlanner):
 
             def read(first: int = first, last: int = last, sizes: tuple[int, ...] = sizes) -> Tensor:
                 if not is_contiguous(stored):
-                    return whole(source, name, progress)
+                    return read_full(source, name, progress)
                 part = source.read(name, first, last)
                 if progress is not None:
                     progress(part.nbytes)
@@ -144,7 +144,7 @@ class _Planner(SavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writes item after item to one file and keeps none."""
+    """A writer that writes item by item to one file and keeps none in memory."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
@@ -181,13 +181,13 @@ def _tensor_paths(source: Source) -> Iterator[tuple[str, _Path]]:
 
 
 def _split(name: str, prefix: str) -> tuple[str, str]:
-    """The parameter and the key of `<prefix><parameter>/<key>`."""
+    """Return the parameter and the key of `<prefix><parameter>/<key>`."""
     parameter, _, key = name.removeprefix(prefix).rpartition("/")
     return parameter, key
 
 
 def _groups(source: Source) -> list[dict[str, Any]]:
-    """The optimizer's hyperparameters, with the names of the parameters that each group has, if they are known."""
+    """Return the optimizer's parameter groups: hyperparameters and, if known, names of parameters."""
     saved = source.values.get("param_groups") or (source.values.get("optimizer") or {}).get("param_groups") or []
     groups = [{key: tuple(value) if _is_numbers(value) else value for key, value in group.items()} for group in saved]
     if len(groups) == 1 and "params" not in groups[0]:
@@ -198,12 +198,12 @@ def _groups(source: Source) -> list[dict[str, Any]]:
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether a list stands for a tuple, which JSON lacks: betas and the like."""
+    """Tell whether a list stands for a tuple, which JSON lacks, such as betas."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, (int, float)) for item in value)
 
 
 def _boxes(stored: StoredTensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the chunks that a tensor is cut into, along its first dimension."""
+    """Yield offsets and sizes of the chunks of a tensor along its first dimension."""
     rest = stored.shape[1:]
     row = product(rest) * stored.dtype.itemsize
     if stored.numel * stored.dtype.itemsize <= CHUNK or not is_contiguous(stored):

@@ -1,9 +1,9 @@
-"""Tensors in files, in the safetensors format: written as a stream, read in part, checked against checksums.
+"""Tensors in files in the safetensors format: written as a stream, read in part, checked against checksums.
 
     | length (8 bytes) | header: JSON, padded with spaces | data of the tensors, back to back |
 
-Nothing that a file says is trusted: a header is validated in full before anything is allocated, and what is allocated
-is never larger than the file. The checksums find damage, not forgery.
+The content of a file is not trusted: a header is validated in full before anything is allocated, and no allocation is
+larger than the file. The checksums find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shardwell.memory.limits import num_cores
 from shardwell.sharding.layout import product
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
-CHUNK = 2**19  # bytes that are read or written at once, small enough to be in the cache for the checksum
-AHEAD = 2**24  # bytes after which the disk is told to begin; else it would idle until all is written
+CHUNK = 2**19  # bytes of one read or write, small enough to be in the cache for the checksum
+AHEAD = 2**24  # bytes after which writeback starts; else the disk would idle until all is written
 METADATA = "__metadata__"
 
 
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a file that was written whole."""
+    """The facts about a file that was written completely."""
 
     size: int
     header: str  # the checksum of everything before the data
@@ -71,7 +71,7 @@ class FileRecord:
 def write(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
-    """Writes CPU tensors to a new file; see `stream`."""
+    """Write CPU tensors to a new file; see `stream`."""
     entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     return stream(path, entries, tensors.__getitem__, metadata)
 
@@ -82,11 +82,11 @@ def stream(
     data: Callable[[str], Tensor | Iterable[Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
-    """Writes tensors to a new file, one after the other, and returns when it is on the disk.
+    """Write tensors to a new file, one after the other, and return when the file is synced to disk.
 
-    `data(name)` is asked once for each tensor, when its turn comes: for the tensor, or for parts of it in order, so
-    that no more than a part need be in memory. Wide dtypes come first, otherwise the order is that of `entries`.
-    If anything fails, no file is left.
+    `data(name)` is called once for each tensor, just before it is written, and returns the tensor, or its parts in
+    order, so that only a part need be in memory. Wide dtypes come first; otherwise the order is that of `entries`. If
+    anything fails, the file is removed.
     """
     path = Path(path)
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # so that each tensor is aligned
@@ -144,7 +144,7 @@ def _fill(
     data: Callable[[str], Tensor | Iterable[Tensor]],
     path: Path,
 ) -> FileRecord:
-    output, wholes, blocks = _Output(descriptor), {}, {}
+    output, totals, blocks = _Output(descriptor), {}, {}
     output.put(memoryview(header), head := Sums(), f"{path}: header")
     for entry in entries:
         where = f"{path}: tensor {show(entry.name)}"
@@ -160,25 +160,25 @@ def _fill(
             output.put(bytes_of(flat), sums, where)
         if numel != entry.numel:
             raise CheckpointError(f"{where}: expected {entry.numel} elements, found {numel}")
-        wholes[entry.name] = sums.whole
+        totals[entry.name] = sums.total
         if sums.blocks is not None:
             blocks[entry.name] = sums.blocks
     with failing(f"{path}: cannot be written"):
         os.fsync(descriptor)
-    return FileRecord(output.size, head.whole, wholes, ALGORITHM, blocks, checksums.BLOCK)
+    return FileRecord(output.size, head.total, totals, ALGORITHM, blocks, checksums.BLOCK)
 
 
 class _Output:
-    """A file that is written from its beginning to its end. The disk works while more is written."""
+    """A file that is written from its beginning to its end. Writeback to disk starts while more is written."""
 
     def __init__(self, descriptor: int) -> None:
         self.size = 0
         self._descriptor = descriptor
-        self._begun = 0  # bytes that the disk was told of
+        self._begun = 0  # bytes whose writeback was started
         self._is_helped = _has_spare_core()
 
     def put(self, view: memoryview, sums: Sums, where: str) -> None:
-        """Writes bytes, and adds them to the checksums."""
+        """Write bytes, and add them to the checksums."""
         chunks = [view[start : start + CHUNK] for start in range(0, len(view), CHUNK)]
         if self._is_helped and len(chunks) > 2:
             with _beside(lambda: sums.add(view)):
@@ -201,9 +201,9 @@ class _Output:
 
 @contextlib.contextmanager
 def _beside(work: Callable[[], object]) -> Iterator[None]:
-    """Has a thread do something meanwhile; if there is none to be had, it is done afterwards. Raises what it raises.
+    """Run a function on a thread during the block, or after it if no thread can be started; raise its error.
 
-    No pool is used: it could not be at exit.
+    A thread pool could not be used at exit.
     """
     errors: list[BaseException] = []
 
@@ -231,7 +231,7 @@ def _beside(work: Callable[[], object]) -> Iterator[None]:
 
 
 def _has_spare_core() -> bool:
-    """Each rank here has a second core. Without one, a checksum is cheapest while its bytes are in the cache."""
+    """Tell whether each rank here has a second core. Without one, a checksum is cheapest while bytes are in cache."""
     return num_cores() >= 2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -239,7 +239,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def _find_begin_writing() -> Callable[[int, int, int, int], int] | None:
-    """Linux's sync_file_range, where there is one. It is a hint: what it returns does not matter."""
+    """Return Linux's sync_file_range, where it exists. It is a hint: its result does not matter."""
     try:
         function = ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError):
@@ -252,13 +252,16 @@ _begin_writing = _find_begin_writing()
 
 
 def _on_host(tensor: Tensor, where: str) -> Tensor:
-    """1D, a CPU tensor; a copy, if its elements do not lie one after the other."""
+    """Return a tensor as 1D on the CPU; a copy, unless it is contiguous there already."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise CheckpointError(f"{where}: expected a dense tensor on cpu, found {tensor.layout} on {tensor.device}")
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor, which must outlive this. Not through numpy: torch never resizes a storage it has seen."""
+    """Return a view of a tensor's memory, which must outlive it.
+
+    numpy is avoided, because torch never resizes a storage again that numpy has seen.
+    """
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 1)).cast("B")

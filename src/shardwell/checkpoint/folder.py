@@ -1,18 +1,18 @@
-"""The folder of checkpoints: one directory for each, committed by a rename, so that half of one is never seen.
+"""The folder of checkpoints: one directory for each, committed by a rename, so that no partial one is visible.
 
-    root/latest                      the tag of the checkpoint to go on from
+    root/latest                      the tag of the checkpoint to resume from
     root/step-100/                   a committed checkpoint: manifest.json and the files that it names
     root/.step-200.1f..e0.partial    being written, or left by a crash
     root/.step-100.07..3c.aside      the old one, while a new one with the same tag takes its place
     root/.step-50.a1..9b.deleted     being removed
 
-A crash leaves either the old or the new checkpoint. The order of a commit is: all files on the disk, then the
-manifest, then the old checkpoint aside, then the new one in its place, then `latest`, then the old one is removed. In
-the one moment in which neither has the tag as its name, the old one is read where it lies aside; `clean` gives it
-its name back. To be removed, a checkpoint first loses its name.
+A crash leaves either the old or the new checkpoint. A commit syncs all files, writes the manifest, renames the old
+checkpoint aside, renames the new one into place, writes `latest`, and removes the old one. Between the two renames the
+old one is read where it is aside; after a crash there, `clean` renames it back. A checkpoint is renamed before it is
+removed.
 
-Any number of processes may do this at once. Only who writes cleans; who reads changes nothing. A checkpoint's directory
-may be a link to other storage; below it, and to be removed, no link is followed.
+Any number of processes may do this concurrently. Only writers clean; readers change nothing. A checkpoint's directory
+may be a link to other storage; inside it, and for removal, no link is followed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Folder:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
-        self._locks: dict[str, int] = {}  # of what this object began: descriptors, held until it is committed
+        self._locks: dict[str, int] = {}  # descriptors of directories that `begin` made, held until the commit
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def begin(self, tag: str) -> Path:
-        """A new directory to write the files of a checkpoint to, for `commit`. Makes the root if there is none."""
+        """Return a new directory for the files of a checkpoint, for `commit`. Create the root if it does not exist."""
         self._check_tag(tag)
         self._make_root()
         self._check_free(tag)
@@ -77,35 +77,39 @@ class Folder:
     def commit(
         self, temporary: str | os.PathLike[str], tag: str, manifest: Manifest, *, is_latest: bool = True
     ) -> Path:
-        """Makes what was written to `temporary` the checkpoint `tag`, and the latest; replaces the one before."""
+        """Make the content of `temporary` the checkpoint `tag`, and the latest; replace an older one of this tag."""
         self._check_tag(tag)
         temporary, begun = self._begun(temporary)
         if begun != tag or not directory.is_directory(temporary):
-            raise CheckpointError(f"{temporary}: not what begin({tag!r}) returned, or no longer there")
+            raise CheckpointError(
+                f"{temporary}: not the directory that begin({tag!r}) returned, or it does not exist any more"
+            )
         directory.check_files(temporary, manifest)
         text = manifest.to_json(str(temporary / NAME)).encode("ascii")
-        directory.write_whole(temporary / NAME, text, at=self._next_stamp())
+        directory.write_atomically(temporary / NAME, text, at=self._next_stamp())
         directory.sync(temporary)
         with directory.turn(self.root):  # or others could remove it as an old one before `latest` names it
             aside = self._move_in(temporary, tag)
             directory.sync(self.root)
             if is_latest:
-                directory.write_whole(self.root / LATEST, f"{tag}\n".encode())
+                directory.write_atomically(self.root / LATEST, f"{tag}\n".encode())
                 directory.sync(self.root)
         self._unlock(temporary, self.root / tag)
         for path in aside:
             try:
                 self._remove(path, tag)
-            except CheckpointError as error:  # of no harm to what was committed
-                warnings.warn(f"an old checkpoint is left: {error}", stacklevel=2)
+            except CheckpointError as error:  # the commit is valid without it
+                warnings.warn(f"an old checkpoint was not removed: {error}", stacklevel=2)
         return self.root / tag
 
     def discard(self, temporary: str | os.PathLike[str]) -> None:
-        """Removes what `begin` made and nobody committed."""
+        """Remove a directory that `begin` made and that was not committed."""
         path, tag = self._begun(temporary)
         _GIVEN_UP.add(path.name)
         try:
-            doomed = self._doom(path, tag)  # before it is unlocked: a crash in between leaves what `clean` removes
+            doomed = self._rename_for_removal(
+                path, tag
+            )  # before it is unlocked: a crash in between leaves what `clean` removes
         finally:
             self._unlock(path, path)
         with failing(f"{doomed}: cannot be removed"):
@@ -116,10 +120,10 @@ class Folder:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def latest(self) -> str | None:
-        """The tag to go on from: what `latest` names. None if no checkpoint was ever committed here.
+        """Return the tag to resume from, which the file `latest` names. None if no checkpoint was committed here.
 
-        Without a file `latest` it is the newest, with a warning: a crash may have come before the first one was
-        written. Where it names what is no checkpoint, or something here was one, that is an error.
+        Without that file it is the newest checkpoint, with a warning: a crash may have come before the file was first
+        written. It is an error if the file names no checkpoint, or if there are only remains of checkpoints.
         """
         try:
             tag = self._named()
@@ -138,16 +142,16 @@ class Folder:
             words = f"{self.root / LATEST}: missing; going on from the newest checkpoint, {newest!r}"
             warnings.warn(words, stacklevel=2)
             return newest
-        torn = next((name for name, path in self._list() if _is_tag(name) and directory.looks_torn(path)), None)
-        if torn is not None:
+        broken = next((name for name, path in self._list() if _is_tag(name) and directory.looks_broken(path)), None)
+        if broken is not None:
             raise CheckpointError(
-                f"{self.root / torn}: a checkpoint without its manifest, and there is no other: was a copy "
+                f"{self.root / broken}: a checkpoint without its manifest, and there is no other: was a copy "
                 "interrupted, or is its storage away? To begin from scratch, move it"
             )
         return None
 
     def tags(self) -> list[str]:
-        """The committed checkpoints, the newest first: by the step that they say, when they were committed, by name."""
+        """Return the tags of committed checkpoints, newest first: by step, then by time of commit, then by name."""
         stamps = self._stamps()
 
         def key(tag: str) -> tuple[int, int, list[tuple[str, int]]]:
@@ -156,29 +160,29 @@ class Folder:
 
         return sorted(stamps, key=key, reverse=True)
 
-    def newest_whole(self) -> str | None:
-        """The newest checkpoint whose files are all there in full size."""
-        return next((tag for tag in self.tags() if self._is_whole(tag)), None)
+    def newest_complete(self) -> str | None:
+        """Return the newest complete checkpoint."""
+        return next((tag for tag in self.tags() if self._is_complete(tag)), None)
 
-    def _whole(self) -> list[str]:
-        return [tag for tag in self.tags() if self._is_whole(tag)]
+    def _complete_tags(self) -> list[str]:
+        return [tag for tag in self.tags() if self._is_complete(tag)]
 
-    def _is_whole(self, tag: str) -> bool:
+    def _is_complete(self, tag: str) -> bool:
         path = self._find(tag)
-        return path is not None and directory.is_whole(path)
+        return path is not None and directory.is_complete(path)
 
     def _advice(self) -> str:
-        newest = self.newest_whole()
+        newest = self.newest_complete()
         if newest is None:
-            return "No checkpoint here is whole: to begin from scratch, move away what is here"
-        return f"The newest checkpoint here that is whole is {newest!r}: pass tag={newest!r} to go on from it"
+            return "No checkpoint here is complete: to start from scratch, move the contents of the folder away"
+        return f"The newest complete checkpoint here is {newest!r}: pass tag={newest!r} to resume from it"
 
     def has_any(self) -> bool:
-        """Whether a checkpoint is here."""
+        """Tell whether the folder has a checkpoint."""
         return bool(self._stamps())
 
     def _stamps(self) -> dict[str, int]:
-        """When each checkpoint was committed."""
+        """Return the time at which each checkpoint was committed."""
         stamps: dict[str, int] = {}
         for name, path in self._list():
             match = _TEMPORARY.fullmatch(name)
@@ -192,7 +196,7 @@ class Folder:
         return _is_tag(tag) and self._find(tag) is not None
 
     def path(self, tag: str) -> Path:
-        """Where the files of a committed checkpoint are."""
+        """Return the directory of a committed checkpoint."""
         self._check_tag(tag)
         path = self._find(tag)
         if path is None:
@@ -202,7 +206,7 @@ class Folder:
         return path
 
     def open(self, tag: str | None = None) -> Manifest:
-        """The manifest of a checkpoint (of the latest, without a tag), once all its files are there in full size."""
+        """Return the manifest of a checkpoint, or of the latest; raise unless all its files are complete."""
         if tag is None:
             tag = self.latest()
             if tag is None:
@@ -221,7 +225,7 @@ class Folder:
         raise CheckpointError(f"{self.root / tag}: replaced again and again while it was read")
 
     def reader(self, tag: str, file: str, manifest: Manifest) -> Reader:
-        """Opens a file of a checkpoint and checks it against the manifest."""
+        """Open a file of a checkpoint and check it against the manifest."""
         if file not in manifest.files:
             raise CheckpointError(f"{self.root / tag}: {file!r} is not among the files of its manifest")
         if not plain_name(file):
@@ -231,10 +235,11 @@ class Folder:
     # --- tidying ------------------------------------------------------------------------------------------------
 
     def clean(self, older_than: float = 0.0, dry_run: bool = False) -> list[str]:
-        """Ends what crashes left undone: old checkpoints get their names back, leftovers are removed.
+        """Repair what crashes left: rename old checkpoints back, remove temporary directories.
 
-        For who writes, not for who reads. What somebody still writes, or may do, stays (`directory.is_abandoned`), and
-        what was changed less than `older_than` seconds ago. Returns the names of what was removed, or would be.
+        Only writers call this. Directories that a process writes, or may write, stay (`directory.is_abandoned`), and
+        so do those that changed less than `older_than` seconds ago. Return the names of the removed directories, or of
+        those that would be removed.
         """
         removed = []
         for name, path in self._list():
@@ -253,25 +258,25 @@ class Folder:
         return removed
 
     def prune(self, keep_last: int, dry_run: bool = False) -> list[str]:
-        """Removes all but the newest `keep_last` checkpoints and the one that `latest` names.
+        """Remove all but the newest `keep_last` checkpoints and the one that `latest` names.
 
-        One that is not whole does not count, and is left to the user. Returns the tags of what was removed, or would
-        be.
+        Incomplete checkpoints do not count, and are left to the user. Return the tags of the removed checkpoints, or of
+        those that would be removed.
         """
         if keep_last < 1:
             raise CheckpointError(f"keep_last: expected at least 1, found {keep_last}")
-        doomed = []
+        renamed = []
         with contextlib.nullcontext() if dry_run else directory.turn(self.root):
             try:
                 named = self._named()
             except CheckpointError:
                 named = None
-            removed = [tag for tag in self._whole()[keep_last:] if tag != named]
+            removed = [tag for tag in self._complete_tags()[keep_last:] if tag != named]
             for tag in [] if dry_run else removed:
-                # first those aside: they are what is read once it has no name
+                # first the copies aside: they would be read once the name is gone
                 paths = [*self._asides(tag), *([self.root / tag] if directory.stamp(self.root / tag) else [])]
-                doomed += [self._doom(path, tag) for path in paths]
-        for path in doomed:
+                renamed += [self._rename_for_removal(path, tag) for path in paths]
+        for path in renamed:
             with failing(f"{path}: cannot be removed"):
                 directory.remove_tree(path)
         return removed
@@ -289,21 +294,21 @@ class Folder:
         return self.root / f".{tag}.{secrets.token_hex(8)}.{state}"
 
     def _begun(self, temporary: str | os.PathLike[str]) -> tuple[Path, str]:
-        """A directory that `begin` made, and its tag."""
+        """Return a directory that `begin` made, and its tag."""
         path = Path(temporary)
         match = _TEMPORARY.fullmatch(path.name)
         if match is None or match["state"] != "partial" or path.parent.resolve() != self.root.resolve():
-            raise CheckpointError(f"{path}: not what begin returned for {self.root}")
+            raise CheckpointError(f"{path}: not a directory that begin returned for {self.root}")
         return self.root / path.name, match["tag"]
 
     def _unlock(self, temporary: Path, path: Path) -> None:
-        """What was begun as `temporary` is not being written any more; it is at `path` now."""
+        """Release the lock of a directory that was begun as `temporary` and is at `path` now."""
         descriptor = self._locks.pop(temporary.name, None)
         if descriptor is not None:
             directory.unlock(path, descriptor)
 
     def _named(self) -> str | None:
-        """The tag in the file `latest`; None if there is no such file."""
+        """Return the tag in the file `latest`; None if there is no such file."""
         path = self.root / LATEST
         if not os.path.lexists(path):
             return None
@@ -328,7 +333,7 @@ class Folder:
                 yield path
 
     def _find(self, tag: str) -> Path | None:
-        """Where a committed checkpoint is: under its tag, or aside while a commit is between its renames."""
+        """Return the directory of a committed checkpoint: its tag, or aside while a commit is between its renames."""
         for _ in range(3):  # a commit may end between the two looks
             if directory.stamp(self.root / tag) is not None:
                 return self.root / tag
@@ -338,7 +343,7 @@ class Folder:
         return None
 
     def _next_stamp(self) -> int:
-        """A time for the manifest that is later than that of any other, whatever the clocks say."""
+        """Return a time for the manifest that is later than that of any other, whatever the clocks say."""
         return max([time.time_ns(), *(stamp + _TICK for stamp in self._stamps().values())])
 
     # --- moves --------------------------------------------------------------------------------------------------
@@ -357,14 +362,14 @@ class Folder:
             raise CheckpointError(f"{self.root}: not a directory; checkpoints need one")
 
     def _check_free(self, tag: str) -> None:
-        """Raises if what has the tag as its name is no checkpoint, and so not ours to replace."""
+        """Raise if the tag names something that is no checkpoint, and must not be replaced."""
         path = self.root / tag
         identity = directory.identity(path)
         if identity is not None and directory.stamp(path) is None and directory.identity(path) == identity:
             raise CheckpointError(f"{path}: in the way, and not a checkpoint; move it, or use another tag")
 
     def _move_in(self, temporary: Path, tag: str) -> list[Path]:
-        """Gives a complete checkpoint its name; returns where those are now that had it before."""
+        """Rename a complete checkpoint to its tag; return the new paths of those that had the name before."""
         target = self.root / tag
         aside = list(self._asides(tag))  # a crash left these, or another process that replaces the same checkpoint
         for _ in range(directory.ATTEMPTS):
@@ -398,21 +403,21 @@ class Folder:
 
     def _remove(self, path: Path, tag: str) -> None:
         with failing(f"{path}: cannot be removed"):
-            directory.remove_tree(self._doom(path, tag))
+            directory.remove_tree(self._rename_for_removal(path, tag))
 
-    def _doom(self, path: Path, tag: str) -> Path:
-        """What is to be removed loses its name first, so that half of it is never taken for a checkpoint."""
+    def _rename_for_removal(self, path: Path, tag: str) -> Path:
+        """Rename a directory before it is removed, so that a part of it is never taken for a checkpoint."""
         match = _TEMPORARY.fullmatch(path.name)
         if match is not None and match["state"] == "deleted":
             return path
-        doomed = self._temporary(tag, "deleted")
+        renamed = self._temporary(tag, "deleted")
         with failing(f"{path}: cannot be removed"):
             try:
-                os.rename(path, doomed)
+                os.rename(path, renamed)
             except FileNotFoundError:
-                return doomed  # another process was faster
+                return renamed  # another process was faster
             directory.sync(self.root)
-        return doomed
+        return renamed
 
 
 def _is_tag(tag: str, but: str | None = None) -> bool:
@@ -420,5 +425,5 @@ def _is_tag(tag: str, but: str | None = None) -> bool:
 
 
 def _natural(tag: str) -> list[tuple[str, int]]:
-    """A key that puts step-9 before step-10."""
+    """Return a sort key that puts step-9 before step-10."""
     return [(word, int(digits or -1)) for word, digits in re.findall(r"([^0-9]*)([0-9]*)", tag)]

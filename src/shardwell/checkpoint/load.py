@@ -1,8 +1,8 @@
-"""Loading: every rank reads the stretches that it holds, whoever wrote them and in whatever cut.
+"""Loading: every rank reads the slices that it holds, from any source and any sharding.
 
-First everything is read and checked; then the ranks agree that all of them could; only then is anything changed. What
-was read waits in host memory in between. Where there is too little of it, it is read twice. On the CPU, optimizer state
-is read to where it stays. State that rests on disk is written there unit by unit.
+First everything is read and checked; then the ranks agree that all of them could; only then the engine is changed. In
+between, the values are in host memory; if there is too little of it, they are read twice. On the CPU, optimizer state
+is read in place. State on NVMe is written there unit by unit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.layout import Slot, contiguous_stride
 
 _THREADS = 4
-_SHARE = 0.5  # of the free host memory that may hold what was read
+_SHARE = 0.5  # of the free host memory that may hold the values
 _MOST_NAMES = 5  # in a message
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A stretch of a stored tensor."""
+    """A slice of a stored tensor to read."""
 
     name: str
     slot: Slot  # the parameter, as the model has it
@@ -47,7 +47,7 @@ class ReadRequest:
 
 
 class StoredModel:
-    """A source, looked up by the names of a model's parameters; `shared` has their other names in the model."""
+    """A source that is looked up by names of a model's parameters; `shared` has their other names in the model."""
 
     def __init__(self, source: Source, shared: Mapping[str, str]) -> None:
         self.source = source
@@ -74,28 +74,28 @@ class StoredModel:
                 self._scalars[name][key] = value if isinstance(value, dict) else float(value)
 
     def find(self, name: str) -> str | None:
-        """Under which name a parameter or buffer of the model is stored."""
+        """Return the name under which a parameter or buffer of the model is stored."""
         return self._names.get(name)
 
     def keys(self, name: str) -> list[str]:
-        """The entries of a parameter's optimizer state that are of its shape."""
+        """Return the keys of a parameter's optimizer state that have its shape."""
         return self._keys.get(self._names.get(name, name), [])
 
     def scalars(self, name: str) -> dict[str, Any]:
-        """The numbers of a parameter's optimizer state, and what else is not of its shape, as JSON."""
+        """Return the other entries of a parameter's optimizer state, as JSON: numbers, mostly."""
         return self._scalars.get(self._names.get(name, name), {})
 
     def state(self, name: str, key: str) -> str:
         return f"{STATE}{self._names.get(name, name)}/{key}"
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """What is stored that a model with `names` has no use for."""
+        """Return the stored names that a model with `names` does not use."""
         used = {self._names.get(name) for name in (*names, *self._shared)}
         return sorted({name for name in self._names.values() if name not in used})
 
 
 class CheckpointLoader:
-    """What this rank takes from a source: `fetch` reads and checks it, `apply` makes it the engine's state."""
+    """Loads this rank's values from a source: `fetch` reads and checks them, `apply` stores them in the engine."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class CheckpointLoader:
         self._stock = StoredModel(source, aliases_of(model, units))
         self._buffers = buffers_of(model)
         self._staged: dict[ReadRequest, Tensor] = {}
-        self._states: dict[tuple[ParamSlice, str], Tensor] = {}  # what the stretches of a shard's state are staged in
+        self._states: dict[tuple[ParamSlice, str], Tensor] = {}  # staging tensors for slices of a state
         self._check(strict)
 
     def _check(self, strict: bool) -> None:
-        """Raise unless every parameter is stored, in its shape. All ranks find the same."""
+        """Raise unless every parameter is stored in its shape. All ranks come to the same result."""
         slots = {slot.name: (slot.shape, group.trainable) for group in self._groups for slot in group.layout.slots}
         slots.update({name: (tuple(buffer.shape), True) for name, buffer in self._buffers.items()})
         may_lack_frozen = bool(self._source.values.get("frozen_excluded"))
@@ -135,7 +135,7 @@ class CheckpointLoader:
         if strict and (missing or surplus):
             raise CheckpointError(
                 f"{self._source.where}: does not fit the model: it lacks {_listed(missing)}, and holds "
-                f"{_listed(surplus)} that the model lacks. To load what fits, pass load_module_strict=False."
+                f"{_listed(surplus)} that the model lacks. To load the tensors that fit, pass load_module_strict=False."
             )
 
     @property
@@ -147,12 +147,12 @@ class CheckpointLoader:
     def fetch(self) -> None:
         """Read everything that this rank needs, and check it. Nothing is changed."""
         self._check_odd_states()
-        wants = list(self._wants())
-        num_bytes = sum(want.numel * self._source.tensors[want.name].dtype.itemsize for want in wants)
+        requests = list(self._requests())
+        num_bytes = sum(request.numel * self._source.tensors[request.name].dtype.itemsize for request in requests)
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if num_bytes > _SHARE * free_host_bytes(local_world_size) / local_world_size:
-            for want in wants:
-                self._read(want)  # for the checksums; it is read again when it is needed
+            for request in requests:
+                self._read(request)  # for the checksums; it is read again when it is needed
             return
         places = list(self._places())  # here, because malloc gives each thread fresh pages, and this one used ones
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -160,33 +160,33 @@ class CheckpointLoader:
         self._staged = dict(places)
 
     def _places(self) -> Iterator[tuple[ReadRequest, Tensor]]:
-        """All wants, and where each is to be read to."""
-        for want in self._wants_of_model():
-            yield want, room(want.numel, self._source.tensors[want.name].dtype, self._source.where)
-        for shard, key in self._wanted_states():
+        """Yield all read requests, each with its destination."""
+        for request in self._model_requests():
+            yield request, room(request.numel, self._source.tensors[request.name].dtype, self._source.where)
+        for shard, key in self._requested_states():
             state = prefault(room(shard.tensor.numel(), self._dtype_of(shard, key), self._source.where))
             self._states[shard, key] = state
-            for want in self._wants_of_state(shard, key):
-                yield want, state[want.at : want.at + want.numel]
+            for request in self._state_requests(shard, key):
+                yield request, state[request.at : request.at + request.numel]
 
-    def _wants(self) -> Iterator[ReadRequest]:
-        yield from self._wants_of_model()
-        for shard, key in self._wanted_states():
-            yield from self._wants_of_state(shard, key)
+    def _requests(self) -> Iterator[ReadRequest]:
+        yield from self._model_requests()
+        for shard, key in self._requested_states():
+            yield from self._state_requests(shard, key)
 
-    def _wants_of_model(self) -> Iterator[ReadRequest]:
+    def _model_requests(self) -> Iterator[ReadRequest]:
         for group in self._groups:
-            yield from self._wants_of_masters(group)
+            yield from self._master_requests(group)
         for name, buffer in self._buffers.items():
-            yield from self._want_of_buffer(name, buffer)
+            yield from self._buffer_request(name, buffer)
 
-    def _wanted_states(self) -> Iterator[tuple[ParamSlice, str]]:
+    def _requested_states(self) -> Iterator[tuple[ParamSlice, str]]:
         for shard in self._optimizer.shards if self._optimizer is not None else ():
             for key in sorted({key for piece in shard.pieces for key in self._stock.keys(piece.slot.name)}):
                 yield shard, key
 
     def _dtype_of(self, shard: ParamSlice, key: str) -> torch.dtype:
-        """Of an entry of a shard's state: the masters' dtype, unless it was saved in another one than they were."""
+        """Return the dtype for a state entry: that of the masters, unless both were saved in different dtypes."""
         name = next(p.slot.name for p in shard.pieces if key in self._stock.keys(p.slot.name))
         found = self._stock.find(name)
         saved = self._source.tensors[self._stock.state(name, key)].dtype
@@ -198,58 +198,58 @@ class CheckpointLoader:
             return shard.tensor.dtype
         return saved
 
-    def _wants_of_masters(self, group: ShardedGroup) -> Iterator[ReadRequest]:
+    def _master_requests(self, group: ShardedGroup) -> Iterator[ReadRequest]:
         for run, _ in group.spans:
             for piece in run.pieces:
                 found = self._stock.find(piece.slot.name)
                 if found is not None:
                     yield ReadRequest(MODEL + found, piece.slot, piece.in_parameter, piece.numel, piece.in_shard)
 
-    def _want_of_buffer(self, name: str, buffer: Tensor) -> Iterator[ReadRequest]:
+    def _buffer_request(self, name: str, buffer: Tensor) -> Iterator[ReadRequest]:
         found = self._stock.find(name)
         if found is not None:
             shape = tuple(buffer.shape)
             slot = Slot(name, shape, contiguous_stride(shape), 0, buffer.numel())
             yield ReadRequest(MODEL + found, slot, 0, slot.numel, 0)
 
-    def _wants_of_state(self, shard: ParamSlice, key: str) -> Iterator[ReadRequest]:
+    def _state_requests(self, shard: ParamSlice, key: str) -> Iterator[ReadRequest]:
         for piece in shard.pieces:
             if key in self._stock.keys(piece.slot.name):
                 name = self._stock.state(piece.slot.name, key)
                 yield ReadRequest(name, piece.slot, piece.in_parameter, piece.numel, piece.in_shard - shard.start)
 
-    def _read(self, want: ReadRequest) -> Tensor:
-        """1D, the stretch in the parameter's own memory order."""
-        stored = self._source.tensors[want.name]
-        if _same_order(want.slot, stored.order):
-            return self._source.read(want.name, want.start, want.start + want.numel)
-        whole = self._source.read(want.name, 0, stored.numel).as_strided(stored.shape, stored.order)
+    def _read(self, request: ReadRequest) -> Tensor:
+        """Return the slice as 1D, in the parameter's own memory order."""
+        stored = self._source.tensors[request.name]
+        if _same_order(request.slot, stored.order):
+            return self._source.read(request.name, request.start, request.start + request.numel)
+        full = self._source.read(request.name, 0, stored.numel).as_strided(stored.shape, stored.order)
         flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
-        flat.as_strided(want.slot.shape, want.slot.stride).copy_(whole)
-        return flat[want.start : want.start + want.numel]
+        flat.as_strided(request.slot.shape, request.slot.stride).copy_(full)
+        return flat[request.start : request.start + request.numel]
 
-    def _read_into(self, want: ReadRequest, flat: Tensor) -> None:
-        if _same_order(want.slot, self._source.tensors[want.name].order):
-            into(self._source, want.name, want.start, flat)
+    def _read_into(self, request: ReadRequest, flat: Tensor) -> None:
+        if _same_order(request.slot, self._source.tensors[request.name].order):
+            into(self._source, request.name, request.start, flat)
         else:
-            flat.copy_(self._read(want))
+            flat.copy_(self._read(request))
 
-    def _take(self, want: ReadRequest) -> Tensor:
-        staged = self._staged.pop(want, None)
-        return staged if staged is not None else self._read(want)
+    def _take(self, request: ReadRequest) -> Tensor:
+        staged = self._staged.pop(request, None)
+        return staged if staged is not None else self._read(request)
 
     # ------------------------------------------------------------------------------------------------- applying
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Make what was read the engine's state. All ranks must call it."""
+        """Store the values that were read in the engine. All ranks must call it."""
         for unit in self._units:
-            unit.wait()  # an update that is still on its way would change what is loaded
+            unit.wait()  # an update in flight would change the loaded values
         for group in self._groups:
-            group.replace_master(self._fill(list(self._wants_of_masters(group))))
+            group.replace_master(self._fill(list(self._master_requests(group))))
         for name, buffer in self._buffers.items():
-            for want in self._want_of_buffer(name, buffer):
-                buffer.copy_(self._take(want).view(want.slot.shape))
+            for request in self._buffer_request(name, buffer):
+                buffer.copy_(self._take(request).view(request.slot.shape))
         if self._optimizer is not None:
             for unit in self._units:
                 if unit.trainable:
@@ -258,15 +258,15 @@ class CheckpointLoader:
                             self._restore(self._optimizer, unit, shard)
             self._optimizer.count_states()
 
-    def _fill(self, wants: list[ReadRequest]) -> Any:
+    def _fill(self, requests: list[ReadRequest]) -> Any:
         def fill(destination: Tensor) -> None:
-            for want in wants:
-                destination[want.at : want.at + want.numel].copy_(self._take(want))
+            for request in requests:
+                destination[request.at : request.at + request.numel].copy_(self._take(request))
 
         return fill
 
     def _restore(self, optimizer: ShardedOptimizer, unit: Unit, shard: ParamSlice) -> None:
-        """Give a shard its state. Parameters that differ in what they have do not stay together in one shard."""
+        """Set the state of a slice. Parameters whose entries differ are split into slices of their own."""
         stocks = [(self._stock.keys(p.slot.name), self._stock.scalars(p.slot.name)) for p in shard.pieces]
         if any(stock != stocks[0] for stock in stocks):
             for part in optimizer.part(unit, shard):
@@ -298,7 +298,7 @@ class CheckpointLoader:
         return state_from_json(value, shard.tensor.device, f"{self._source.where}: optimizer state {key!r}")
 
     def _state(self, shard: ParamSlice, key: str, before: Any) -> Tensor:
-        """All of an entry of a shard's state; where it was read to, if it may stay there."""
+        """Return a complete entry of a slice's state, in place if it may stay where it was read to."""
         staged = self._states.pop((shard, key), None)
         state = before if isinstance(before, Tensor) else shard.tensor
         dtype = before.dtype if isinstance(before, Tensor) else self._dtype_of(shard, key)
@@ -306,7 +306,7 @@ class CheckpointLoader:
             return staged
         if state is shard.tensor:
             state = torch.empty_like(shard.tensor, dtype=self._dtype_of(shard, key))
-        self._fill(list(self._wants_of_state(shard, key)))(state)
+        self._fill(list(self._state_requests(shard, key)))(state)
         return state
 
 

@@ -1,13 +1,13 @@
-"""The manifest of a checkpoint: where in which file each element of each tensor lies, and what else was saved.
+"""The manifest of a checkpoint: in which file each element of each tensor is, and the other values that were saved.
 
-Pure values and pure functions. A manifest holds names of tensors and files, never of ranks: any number of ranks can
-read what any other number wrote, each only the ranges that it needs.
+This module has pure values and functions. A manifest names tensors and files, never ranks: any number of ranks can read
+a checkpoint that any other number wrote, each only the ranges that it needs.
 
     tensor w, 12 elements   | piece 0 (5)         | piece 1 (7)                 |
     in files                rank0: key "w"        rank1: key "w"
 
-Nothing that a manifest says is trusted: file names are plain names, pieces tile their tensor, and no tensor has more
-bytes than the files that hold it.
+The content of a manifest is not trusted: file names must be plain names, pieces must tile their tensor, and no tensor
+may have more bytes than the files that hold it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ VERSION = 1
 NAME = "manifest.json"
 MAX_BYTES = 2**30  # of a manifest
 MAX_DEPTH = 64  # of objects and lists inside `values`
-MAX_NAME = 200  # bytes of a file name: what a file system takes, less what temporary names add
+MAX_NAME = 200  # bytes of a file name: the limit of file systems, less the length that temporary names add
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A stretch of a tensor's elements: all of what a file holds under a key."""
+    """A range of a tensor's elements, which a file holds under a key."""
 
     file: str
     key: str
@@ -63,7 +63,7 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor, and the pieces that hold it. An empty tensor has none."""
+    """A tensor, and the pieces that hold it. An empty tensor has none."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class TensorRecord:
 
 
 class FileExtent(NamedTuple):
-    """Elements `first` to `last` (not included) of what a file holds under a key."""
+    """Elements `first` to `last` (excluded) of the tensor that a file holds under a key."""
 
     file: str
     key: str
@@ -86,7 +86,7 @@ class FileExtent(NamedTuple):
 
 
 def plan(record: TensorRecord, start: int, stop: int) -> list[FileExtent]:
-    """What to read for elements `start` to `stop` of a tensor, in order."""
+    """Return the extents to read for elements `start` to `stop` of a tensor, in order."""
     if not 0 <= start <= stop <= record.numel:
         raise CheckpointError(f"a {record.kind} of {record.numel} elements: asked for {start} to {stop}")
     extents: list[FileExtent] = []
@@ -101,7 +101,7 @@ def plan(record: TensorRecord, start: int, stop: int) -> list[FileExtent]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds; or, while ranks still write it, the part of one of them."""
+    """The contents of a checkpoint; or, while ranks write it, those of one rank."""
 
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -109,12 +109,12 @@ class Manifest:
     version: int = VERSION
 
     def to_json(self, where: str = NAME, *, part: bool = False) -> str:
-        """ASCII text that `from_json` accepts; raises if there could be none."""
+        """Return ASCII text that `from_json` accepts; raise if the manifest is invalid."""
         self.check(where, part=part)
         return self.text(where)
 
     def text(self, where: str = NAME) -> str:
-        """As `to_json`, of what was checked already."""
+        """Return the text of `to_json` for a manifest that was checked already."""
         text = _canonical(_content(self))
         text = f'{text[:-1]},"checksum":"{_checksum(text)}"}}'
         if len(text) > MAX_BYTES:
@@ -123,7 +123,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str | bytes, where: str = NAME, *, part: bool = False) -> Manifest:
-        """The manifest that was written; `where` is what messages call it. A part need not tile its tensors."""
+        """Return the manifest in a text, which messages call `where`. A part need not tile its tensors."""
         if len(text) > MAX_BYTES:
             raise CheckpointError(f"{where}: {len(text)} bytes; expected at most {MAX_BYTES}")
         content = parse_json(text, where)
@@ -152,7 +152,7 @@ class Manifest:
 
     @staticmethod
     def merge(parts: Iterable[Manifest], where: str = NAME) -> Manifest:
-        """One manifest of the parts that ranks made. What several of them say must agree; the pieces must tile."""
+        """Merge the manifests of all ranks. Values that several of them have must agree, and the pieces must tile."""
         tensors: dict[str, TensorRecord] = {}
         pieces: dict[str, list[FilePiece]] = {}
         files: dict[str, FileRecord] = {}
@@ -169,7 +169,7 @@ class Manifest:
             for key, value in part.values.items():
                 if _canonical(values.setdefault(key, value)) != _canonical(value):
                     raise CheckpointError(f"{where}: values.{key}: ranks disagree; save it under a key of its own")
-        whole = {
+        tensors = {
             name: TensorRecord(
                 first.dtype,
                 first.shape,
@@ -179,12 +179,12 @@ class Manifest:
             )
             for name, first in tensors.items()
         }
-        merged = Manifest(whole, files, values)
+        merged = Manifest(tensors, files, values)
         merged.check(where)
         return merged
 
     def check(self, where: str = NAME, *, part: bool = False) -> None:
-        """Raises unless this is a manifest that can be relied on."""
+        """Raise unless the manifest is valid."""
         if self.version != VERSION:
             raise CheckpointError(f"{where}: version: expected {VERSION}, found {show(self.version)}")
         for name, record in self.files.items():
@@ -207,7 +207,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a checkpoint's directory says that it holds; whether the files are there is not looked at."""
+    """Return the manifest in a checkpoint's directory. Its files are not looked at."""
     where = path / NAME
     file, size = open_plain(where)
     with file:
@@ -223,7 +223,7 @@ def is_text(value: Any) -> bool:
 
 
 def plain_name(name: Any) -> bool:
-    """Whether a name can only mean an entry of the directory it is looked up in, and is not hidden."""
+    """Tell whether a name can only mean a visible entry of the directory in which it is looked up."""
     if not isinstance(name, str) or not name or name.startswith(".") or name != name.strip() or not name.isprintable():
         return False
     return not any(sign in name for sign in "/\\\0") and len(name.encode("utf-8", "replace")) <= MAX_NAME
@@ -311,7 +311,7 @@ def _check_same(first: TensorRecord, other: TensorRecord, where: str) -> None:
 
 
 def _check_json(value: Any, where: str, depth: int) -> None:
-    """Raises unless `value` comes back from JSON as it is."""
+    """Raise unless `value` survives a round trip through JSON."""
     inner: Iterator[tuple[str, Any]]
     if isinstance(value, Mapping):
         for key in value:
@@ -336,7 +336,7 @@ def _check_scalar(value: Any, where: str) -> None:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise CheckpointError(f"{where}: expected a number of at most {MAX_BITS} bits, found {value.bit_length()}")
     if not isinstance(value, (int, float)):
-        raise CheckpointError(f"{where}: expected what JSON can hold, found {type(value).__name__}")
+        raise CheckpointError(f"{where}: expected a JSON value, found {type(value).__name__}")
 
 
 def _check_size(value: Any, where: str) -> None:
@@ -385,7 +385,7 @@ def _content(manifest: Manifest) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings as dictionaries, which is all that the encoder takes."""
+    """Return a value with dictionaries in place of other mappings, for the encoder."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
@@ -435,7 +435,7 @@ def _list(raw: Any, where: str) -> list[Any]:
 
 
 def _fields(raw: Any, names: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> dict[str, Any]:
-    """An object with all of `names`, and perhaps `others`."""
+    """Return an object that has all of `names`, and possibly `others`."""
     content = _object(raw, where)
     for name in names:
         if name not in content:

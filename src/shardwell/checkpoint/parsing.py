@@ -1,4 +1,4 @@
-"""What files say, before it is believed: plain files only, JSON without surprises, sizes and shapes within limits."""
+"""Checks of file contents before they are used: regular files, strict JSON, sizes and shapes within limits."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ DTYPES: dict[str, torch.dtype] = {
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 LIMIT = 2**63  # sizes in bytes and elements stay below this
-MAX_DIMS = 64  # what torch can hold
+MAX_DIMS = 64  # torch's limit
 MAX_DIGITS, MAX_BITS = 1000, 3300  # of a whole number in JSON; that many bits have fewer digits
 
 
 def open_plain(path: Path) -> tuple[FileIO, int]:
-    """A regular file, open for reading, and its size. Links are not followed, pipes are not waited for."""
+    """Open a regular file for reading; return it and its size. Links are not followed, pipes are not waited for."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     if path.is_symlink():
         raise CheckpointError(f"{path}: a symbolic link; expected a file")
@@ -51,7 +51,7 @@ def open_plain(path: Path) -> tuple[FileIO, int]:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """JSON without repeated keys, without numbers that are not finite or absurdly long."""
+    """Parse JSON that has no repeated keys, and no numbers that are not finite or extremely long."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
             found[key] = value
         return found
 
-    def whole(digits: str) -> int:
+    def integer(digits: str) -> int:
         if len(digits) > MAX_DIGITS:
             raise CheckpointError(f"{where}: a number of {len(digits)} digits")
         return int(digits)
@@ -76,7 +76,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=pairs, parse_int=whole, parse_float=real, parse_constant=refuse)
+        return json.loads(text, object_pairs_hook=pairs, parse_int=integer, parse_float=real, parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -106,7 +106,7 @@ def is_size(value: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value for a message, never longer than a line."""
+    """Return a value for a message, never longer than a line."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, (list, tuple)):
@@ -120,7 +120,7 @@ def show(value: Any) -> str:
 
 @contextlib.contextmanager
 def failing(sentence: str) -> Iterator[None]:
-    """Turns what the system refuses into an error that says what was tried."""
+    """Turn an OSError in the block into a `CheckpointError` that says what was tried."""
     try:
         yield
     except OSError as error:

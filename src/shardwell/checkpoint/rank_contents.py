@@ -1,7 +1,7 @@
-"""What a rank saves of an engine: its stretches of masters and optimizer state, and rank 0 the buffers.
+"""The tensors that a rank saves: its slices of masters and optimizer state, and on rank 0 the buffers.
 
-Each group of parameters is cut over the ranks in its own layout, also where every rank holds all of it: all ranks
-write an equal share, and no element twice.
+Each group of parameters is divided over the ranks by its own layout, also where every rank holds all of it: all ranks
+write an equal share, and no element is written twice.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shardwell.sharding.layout import Slot, dense_stride
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """A stretch of a tensor that this rank saves."""
+    """A slice of a tensor that this rank saves."""
 
     name: str
     kind: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     stride: tuple[int, ...]
-    start: int  # its first element in the whole tensor
+    start: int  # its first element in the full tensor
     numel: int
-    read: Callable[[], Tensor]  # 1D, where it lies; valid until the next part is read
+    read: Callable[[], Tensor]  # 1D, in place; valid until the next slice is read
 
     def record(self, file: str) -> TensorRecord:
         pieces = (FilePiece(file, self.name, self.start, self.numel),) if self.numel else ()
@@ -52,7 +52,7 @@ class SavedPiece:
 
 
 class RankContents:
-    """All parts of this rank, by name, and the numbers of the optimizer's state."""
+    """All slices of this rank, by name, and the scalars of the optimizer's state."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class RankContents:
                 self.add(MODEL + name, "buffer", buffer)
 
     def add(self, name: str, kind: str, tensor: Tensor) -> None:
-        """A tensor that this rank saves whole."""
+        """Add a full tensor that this rank saves."""
         shape = tuple(tensor.shape)
         stride = dense_stride(shape, tensor.stride())
         same = tensor.detach().as_strided(shape, stride) if tensor.is_contiguous() else _laid_out(tensor, stride)
@@ -90,12 +90,12 @@ class RankContents:
         self.parts[name] = SavedPiece(name, kind, tensor.dtype, shape, stride, 0, tensor.numel(), lambda: flat)
 
     def close(self) -> None:
-        """Leave masters and state as they rest."""
+        """Put masters and optimizer state back to where they are stored."""
         self._opened = None
         self._open.close()
 
     def _hold(self, what: ShardedGroup | Unit, opening: Callable[[], AbstractContextManager[object]]) -> None:
-        """Have something readable, in place of what was before."""
+        """Enter a context that makes values readable, and leave the one before."""
         if self._opened is not what:
             self.close()
             self._open.enter_context(opening())
@@ -112,7 +112,7 @@ class RankContents:
                 self.add(MODEL + slot.name, "parameter", torch.empty(slot.shape, dtype=dtype, device="cpu"))
 
     def _share(self, group: ShardedGroup) -> Iterator[tuple[Slot, int, int, int]]:
-        """This rank's stretches: slot, first element in this rank's masters, first element in the parameter, length."""
+        """Yield this rank's slices: slot, first element in its masters, first element in the parameter, length."""
         place = group.context.world.shard_index
         first = group.layout.shard_range(place)[0] - group.own[0]
         for piece in group.layout.pieces(place):
@@ -152,13 +152,13 @@ class RankContents:
     def _add_state(
         self, slot: Slot, key: str, dtype: torch.dtype, where: tuple[int, int], read: Callable[[], Tensor]
     ) -> None:
-        """`where`: first element in the parameter, length."""
+        """Add one entry of the optimizer state; `where` is the first element in the parameter and the length."""
         name = f"{STATE}{slot.name}/{key}"
         self.parts[name] = SavedPiece(name, "state", dtype, slot.shape, slot.stride, *where, read)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors in the model's state that are no parameters of units."""
+    """Return the tensors of the model's state dict that are not parameters of units."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {k: v for k, v in state.items() if isinstance(v, Tensor) and not _is_kept(v)}
 
@@ -168,12 +168,12 @@ def _is_kept(tensor: Tensor) -> bool:
 
 
 def extra_state_of(model: nn.Module) -> dict[str, Any]:
-    """What modules add to the model's state that is no tensor."""
+    """Return the extra state of modules that is not a tensor."""
     return {k: v for k, v in model.state_dict(keep_vars=True).items() if not isinstance(v, Tensor)}
 
 
 def aliases_of(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """Other names of parameters that several modules share -> the name under which they are saved."""
+    """Return {other name: saved name} of parameters that several modules share."""
     names = {
         id(parameter): slot.name
         for unit in units
@@ -185,7 +185,7 @@ def aliases_of(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The values, in memory of their own in that order; the tensor itself if it lies so already."""
+    """Return the values contiguously in that order; the tensor itself if it already is."""
     if tuple(tensor.stride()) == stride:
         return tensor.detach()
     copy = torch.empty_strided(tuple(tensor.shape), stride, dtype=tensor.dtype, device=tensor.device)

@@ -1,8 +1,8 @@
-"""Reading tensors from safetensors files, whole or in part, checked against checksums.
+"""Reads tensors from safetensors files, in full or in part, and checks them against checksums.
 
-Nothing that a file says is trusted: a header is validated in full before anything is allocated, and what is allocated
-is never larger than the file. Of a file with a record every byte that reaches a tensor is compared with a checksum: of
-what is read in part, that of each block that it touches.
+The content of a file is not trusted: a header is validated in full before anything is allocated, and no allocation is
+larger than the file. In a file with a record, every byte that is read is covered by a checksum; for a partial read
+these are the checksums of the blocks that it touches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwell.kernels import crc32
 
 
 def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:
-    """1D, unfilled."""
+    """Return an uninitialised 1D tensor."""
     try:
         return torch.empty(numel, dtype=dtype, device="cpu")
     except (RuntimeError, MemoryError):
@@ -41,19 +41,19 @@ def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:
 
 
 class Reader:
-    """An open file of tensors, with a valid header. With a record, all that is read is checked against it.
+    """An open file of tensors with a valid header. With a record, everything that is read is checked against it.
 
-    A symbolic link is not followed. `shares`: others read the rest at the same time, and all hear of what one of them
-    finds. Then a tensor without checksums of blocks is checked by whoever reads its first byte, and by nobody else.
+    A symbolic link is not followed. With `shares`, other ranks read the rest at the same time, and an error of one is
+    an error of all. Then a tensor without checksums of blocks is checked only by the rank that reads its first byte.
     """
 
     def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None, *, shares: bool = False) -> None:
         self.path = Path(path)
         self.bytes_read = 0  # of the data, since it was opened
-        self.bytes_beside = 0  # of these, what nobody asked for: it was read for the checksums
+        self.bytes_beside = 0  # of these, bytes that were read only for checksums
         self._lock = threading.Lock()
         self._record, self._shares = record, shares
-        self._verified: set[str] = set()  # tensors that were read in part, and checked whole
+        self._verified: set[str] = set()  # tensors that were read in part, and checked in full
         self._file, self.size = open_plain(self.path)
         try:
             header = self._read_header()
@@ -67,20 +67,20 @@ class Reader:
             raise
 
     def read(self, name: str, checksum: str | None = None) -> Tensor:
-        """The tensor, whole; checked against `checksum`, or against the record if there is one."""
+        """Return the full tensor, checked against `checksum`, or against the record if there is one."""
         entry = self._entry(name)
         flat = room(entry.numel, entry.dtype, self._where(name))
         self._take(entry, flat, checksum or self._recorded(name))
         return flat.view(entry.shape)
 
     def read_range(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the flat tensor."""
+        """Return elements `start` to `stop` of the flat tensor."""
         entry = self._entry(name)
         self._check_range(entry, start, stop)
         return self.read_into(name, start, room(stop - start, entry.dtype, self._where(name)))
 
     def read_into(self, name: str, start: int, flat: Tensor) -> Tensor:
-        """Fills a 1D tensor of the same dtype with elements from `start` on."""
+        """Fill a 1D tensor of the same dtype with elements from `start` on."""
         entry = self._entry(name)
         self._check_range(entry, start, start + flat.numel())
         if flat.dtype != entry.dtype or flat.device.type != "cpu" or not flat.is_contiguous():
@@ -92,7 +92,7 @@ class Reader:
         return flat
 
     def verify(self, name: str, checksum: str | None = None) -> None:
-        """Reads a tensor's bytes, a chunk at a time, and raises if they are not those of the checksum."""
+        """Read a tensor's bytes chunk by chunk, and raise if they do not match the checksum."""
         entry = self._entry(name)
         expected = checksum or self._recorded(name)
         if expected is None:
@@ -164,7 +164,7 @@ class Reader:
         return None if self._record is None else self._record.checksums[name]
 
     def _take(self, entry: Entry, flat: Tensor, checksum: str | None) -> None:
-        """Fills a tensor with all elements, and checks them if there is a checksum."""
+        """Fill a tensor with all elements, and check them if there is a checksum."""
         view, value = bytes_of(flat), 0
         for first in range(0, len(view), CHUNK):
             part = view[first : first + CHUNK]
@@ -176,7 +176,7 @@ class Reader:
         self._check_values(entry, flat)
 
     def _take_part(self, entry: Entry, start: int, flat: Tensor) -> None:
-        """Fills a tensor with some of the elements, and checks them if there is a record."""
+        """Fill a tensor with some of the elements, and check them if there is a record."""
         view, first, record = bytes_of(flat), start * entry.dtype.itemsize, self._record
         if record is not None and entry.name in record.blocks:
             self._take_blocks(entry, first, view, record.blocks[entry.name], record.block)
@@ -192,7 +192,7 @@ class Reader:
         self._check_values(entry, flat)
 
     def _take_blocks(self, entry: Entry, first: int, view: memoryview, sums: str, size: int) -> None:
-        """Fills `view` from byte `first` of a tensor on. Blocks that lie in it whole are checked as one."""
+        """Fill `view` from byte `first` of a tensor on. Consecutive complete blocks are checked together."""
         end = first + len(view)
         begin_whole, end_whole = -(-first // size), entry.num_bytes if end == entry.num_bytes else end // size * size
         last_whole = -(-end_whole // size)
@@ -211,7 +211,7 @@ class Reader:
             self._compare(entry.name, value, joined(sums[begin_whole * DIGITS : last_whole * DIGITS], size, rest))
 
     def _take_of_block(self, entry: Entry, block: tuple[int, int], first: int, view: memoryview, checksum: str) -> None:
-        """Fills the part of `view`, which begins at byte `first` of a tensor, that lies in a block, and checks it."""
+        """Fill the part of `view` that is in one block, and check that block; `view` begins at byte `first`."""
         index, size = block
         begin, end = index * size, min((index + 1) * size, entry.num_bytes)
         mine = view[max(begin - first, 0) : end - first]
@@ -234,7 +234,7 @@ class Reader:
             raise CheckpointError(f"{self._where(entry.name)}: holds bytes that are neither true nor false")
 
     def _pull(self, offset: int, view: memoryview, what: str) -> None:
-        """Fills `view` with the bytes of the file from `offset` on."""
+        """Fill `view` with the bytes of the file from `offset` on."""
         while view:
             with failing(f"{self.path}: {what}: cannot be read"):
                 num_bytes = os.preadv(self._file.fileno(), [view], offset)
@@ -243,7 +243,7 @@ class Reader:
             view, offset = view[num_bytes:], offset + num_bytes
 
     def _pull_data(self, entry: Entry, start: int, view: memoryview) -> None:
-        """Fills `view` with the bytes of a tensor from `start` on."""
+        """Fill `view` with the bytes of a tensor from `start` on."""
         self._pull(self._offsets[entry.name] + start, view, f"tensor {show(entry.name)}")
         with self._lock:
             self.bytes_read += len(view)
@@ -255,7 +255,7 @@ class Reader:
 
 
 def _parse_header(header: bytes, size: int, where: str) -> tuple[dict[str, Entry], dict[str, int], dict[str, str]]:
-    """The entries, where each begins in the file, and the metadata."""
+    """Return the entries, their offsets in the file, and the metadata."""
     content = parse_json(header, where)
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: expected a JSON object as header, found {show(content)}")

@@ -1,10 +1,10 @@
-"""Saving: every rank writes its parts to a file of its own, rank 0 commits when all have.
+"""Saving: every rank writes its slices to its own file, and rank 0 commits when all ranks have written.
 
-Ranks that write in the background must not meet in collectives, which belong to the training loop. They tell each
-other through the store, and leave their parts of the manifest beside their files.
+Ranks that write in the background must not use collectives, which belong to the training loop. They communicate through
+the store, and write their parts of the manifest beside their files.
 
     main thread     | copy to the host | step | step | step | ...
-    background                         | write, fsync | say "done" | wait for the verdict |
+    background                         | write, fsync | say "done" | wait for the result  |
     rank 0's                           | write, fsync | wait for all | commit | say so    |
 """
 
@@ -30,12 +30,12 @@ from shardwell.checkpoint.rank_contents import RankContents
 from shardwell.errors import CheckpointError
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
 
-_OK, _VERDICT = "ok", "verdict"
+_OK, _RESULT = "ok", "result"
 PATIENCE, LITTLE_PATIENCE = 600.0, 5.0  # seconds without a sign of life from ranks that write; if one has failed
 _PAUSE = 0.02  # between two looks at the store, of the time waited so far
 _SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
-_LINGER, _LITTLE_LINGER = 5.0, 2.0  # seconds that rank 0 waits for the others to hear its verdict; that it failed
-_ROUND, _GRACE = 2.0, 8.0  # seconds between two looks for ranks that are gone; that what they left may take to end well
+_LINGER, _LITTLE_LINGER = 5.0, 2.0  # seconds that rank 0 waits for the others to read the result; an error
+_ROUND, _GRACE = 2.0, 8.0  # seconds between two checks for ranks that exited; for their save to succeed after that
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SaveJob:
 
 
 class Saver:
-    """Writes the checkpoints of one engine on this rank. At most one is on its way."""
+    """Writes the checkpoints of one engine on this rank, one at a time."""
 
     def __init__(self, rank: int, num_ranks: int, store: Any, device: Device, account: MemoryStats) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -60,9 +60,9 @@ class Saver:
         self._snapshot = Snapshot(device, account)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_given_up = threading.Event()  # by who waits in the training loop
+        self._is_given_up = threading.Event()  # set by the training loop
         self._number = 0
-        self._beaten = 0.0
+        self._last_heartbeat = 0.0
 
     def next_job(
         self,
@@ -78,16 +78,16 @@ class Saver:
         return SaveJob(folder, tag, temporary, self._number, is_latest, keep_last, look)
 
     def write_now(self, job: SaveJob, contents: RankContents, values: Mapping[str, Any]) -> None:
-        """Write and commit; returns when the checkpoint is there for all ranks, or raises on all of them."""
+        """Write and commit a checkpoint; return when all ranks can see it, or raise on all of them."""
 
         def data(name: str) -> Tensor:
-            self._beat(job)
+            self._send_heartbeat(job)
             return contents.parts[name].read().cpu()
 
         self._write(job, contents, values, data)
 
     def write_later(self, job: SaveJob, contents: RankContents, values: Mapping[str, Any]) -> None:
-        """Copy what is to be saved, and write it while training goes on. Whatever fails, all ranks hear of it later."""
+        """Copy the values to save, and write them while training continues. All ranks raise errors later."""
         read: Callable[[str], Tensor] | None = None
         problem: Exception | None = None
         try:
@@ -96,7 +96,7 @@ class Saver:
             problem = error
 
         def data(name: str) -> Tensor:
-            self._beat(job)
+            self._send_heartbeat(job)
             if read is None:
                 raise CheckpointError(f"there is no copy to be written: {problem}") from problem
             return read(name)
@@ -111,16 +111,16 @@ class Saver:
         try:
             thread.start()
         except RuntimeError as error:  # the system has none left
-            warnings.warn(f"{job.tag}: written before training goes on, not beside it: {error}", stacklevel=2)
+            warnings.warn(f"{job.tag}: written synchronously instead of in the background: {error}", stacklevel=2)
             work()
         else:
             self._thread = thread
 
     def wait(self, find_gone: Callable[[], Exception | None]) -> Exception | None:
-        """Until nothing is on its way; raises what went wrong with it.
+        """Wait until no save is in flight; raise its error.
 
-        `find_gone` is asked now and then: it returns an error if a rank is gone. Then what is on its way may still end
-        well, if that rank had done its part; if it does not, it is given up, and the error is returned.
+        `find_gone` is called now and then, and returns an error if a rank has exited. Then the save in flight may still
+        succeed, if that rank had written its part; otherwise it is abandoned, and the error is returned.
         """
         thread = self._thread
         while thread is not None and thread.is_alive():
@@ -135,7 +135,7 @@ class Saver:
         return None
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise the error of a save in the background."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._error is not None:
@@ -152,16 +152,16 @@ class Saver:
             self._write_part(job, contents, values, data)
         except Exception as error:
             problem = f"rank {self._rank}: {error}"
-        except BaseException:  # somebody wants to end this
+        except BaseException:  # the process is being ended
             self._discard(job)
             raise
         finally:
             contents.close()
-        self._forget(job)
+        self._clear_previous(job)
         self._store.set(self._key(job, self._rank), problem or _OK)
-        verdict = self._commit(job) if self._rank == 0 else self._hear(job)
-        if verdict != _OK:
-            raise CheckpointError(verdict)
+        result = self._commit(job) if self._rank == 0 else self._wait_for_result(job)
+        if result != _OK:
+            raise CheckpointError(result)
 
     def _write_part(
         self, job: SaveJob, contents: RankContents, values: Mapping[str, Any], data: Callable[[str], Tensor]
@@ -174,8 +174,8 @@ class Saver:
         self._part_of(job, self._rank).write_text(manifest.to_json(part=True), encoding="ascii")
 
     def _commit(self, job: SaveJob) -> str:
-        """Rank 0: when all have written, make it a checkpoint. Returns what all ranks shall hear."""
-        verdict = _OK
+        """Commit the checkpoint on rank 0 when all ranks have written. Return the message for all ranks."""
+        result = _OK
         try:
             problems = [words for rank in range(self._num_ranks) if (words := self._wait_for(job, rank)) != _OK]
             if problems:
@@ -190,23 +190,23 @@ class Saver:
             if job.keep_last is not None:
                 self._prune(job, job.keep_last)
         except Exception as error:
-            verdict = str(error) or type(error).__name__
+            result = str(error) or type(error).__name__
             self._discard(job)
-        self._store.set(self._key(job, _VERDICT), verdict)
-        self._let_others_hear(job, _LINGER if verdict == _OK else _LITTLE_LINGER)
-        return verdict
+        self._store.set(self._key(job, _RESULT), result)
+        self._wait_for_readers(job, _LINGER if result == _OK else _LITTLE_LINGER)
+        return result
 
     @staticmethod
     def _prune(job: SaveJob, keep_last: int) -> None:
         try:
             job.folder.prune(keep_last)
-        except CheckpointError as error:  # of no harm to what was committed
-            warnings.warn(f"an old checkpoint is left: {error}", stacklevel=2)
+        except CheckpointError as error:  # the commit is valid without it
+            warnings.warn(f"an old checkpoint was not removed: {error}", stacklevel=2)
 
     def _discard(self, job: SaveJob) -> None:
         if self._rank:
             return
-        with contextlib.suppress(CheckpointError):  # what went wrong first is what counts
+        with contextlib.suppress(CheckpointError):  # the first error counts
             job.folder.discard(job.temporary)
 
     def _part_of(self, job: SaveJob, rank: int) -> Path:
@@ -218,22 +218,22 @@ class Saver:
     def _key(job: SaveJob, what: int | str) -> str:
         return f"save/{job.number}/{what}"
 
-    def _forget(self, job: SaveJob) -> None:
-        """Of the save before, which all ranks have left behind, nothing stays in the store."""
+    def _clear_previous(self, job: SaveJob) -> None:
+        """Remove the keys of the previous save from the store; all ranks have finished it."""
         mine = [f"{self._rank}", f"{self._rank}/beat", f"{self._rank}/heard"]
-        for what in [*mine, *([_VERDICT] if self._rank == 0 else [])]:
+        for what in [*mine, *([_RESULT] if self._rank == 0 else [])]:
             with contextlib.suppress(RuntimeError):  # a kind of store that cannot forget
                 self._store.delete_key(f"save/{job.number - 1}/{what}")
 
-    def _beat(self, job: SaveJob) -> None:
-        """A sign of life, at most once a second."""
+    def _send_heartbeat(self, job: SaveJob) -> None:
+        """Write a sign of life to the store, at most once a second."""
         now = time.monotonic()
-        if now - self._beaten > 1.0:
-            self._beaten = now
+        if now - self._last_heartbeat > 1.0:
+            self._last_heartbeat = now
             self._store.set(self._key(job, f"{self._rank}/beat"), str(now))
 
     def _wait_for(self, job: SaveJob, who: int | str) -> str:
-        """What a rank has to say, or rank 0's verdict."""
+        """Wait for the message of a rank, or for the result of rank 0."""
         key = self._key(job, who)
         beats = [self._key(job, f"{rank}/beat") for rank in range(self._num_ranks)]
         begin = last = asked = now = time.monotonic()
@@ -242,31 +242,31 @@ class Saver:
             time.sleep(min(max(_PAUSE * (now - begin), _SHORTEST), _LONGEST))
             now = time.monotonic()
             if self._is_given_up.is_set():
-                raise CheckpointError(f"{job.tag}: given up, because a rank is gone")
+                raise CheckpointError(f"{job.tag}: abandoned, because a rank has exited")
             if now - last > patience:
-                whom = "rank 0" if who == _VERDICT else f"rank {who}"
+                whom = "rank 0" if who == _RESULT else f"rank {who}"
                 raise CheckpointError(f"{job.tag}: no word from {whom} for {patience:g} s while it was saving")
             if now - asked > 1.0:
                 patience = job.look()
-                asked, signs = now, self._signs(beats)
-                if signs != seen:
-                    last, seen = now, signs
+                asked, found = now, self._heartbeats(beats)
+                if found != seen:
+                    last, seen = now, found
         return str(self._store.get(key).decode())
 
-    def _signs(self, beats: list[str]) -> str:
+    def _heartbeats(self, beats: list[str]) -> str:
         return " ".join(self._store.get(beat).decode() for beat in beats if self._store.check([beat]))
 
-    def _hear(self, job: SaveJob) -> str:
+    def _wait_for_result(self, job: SaveJob) -> str:
         try:
-            verdict = self._wait_for(job, _VERDICT)
+            result = self._wait_for(job, _RESULT)
             self._store.set(self._key(job, f"{self._rank}/heard"), "")
-            return verdict
+            return result
         except DistError as error:  # rank 0 may have ended after its commit, and the store with it
             if job.folder.is_committed(job.tag):
                 return _OK
-            return f"{job.tag}: rank 0 is gone: {error}"
+            return f"{job.tag}: rank 0 has exited: {error}"
 
-    def _let_others_hear(self, job: SaveJob, seconds: float) -> None:
+    def _wait_for_readers(self, job: SaveJob, seconds: float) -> None:
         """Wait until all ranks know how the save went: the store may end with this process."""
         heard = [self._key(job, f"{rank}/heard") for rank in range(1, self._num_ranks)]
         deadline = time.monotonic() + seconds
@@ -275,14 +275,14 @@ class Saver:
 
 
 class Snapshot:
-    """A copy in host memory of what is to be saved; its memory is kept for the next one."""
+    """A copy in host memory of the values to save; its memory is reused for the next one."""
 
     def __init__(self, device: Device, account: MemoryStats) -> None:
         self._device, self._account = device, account
         self._memory: Tensor | None = None
 
     def take(self, contents: RankContents) -> Callable[[str], Tensor]:
-        """Copy all parts. On a GPU the host goes on at once, and whoever reads the copy waits for it."""
+        """Copy all slices. On a GPU the host does not wait; a reader of the copy does."""
         starts, size = {}, 0
         for name, part in contents.parts.items():
             starts[name] = size

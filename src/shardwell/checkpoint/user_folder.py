@@ -1,4 +1,4 @@
-"""The folder that a user names for checkpoints: what can be one, and what is said if nothing is there."""
+"""The folder that a user names for checkpoints: which names are valid, and the message if it has no checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwell.errors import CheckpointError
 
 
 def folder_named(given: Any, argument: str) -> str:
-    """The path of a folder of checkpoints, which need not exist yet."""
+    """Return the path of a folder of checkpoints, which need not exist yet."""
     if not isinstance(given, (str, bytes, os.PathLike)) or not os.fsdecode(given).strip():
         raise CheckpointError(
             f"{argument}={given!r}: expected the path of a folder for checkpoints, such as 'checkpoints' ('.' is the "
@@ -22,6 +22,6 @@ def folder_named(given: Any, argument: str) -> str:
 
 
 def nothing_in(root: str) -> str:
-    """What is said where there is no checkpoint to go on from."""
+    """Return the message for a folder without a checkpoint to resume from."""
     found = "holds no checkpoint" if os.path.isdir(root) else "does not exist"
     return f"load_checkpoint: {os.path.abspath(root)} {found}, so nothing was loaded"

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against its checksum."""
+"""Checks every byte of a checkpoint against its checksum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell.errors import CheckpointError
 
 
 def damages(path: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[str]:
-    """Reads all files of a committed checkpoint; yields what is wrong, with the names of the file and the tensor."""
+    """Read all files of a committed checkpoint; yield each damage with the names of the file and the tensor."""
     owners = {(piece.file, piece.key): name for name, record in manifest.tensors.items() for piece in record.pieces}
     for name, record in manifest.files.items():
         yield from _damages_of(path / name, record, owners, progress)
@@ -43,7 +43,7 @@ def _damages_of(
 
 
 def unreadable(source: Source, progress: Progress | None = None) -> Iterator[str]:
-    """Reads all tensors of a checkpoint that has no checksums; yields what cannot be read."""
+    """Read all tensors of a checkpoint that has no checksums; yield those that cannot be read."""
     for name in source.tensors:
         try:
             for _ in parts(source, name, progress):

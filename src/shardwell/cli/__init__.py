@@ -1,4 +1,4 @@
-"""The command line: one file per command, torch imported only by the commands that need it."""
+"""The command line: one file per command; only commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. What shardwell raises on purpose is one red line and exit code 2, not a traceback."""
+    """Run the command line. An error of shardwell's prints one red line and exits with code 2, without a traceback."""
     try:
         app()
     except ShardwellError as error:

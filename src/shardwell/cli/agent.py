@@ -1,5 +1,6 @@
-"""torch's elastic agent, which starts the ranks of this node again when one fails. Here it says so, knows which errors
-will come again, and can go on with fewer ranks.
+"""torch's elastic agent, which restarts the ranks of this node when one fails.
+
+This one also reports restarts, knows errors that a restart cannot cure, and can continue with fewer ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwell.cli.failures import RankFailure, Restarts, can_be_cured, ends_of
+from shardwell.cli.failures import RankFailure, Restarts, failures_of, is_retryable
 from shardwell.cli.rank import ENDED
 from shardwell.memory.device import num_gpus
 from shardwell.parallel.attendance import ended_key
@@ -31,7 +32,7 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class Agent(LocalElasticAgent):
-    """Ends all ranks of this node when one fails and starts them again, as `restarts` allows."""
+    """An agent that ends all ranks of this node when one fails, and restarts them as `restarts` allows."""
 
     ends: list[RankFailure]  # of the last failure, the rank to blame first
 
@@ -40,7 +41,7 @@ class Agent(LocalElasticAgent):
         self.ends = []
         self._spec, self._restarts = spec, restarts
         self._logs = logs.root_log_dir
-        self._noted: set[int] = set()  # local ranks that have ended without an error, and were told of
+        self._noted: set[int] = set()  # local ranks that have ended without an error, and were reported
         self._num_early = 0
         self._began = 0.0
         self._told_restarts = 0
@@ -49,7 +50,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         num_ranks = worker_group.workers[0].world_size
         if self._num_ranks:
-            self._tell(num_ranks)
+            self._report_restart(num_ranks)
         self._num_ranks, self._began = num_ranks, time.monotonic()
         self._noted = set()
         os.environ[ENDED] = tempfile.mkdtemp(prefix="ended-", dir=self._logs)
@@ -64,42 +65,42 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         self._note_ended(worker_group)
         if result.is_failed():
-            self._judge(result.failures)
+            self._plan_restart(result.failures)
         return result
 
     def _note_ended(self, worker_group: WorkerGroup) -> None:
-        """Tell ranks that wait for others to come that one has ended already, without an error."""
+        """Report ranks that have ended without an error to ranks that wait for them in `init_process_group`."""
         store: Any = worker_group.store
         for local_rank, handler in getattr(self._pcontext, "subprocess_handlers", {}).items():
             if local_rank not in self._noted and handler.proc.poll() == 0:
                 self._noted.add(local_rank)
                 rank = worker_group.workers[local_rank].global_rank
-                with contextlib.suppress(RuntimeError, OSError):  # the store is gone, and so will be who waits
+                with contextlib.suppress(RuntimeError, OSError):  # without the store, ranks that wait end, too
                     store.set(ended_key(rank), "")
                     Path(os.environ[ENDED], str(rank)).touch()
 
-    def _judge(self, failures: Mapping[int, ProcessFailure]) -> None:
-        """Whether to start again, and with how many ranks."""
-        self.ends = ends_of(failures, self._logs)
-        if not can_be_cured(self.ends):
+    def _plan_restart(self, failures: Mapping[int, ProcessFailure]) -> None:
+        """Decide whether to restart, and with how many ranks."""
+        self.ends = failures_of(failures, self._logs)
+        if not is_retryable(self.ends):
             self._remaining_restarts = 0
         is_early = time.monotonic() - self._began < self._restarts.min_uptime
         self._num_early = self._num_early + 1 if is_early else 0
         fewest = self._restarts.min_ranks
         if self._num_early < _EARLY_FAILURES or fewest is None or self._spec.local_world_size <= fewest:
             return
-        self._leave_out(self.ends[0].local_rank)
+        self._drop_rank(self.ends[0].local_rank)
         self._num_early = 0
 
-    def _leave_out(self, local_rank: int) -> None:
-        """One rank less; where each rank has a GPU of its own, the GPU of the rank that failed is not used again."""
+    def _drop_rank(self, local_rank: int) -> None:
+        """Continue with one rank less; if each rank has its own GPU, do not use the failed rank's GPU again."""
         gpus = visible_gpus(os.environ.get(_GPUS), num_gpus())
         if self._spec.local_world_size <= len(gpus):
             del gpus[local_rank]
             os.environ[_GPUS] = ",".join(gpus)
         self._spec.local_world_size -= 1
 
-    def _tell(self, num_ranks: int) -> None:
+    def _report_restart(self, num_ranks: int) -> None:
         now = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
         if num_ranks != self._num_ranks:
             now += f" instead of {self._num_ranks}"
@@ -108,13 +109,13 @@ class Agent(LocalElasticAgent):
             first = self.ends[0]
             what = f"rank {first.rank} failed first: {first.first_line}; restart {restart} of {self._restarts.limit}"
         else:
-            what = "another node has come, or starts again; starting again"
+            what = "another node has joined or restarted; restarting"
         self._told_restarts = restart
         Console(stderr=True).print(Text(f"{what} with {now}", "yellow"), soft_wrap=True)
 
 
 def visible_gpus(setting: str | None, num: int) -> list[str]:
-    """The GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them."""
     if setting is None:
         return [str(index) for index in range(num)]
     return [name.strip() for name in setting.split(",")][:num]

@@ -1,14 +1,14 @@
-"""Messages between the launchers of a job.
+"""Authenticated messages between the launchers of a job.
 
-Both ends prove that they know the job's secret before anything else is read, and every message carries a code that only
-they can make.
+Both ends prove that they know the job's secret before anything else is read, and every message carries an
+authentication code.
 
-    the gate    "shardwl1" and a number, drawn anew
-    the guest   a number of its own, and a code over both
+    the gate    "shardwl1" and a random number
+    the guest   its own random number, and a code over both
     the gate    another code over both
     then        length, code, bytes; the codes count the messages of each direction
 
-Nothing is encrypted, and nothing is deserialized here. Without a secret the same is spoken with a key that all know.
+Nothing is encrypted, and nothing is deserialized here. Without a secret the protocol is the same, with a public key.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a hos
 
 
 class StrangerError(Exception):
-    """The other end does not know the secret, or does not speak like a launcher."""
+    """Raised if the other end does not know the secret, or does not follow the protocol."""
 
 
 class ClosedError(Exception):
-    """The other end is gone."""
+    """Raised if the other end has closed the connection."""
 
 
 class Channel:
     """One connection between two launchers, after the handshake."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sends: bytes, hears: bytes) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sends: bytes, receives: bytes
+    ) -> None:
         self._reader, self._writer = reader, writer
-        self._sends, self._hears = sends, hears
+        self._sends, self._receives = sends, receives
         self._num_sent = self._num_heard = 0
 
     async def send(self, message: bytes) -> None:
@@ -67,7 +69,7 @@ class Channel:
         if length > MOST:
             raise StrangerError(f"a message of {length} bytes")
         message = await _exactly(self._reader, length)
-        if not hmac.compare_digest(code, _code(self._hears, self._num_heard, message)):
+        if not hmac.compare_digest(code, _code(self._receives, self._num_heard, message)):
             raise StrangerError("a message that was not made by a launcher of this job")
         self._num_heard += 1
         return message
@@ -95,7 +97,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key:
 
 
 async def enter(host: str, port: int, key: bytes) -> Channel:
-    """The guest's side: a channel to the gate. Raises OSError where nobody listens."""
+    """Connect to the gate. Raise OSError if no process listens there."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         return await within(HANDSHAKE, _introduce(reader, writer, key))
@@ -145,7 +147,7 @@ def _code(key: bytes, number: int, message: bytes) -> bytes:
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel notice that the other host is gone, and send what is written at once."""
+    """Let the kernel detect that the other host has failed, and send small messages immediately."""
     link: socket.socket = writer.get_extra_info("socket")
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

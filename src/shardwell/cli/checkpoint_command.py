@@ -1,4 +1,4 @@
-"""`shardwell checkpoint`: looks into checkpoints of any kind, checks, converts, compares and removes them."""
+"""`shardwell checkpoint`: inspects checkpoints of any kind, and verifies, converts, compares and removes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardwell.checkpoint.sources.reading import Progress as Told
 
 _WIDTH_IN_A_PIPE = 160
-_LEFTOVER_AGE = 3600.0  # seconds; what nobody has changed for so long is not being written
+_LEFTOVER_AGE = 3600.0  # seconds without a change after which a directory is not being written
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 app = typer.Typer(
@@ -111,7 +111,10 @@ def export(
     tag: _Tag = None,
     form: Annotated[
         ExportFormat,
-        typer.Option("--format", help="safetensors: what from_pretrained reads; dcp: torch's own; shardwell: ours."),
+        typer.Option(
+            "--format",
+            help="safetensors: for from_pretrained; dcp: torch.distributed.checkpoint; shardwell: shardwell's own.",
+        ),
     ] = ExportFormat.safetensors,
     dtype: Annotated[
         ExportDtype | None, typer.Option(help="Of floating tensors, for safetensors; without it, as stored.")
@@ -139,13 +142,13 @@ def export(
 
     dtypes = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
     if dtype is not None and form is not ExportFormat.safetensors:
-        raise CheckpointError(f"--dtype {dtype.value}: only for safetensors; {form.value} keeps what is stored")
+        raise CheckpointError(f"--dtype {dtype.value}: only for safetensors; {form.value} keeps the stored dtypes")
     if form is not ExportFormat.safetensors and (merge or tokenizer is not None):
         raise CheckpointError(f"--merge and --tokenizer: only for safetensors, not for {form.value}")
     limit = _parse_size(max_file_size)
     if check:
         _check_own(path, tag)
-    with _opened(path, tag) as source, _telling_warnings():
+    with _opened(path, tag) as source, _printing_warnings():
         prefix = MODEL if form is ExportFormat.safetensors else ""
         with _bar("export", _bytes(source, prefix)) as told:
             if form is ExportFormat.safetensors:
@@ -192,9 +195,9 @@ def prune(
     keep_last: Annotated[
         int, typer.Option(min=1, help="How many of the newest to keep; the latest stays in any case.")
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the names; remove nothing.")] = False,
 ) -> None:
-    """Remove old checkpoints, and what crashes have left more than an hour ago."""
+    """Remove old checkpoints, and directories that crashes left more than an hour ago."""
     from shardwell.checkpoint import Folder
 
     folder = Folder(path)
@@ -209,14 +212,14 @@ def prune(
     console.print(Text(f"kept {', '.join(kept)}"), soft_wrap=True)
 
 
-# --- what the commands share ------------------------------------------------------------------------------------
+# --- shared by the commands -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _opened(path: Path, tag: str | None) -> Iterator[Source]:
     from shardwell.checkpoint.sources import open_source
 
-    with _telling_warnings():
+    with _printing_warnings():
         source = open_source(path, tag)
     try:
         yield source
@@ -225,7 +228,7 @@ def _opened(path: Path, tag: str | None) -> Iterator[Source]:
 
 
 def _check_own(path: Path, tag: str | None) -> str | None:
-    """Ends the command if a checkpoint of shardwell's own is damaged; None if it is no such checkpoint."""
+    """End the command if a checkpoint of shardwell's own is damaged; return None for any other checkpoint."""
     from shardwell.checkpoint.manifest import read_manifest
     from shardwell.checkpoint.sources import locate_own
     from shardwell.checkpoint.verify import damages
@@ -248,8 +251,8 @@ def _end_if_damaged(found: list[str]) -> None:
 
 
 @contextmanager
-def _telling_warnings() -> Iterator[None]:
-    """Prints warnings as lines of their own, each once."""
+def _printing_warnings() -> Iterator[None]:
+    """Print each warning once, on its own line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -259,7 +262,7 @@ def _telling_warnings() -> Iterator[None]:
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Told]:
-    """A progress bar on stderr, if that is a terminal."""
+    """Return a progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:

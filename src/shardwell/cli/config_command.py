@@ -1,4 +1,4 @@
-"""`shardwell config FILE`: shows the effective configuration, or says what is wrong with the file."""
+"""`shardwell config FILE`: shows the effective configuration, or the problems of the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from shardwell.config import load, remarks, table, told
 from shardwell.errors import ConfigError
 
-_WIDTH_IN_A_PIPE = 160  # wide enough that no key is cut; a terminal tells its own width
+_WIDTH_IN_A_PIPE = 160  # wide enough for the longest key; a terminal has its own width
 
 
 def show(
@@ -23,7 +23,7 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the effective configuration as JSON.")] = False,
 ) -> None:
-    """Show every value that FILE puts in force, where it came from, and what has no effect or another one."""
+    """Show every value in force with its origin, and notes about keys that have no effect or another meaning."""
     try:
         config = load(file, world_size=world_size)
     except ConfigError as error:

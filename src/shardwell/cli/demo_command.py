@@ -1,4 +1,4 @@
-"""`shardwell demo`: trains one small model at every stage and holds what was measured against the formulas."""
+"""`shardwell demo`: trains one small model at every stage and compares the measurements with the formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwell.cli.demo_report import (
     save_json,
     save_picture,
 )
-from shardwell.cli.failures import ending_as_the_ranks_do
+from shardwell.cli.failures import exit_like_ranks
 from shardwell.cli.launch import LaunchTopology, launch
 from shardwell.cli.temporary_folder import kept_folder
 from shardwell.errors import ShardwellError
@@ -40,7 +40,7 @@ def demo(
         str, typer.Option(help="Which stages, such as 0,3. All are compared with the first.")
     ] = "0,1,2,3",
     out: Annotated[Path, typer.Option(help="Folder for the picture and the raw numbers.")] = Path("shardwell-demo"),
-    trace: Annotated[bool, typer.Option("--trace", help="Print what happened in the last step of each stage.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Print the trace of the last step of each stage.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 over fp32 masters.")] = False,
 ) -> None:
     """Train a small GPT on this machine's CPU at each ZeRO stage: same losses, less memory."""
@@ -72,7 +72,7 @@ def _parse_stages(text: str) -> list[int]:
 
 
 def _draw(path: Path, results: list[StageResult], ranks: int, bf16: bool) -> str:
-    """Draw the picture, and return where it is or what it needs."""
+    """Draw the picture; return its path, or the package that is missing."""
     try:
         save_picture(path, results, ranks, bf16)
     except ModuleNotFoundError as error:
@@ -83,7 +83,7 @@ def _draw(path: Path, results: list[StageResult], ranks: int, bf16: bool) -> str
 
 
 def _train(job: str, stages: list[int], steps: int, ranks: int, events: Path, console: Console) -> list[StageResult]:
-    """All stages in one set of processes; ends the command with the first failing rank's error if there is one."""
+    """Train all stages in one set of processes; if a rank fails, end the command with its error."""
     progress = Progress(
         TextColumn("stage {task.fields[stage]}"),
         BarColumn(),
@@ -107,14 +107,14 @@ def _train(job: str, stages: list[int], steps: int, ranks: int, events: Path, co
         progress.update(tasks[stage], completed=event["step"], loss=f"{event['loss']:.3f}", speed=speed)
 
     console.print(f"training a byte-level GPT on {ranks} CPU rank(s) at stage {', '.join(map(str, stages))}")
-    with ending_as_the_ranks_do(), progress, _listening(events, take):
+    with exit_like_ranks(), progress, _listening(events, take):
         launch(["-m", "shardwell.cli.demo_rank", job], LaunchTopology(ranks), quiet_ranks=True)
     return results
 
 
 @contextmanager
 def _listening(path: Path, take: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Hand every line that appears in `path` to `take`, from a thread of its own, until the block ends."""
+    """Call `take` on a thread with every line that appears in `path`, until the block ends."""
     ended = threading.Event()
 
     def listen() -> None:

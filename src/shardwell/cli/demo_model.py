@@ -1,4 +1,4 @@
-"""What the demo trains: a small GPT over bytes, and the text that every machine with Python has."""
+"""The demo's model, a small GPT over bytes, and its text, which every machine with Python has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_TEXT = 4 << 20
 
 
 class TransformerBlock(nn.Module):
-    """Causal attention and an MLP, each added to its input."""
+    """A block of causal attention and an MLP, each added to its input."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TransformerBlock(nn.Module):
 
 
 class ByteGpt(nn.Module):
-    """Reads bytes, returns the mean loss of predicting each from those before it."""
+    """A model that returns the mean loss of predicting each byte from those before it."""
 
     def __init__(self, width: int = 128, num_blocks: int = 6, num_heads: int = 4, context: int = 128) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ByteGpt(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """`text` is (batch, at most context + 1) bytes as int64."""
+        """Return the loss of `text`, (batch, at most context + 1) bytes as int64."""
         inputs, targets = text[:, :-1], text[:, 1:]
         x = self.embed(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
@@ -62,7 +62,7 @@ class ByteGpt(nn.Module):
 
 
 def standard_library_text() -> Tensor:
-    """1D uint8: the sources of Python's standard library, in alphabetical order, a few MB."""
+    """Return the sources of Python's standard library, in alphabetical order, as 1D uint8; a few MB."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -75,7 +75,7 @@ def standard_library_text() -> Tensor:
 
 
 def rows_of_step(text: Tensor, step: int, num_rows: int, length: int) -> Tensor:
-    """`num_rows` random pieces of the text as int64; the same for the same step, on all ranks and at all stages."""
+    """Return `num_rows` random pieces of the text as int64, the same on all ranks and at all stages of a step."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length, (num_rows, 1), generator=generator)
     return text[starts + torch.arange(length)].long()

@@ -1,4 +1,4 @@
-"""One rank of the demo: trains the same model from the same seed at each stage and reports what it measured.
+"""One rank of the demo: trains the same model from the same seed at each stage and reports measurements.
 
 Runs in child processes. Rank 0 appends one JSON object per line to the file that the command reads:
 `{"event": "step", ...}` after every step, `{"event": "stage", ...}` after every stage.
@@ -27,7 +27,7 @@ CONTEXT = 128
 
 @dataclass(frozen=True)
 class DemoJob:
-    """What the command asks of its ranks."""
+    """The job that the command gives to its ranks."""
 
     stages: list[int]
     steps: int
@@ -42,7 +42,7 @@ class DemoJob:
         return json.dumps(asdict(self))
 
     def config(self, stage: int) -> dict[str, Any]:
-        """The configuration of one stage, with even the smallest parameter split."""
+        """Return the configuration of one stage, in which even the smallest parameter is sharded."""
         return {
             "train_micro_batch_size_per_gpu": self.rows,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -52,7 +52,7 @@ class DemoJob:
 
 
 class Reporter:
-    """Rank 0's line to the command; the other ranks say nothing."""
+    """Writes reports of rank 0 to the command; other ranks write nothing."""
 
     def __init__(self, path: str, rank: int) -> None:
         self._file: TextIO | None = open(path, "a", encoding="utf-8") if rank == 0 else None  # noqa: SIM115
@@ -64,7 +64,7 @@ class Reporter:
 
 
 class UpdateProbe:
-    """The books at the moment when all gradients of a step are averaged and nothing is updated yet."""
+    """Reads the memory statistics when all gradients of a step are averaged and nothing is updated yet."""
 
     report: MemoryReport | None = None
 
@@ -78,7 +78,7 @@ class UpdateProbe:
 
 
 def train(job: DemoJob, stage: int, text: Tensor, rank: int, num_ranks: int, reporter: Reporter) -> None:
-    """One stage, from the seed to the last step."""
+    """Train one stage, from the seed to the last step."""
     torch.manual_seed(job.seed)
     model: nn.Module = ByteGpt(context=CONTEXT)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -131,7 +131,7 @@ def _by_state(report: MemoryReport | None) -> dict[str, int]:
 
 
 def _largest_over_ranks(measured: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Each number on the rank where it is largest. As a tensor: torch would send objects as pickles."""
+    """Return the maximum of each number over the ranks. They are sent as a tensor: torch would pickle objects."""
     largest = torch.tensor([number for numbers in measured.values() for number in numbers.values()], dtype=torch.int64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     found = iter(largest.tolist())

@@ -1,4 +1,4 @@
-"""The demo's numbers against the formulas: a table, a verdict on the losses, a picture and a JSON file.
+"""The demo's report, measurements against formulas: a table, a comparison of losses, a picture and a JSON file.
 
 Formulas are for Adam with fp32 state over Ψ parameters and N ranks. A parameter and its gradient take w bytes each
 (4, or 2 in bfloat16, whose fp32 master keeps its other 2 bytes with the optimizer), so the optimizer takes 12 - w.
@@ -29,7 +29,7 @@ _TOLERANCE = {False: 1e-3, True: 2e-2}
 
 @dataclass(frozen=True)
 class StageResult:
-    """What one stage measured: bytes on the rank where they are largest."""
+    """The measurements of one stage: bytes on the rank where they are largest."""
 
     stage: int
     parameters: int
@@ -41,7 +41,7 @@ class StageResult:
     before_update: dict[str, int]  # all gradients are averaged
     received_per_step: dict[str, int]
     trace: str | None = None
-    startup: str = ""  # what rank 0 said at the start
+    startup: str = ""  # the startup report of rank 0
 
     @property
     def rest(self) -> int:
@@ -50,7 +50,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class StageFormula:
-    """What one stage must hold and receive, in bytes."""
+    """The bytes that one stage must hold and receive."""
 
     parameters: float
     gradients: float
@@ -76,7 +76,7 @@ def formula(stage: int, num_parameters: int, num_ranks: int, bf16: bool) -> Stag
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Whether the stages trained alike."""
+    """The comparison of the stages' losses and gradient norms."""
 
     loss_difference: float  # the largest over all steps and stages
     norm_difference: float  # the same for the gradient's norm, relative
@@ -85,7 +85,7 @@ class StageComparison:
 
 
 def compare(results: list[StageResult], bf16: bool) -> StageComparison:
-    """Hold every stage's losses and gradient norms against the first's."""
+    """Compare every stage's losses and gradient norms with the first stage's."""
     first, tolerance = results[0], _TOLERANCE[bf16]
     loss = norm = 0.0
     for other in results[1:]:
@@ -150,18 +150,18 @@ def save_json(path: Path, results: list[StageResult], verdict: StageComparison, 
         expected = formula(result.stage, result.parameters, settings["ranks"], settings["bf16"])
         stages.append({**asdict(result), "formula": {**asdict(expected), "rest": expected.rest}})
     versions = {"shardwell": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    whole = {
+    report = {
         "command": " ".join(["shardwell", *sys.argv[1:]]),
         "versions": versions,
         **settings,
         "verdict": asdict(verdict),
         "stages": stages,
     }
-    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def save_picture(path: Path, results: list[StageResult], num_ranks: int, bf16: bool) -> None:
-    """Left the loss curves, right the bytes per rank when all gradients are averaged, with the formulas as lines."""
+    """Draw loss curves (left), and bytes per rank when all gradients are averaged with the formulas as lines."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -169,7 +169,7 @@ def save_picture(path: Path, results: list[StageResult], num_ranks: int, bf16: b
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for index, result in enumerate(results):
-        # thinner and thinner, so that curves that lie on each other all show
+        # thinner and thinner, so that all of several equal curves are visible
         left.plot(result.losses, label=f"stage {result.stage}", linewidth=2 * (len(results) - index), alpha=0.8)
     left.set(xlabel="step", ylabel="loss (nats per byte)", title="the same training at every stage")
     left.legend()

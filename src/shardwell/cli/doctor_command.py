@@ -1,4 +1,4 @@
-"""`shardwell doctor`: what this machine has, what works, what is off and what to do about it."""
+"""`shardwell doctor`: reports this machine's hardware and software, problems, and their remedies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MARKS = {"broken": "[bold red]broken[/bold red]", "warning": "[yellow]warning[/
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is missing or off."""
+    """A problem that was found, and its remedy."""
 
     level: str  # "broken": training cannot work; "warning": it may be slow or fail later; "note": good to know
     found: str
@@ -66,7 +66,7 @@ def doctor(
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what shardwell stands on; None for what is not installed."""
+    """Return the versions of the packages that shardwell uses; None for those that are not installed."""
     import torch
 
     found: dict[str, str | None] = {"shardwell": __version__, "python": platform.python_version()}
@@ -80,7 +80,7 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> dict[str, Any]:
-    """The processor, its memory and the GPUs."""
+    """Return the processor, its memory and the GPUs."""
     import torch
 
     from shardwell.memory.limits import all_host_bytes, num_cores
@@ -99,7 +99,7 @@ def devices() -> dict[str, Any]:
 
 
 def backends() -> dict[str, str]:
-    """For each process-group backend 'works', 'available' (built in, not tried), 'missing' or what went wrong."""
+    """Return 'works', 'available' (built in, not tried), 'missing' or an error for each process-group backend."""
     import torch
     import torch.distributed as dist
 
@@ -112,7 +112,7 @@ def backends() -> dict[str, str]:
 
 
 def _try_backend(name: str, device: str) -> str:
-    """Start a group of one rank, in this process, and sum over it."""
+    """Start a process group of one rank in this process, and all-reduce over it."""
     import torch
     import torch.distributed as dist
 
@@ -130,23 +130,23 @@ def _try_backend(name: str, device: str) -> str:
 
 
 def bf16_on_cpu() -> bool:
-    """Whether a matrix product in bfloat16 survives on the CPU, in a process of its own.
+    """Tell whether a matrix product in bfloat16 works on the CPU, tried in its own process.
 
-    Virtual machines may announce instructions (AMX) that they do not let through.
+    Virtual machines may announce instructions (AMX) that they do not support.
     """
     product = "import torch; a = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(a, a)"
     return subprocess.run([sys.executable, "-c", product], capture_output=True).returncode == 0
 
 
 def kernels() -> dict[str, Any]:
-    """Whether the optimizer kernels for host memory are compiled, and for which instruction set."""
+    """Return whether the optimizer kernels for host memory are compiled, and for which instruction set."""
     from shardwell import kernels
 
     return asdict(kernels.describe())
 
 
 def disk(path: Path | None) -> dict[str, Any]:
-    """Who can move bytes between memory and drives; for a directory also how fast, which writes to it."""
+    """Return the I/O engines that work; for a directory also their speed, which is measured by writing to it."""
     from shardwell.offload.disk_queue import AioSettings, choose, fastest, measure, unusable
 
     reasons = unusable()
@@ -161,7 +161,7 @@ def disk(path: Path | None) -> dict[str, Any]:
 
 
 def check(sections: dict[str, Any]) -> list[Finding]:
-    """Hold what was found against what training needs."""
+    """Return the problems of this machine: requirements of training that are not met."""
     findings = [*_check_torch(sections["versions"]), *_check_backends(sections), *_check_memory()]
     order = list(_MARKS)
     return sorted(findings, key=lambda finding: order.index(finding.level))
@@ -214,7 +214,7 @@ def _check_memory() -> list[Finding]:
 
 
 def _cpu_model() -> str:
-    """As Linux names it, or what Python knows."""
+    """Return the processor's name from Linux, or from Python."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

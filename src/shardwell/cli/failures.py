@@ -1,4 +1,4 @@
-"""How ranks end: which of them failed first, why, whether to start them again, and how that is shown."""
+"""Failures of ranks: which rank failed first and why, whether a restart may help, and the report."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shardwell.errors import ShardwellError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_HEAD_START = 2.0  # seconds; torch notes ends in whole seconds, and a silent death shows as errors in its peers
+_HEAD_START = 2.0  # seconds; torch records ends in full seconds, and a killed rank causes errors in its peers
 _MOST_LINES = 20  # of a rank's stderr in an error
-_NOT_CURED = {"ConfigError", "SyntaxError", "ImportError"}  # by a restart: the same script would raise them again
+_NOT_RETRYABLE = {"ConfigError", "SyntaxError", "ImportError"}  # by a restart: the same script would raise them again
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed."""
+    """The failure of one rank."""
 
     rank: int
     exit_code: int  # negative: the signal that ended it
-    message: str  # the exception; empty if the rank left none
+    message: str  # of the exception; empty if the rank wrote none
     details: str  # its traceback, or the end of its stderr
     when: float
     kinds: tuple[str, ...] = ()  # the names of the exception's classes
@@ -37,7 +37,7 @@ class RankFailure:
 
     @property
     def was_ended(self) -> bool:
-        """By the launcher, after another rank failed."""
+        """Whether the launcher ended the rank, after another rank failed."""
         return self.exit_code == -signal.SIGTERM and not self.message
 
     @property
@@ -61,7 +61,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often the ranks may be started again, and with how few."""
+    """The number of restarts that are allowed, and the smallest number of ranks."""
 
     limit: int = 0
     min_ranks: int | None = None  # None: as many as before
@@ -72,7 +72,7 @@ NEVER = Restarts()
 
 
 class RanksFailedError(ShardwellError):
-    """One or more ranks failed; `ends` has the first of them first."""
+    """Raised if ranks failed; `ends` lists the failures, the first one first."""
 
     def __init__(self, ends: Sequence[RankFailure]) -> None:
         super().__init__(f"rank {ends[0].rank} failed first: {ends[0].cause}")
@@ -80,12 +80,12 @@ class RanksFailedError(ShardwellError):
 
     @property
     def exit_code(self) -> int:
-        """Of the first failing rank, as a shell would say it."""
+        """The exit code of the first failing rank, as a shell reports it."""
         code = self.ends[0].exit_code
         return code if code > 0 else 128 - code
 
     def show(self) -> None:
-        """Print the first failing rank's error on top, then what else went wrong, to stderr."""
+        """Print the first failing rank's error to stderr, then the other failures."""
         console = Console(stderr=True)
         console.print(Text.assemble(("error: ", "bold red"), (str(self), "red")), soft_wrap=True)
         if self.ends[0].details:
@@ -96,7 +96,7 @@ class RanksFailedError(ShardwellError):
 
 
 class RunInterruptedError(ShardwellError):
-    """Ctrl-C, or another signal, ended the run; no rank is left."""
+    """Raised if Ctrl-C, or another signal, ended the run; no rank runs any more."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {_signal_name(number)}; all ranks have ended")
@@ -104,7 +104,7 @@ class RunInterruptedError(ShardwellError):
 
 
 def in_order(ends: Sequence[RankFailure]) -> list[RankFailure]:
-    """The rank to blame first: what the launcher ended, and errors that only tell of another rank, come last."""
+    """Return failures, causes first: ranks that the launcher ended, and errors about peers, come last."""
 
     def blame(end: RankFailure) -> tuple[bool, bool, float]:
         return end.was_ended, end.reports_a_peer, end.when - (0.0 if end.message else _HEAD_START)
@@ -112,14 +112,14 @@ def in_order(ends: Sequence[RankFailure]) -> list[RankFailure]:
     return sorted(ends, key=blame)
 
 
-def can_be_cured(ends: Sequence[RankFailure]) -> bool:
-    """Whether a restart may help: not if every rank that failed by itself did so by an error that will come again."""
+def is_retryable(ends: Sequence[RankFailure]) -> bool:
+    """Tell whether a restart may help: not if every rank that failed by itself raised an error that will recur."""
     own = [end for end in ends if not end.was_ended and not end.reports_a_peer]
-    return not own or any(_NOT_CURED.isdisjoint(end.kinds) for end in own)
+    return not own or any(_NOT_RETRYABLE.isdisjoint(end.kinds) for end in own)
 
 
-def ends_of(failures: Mapping[int, ProcessFailure], logs: str) -> list[RankFailure]:
-    """What torch's agent knows of the ranks that failed, the one to blame first."""
+def failures_of(failures: Mapping[int, ProcessFailure], logs: str) -> list[RankFailure]:
+    """Return the failures that torch's agent knows, the cause first."""
     return in_order([_end(rank, failure, logs) for rank, failure in failures.items()])
 
 
@@ -130,12 +130,12 @@ def _end(rank: int, failure: ProcessFailure, logs: str) -> RankFailure:
         extra = message["extraInfo"]
         when, kinds = float(extra.get("seconds", failure.timestamp)), tuple(extra.get("kinds", ()))
         return RankFailure(rank, code, message["message"], extra["py_callstack"], when, kinds, local_rank)
-    words = _last_words(logs, local_rank)
+    words = _stderr_tail(logs, local_rank)
     return RankFailure(rank, code, "", words, float(failure.timestamp), local_rank=local_rank)
 
 
-def _last_words(logs: str, local_rank: int) -> str:
-    """The end of what a rank wrote to stderr when it was last started, where that was kept."""
+def _stderr_tail(logs: str, local_rank: int) -> str:
+    """Return the end of a rank's stderr since its last start, if it was recorded."""
     found = sorted(Path(logs).glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime_ns)
     return "\n".join(found[-1].read_text(errors="replace").splitlines()[-_MOST_LINES:]) if found else ""
 
@@ -148,8 +148,8 @@ def _signal_name(number: int) -> str:
 
 
 @contextlib.contextmanager
-def ending_as_the_ranks_do() -> Iterator[None]:
-    """Around a launch: show why the ranks ended, and end the command with their exit code."""
+def exit_like_ranks() -> Iterator[None]:
+    """Run a launch in the block; if ranks fail, print why, and end the command with their exit code."""
     try:
         yield
     except RanksFailedError as failure:

@@ -1,9 +1,9 @@
-"""The one port of a job of several nodes that other machines can reach, on the node of --master-addr.
+"""The one port of a multi-node job that other machines can reach, on the node of --master-addr.
 
-Launchers come in by the job's secret (`channel.py`) and say what they want: to meet (`rounds.py`), or a connection to
-the store of a round's ranks, which listens on the loopback address. Nothing that comes in is unpickled: messages are
-JSON, and what goes to the store are bytes for torch's store. Whoever does not prove itself in time is sent away, and
-there is room for so many of those only.
+Launchers authenticate by the job's secret (`channel.py`) and request either a rendezvous (`rounds.py`) or a connection
+to the store of a round's ranks, which listens on the loopback address. No input is unpickled: messages are JSON, and
+bytes for the store go to torch's store. A connection that does not authenticate in time is closed, and the number of
+such connections is limited.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEET, STORE = "meet", "store"
 
 
 class Background:
-    """A thread with an event loop, for what goes on beside torch's agent."""
+    """A thread with an event loop, which runs beside torch's agent."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,7 +41,7 @@ class Background:
         self._thread.start()
 
     def do(self, work: Coroutine[Any, Any, _T], limit: float | None = None) -> _T:
-        """Run `work` there, and wait for what it gives."""
+        """Run `work` on the thread, and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit)
 
     def close(self) -> None:
@@ -58,13 +58,13 @@ class Background:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(lambda *_: None)  # of connections that broke; who needs one hears of it
+        self._loop.set_exception_handler(lambda *_: None)  # errors of broken connections reach those that use them
         self._loop.run_forever()
         self._loop.close()
 
 
 class Connection:
-    """A node, as long as its launcher is connected."""
+    """A connected node."""
 
     _numbers = itertools.count()
 
@@ -81,7 +81,7 @@ class Gate:
         self._rounds, self._nodes, self._key, self._patience = rounds, nodes, key, patience
         self._run = uuid.uuid4().hex
         self._stores: dict[int, TCPStore] = {}  # of the round that runs, by its number
-        self._strangers: dict[asyncio.Task[Any], None] = {}  # in the order in which they came
+        self._strangers: dict[asyncio.Task[Any], None] = {}  # in order of arrival
 
     async def open(self, listener: socket.socket) -> None:
         self._server = await asyncio.start_server(self._welcome, sock=listener)
@@ -111,7 +111,7 @@ class Gate:
             elif wish.get("do") == MEET:
                 await self._meet(channel, wish, str(writer.get_extra_info("peername")[0]))
         except (StrangerError, ClosedError, OSError):
-            pass  # it is gone, or sent away; nothing is said to who did not prove itself
+            pass  # the peer closed, or did not authenticate; it gets no answer
         finally:
             self._strangers.pop(task, None)
             with contextlib.suppress(Exception):
@@ -143,7 +143,7 @@ class Gate:
             self._rounds.is_closed = True
         now = time.monotonic()
         if not self._rounds.is_closed and (number := self._rounds.advance(now)) is not None:
-            self._stores = {number: host_store(self._patience)}  # nobody is left who would use the one before
+            self._stores = {number: host_store(self._patience)}  # no rank uses the store before it any more
         seat = self._rounds.seat(guest)
         return {
             "closed": self._rounds.is_closed,

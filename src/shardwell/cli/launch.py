@@ -1,6 +1,6 @@
-"""Starting ranks through torch's elastic agent, on one node or on several that meet at an address.
+"""Starts ranks through torch's elastic agent, on one node or on several that meet at an address.
 
-Knows processes; nothing of engines, and prints nothing while ranks run.
+This module knows processes, not engines, and prints nothing while ranks run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from shardwell.cli.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous
 
 _RANK = Path(__file__).with_name("rank.py")
-_MEET = 600  # seconds within which all nodes have to come
-_LINGER = 2.0  # seconds that a node stays after a failure: the others may meet here, and shall tell their own errors
+_MEET = 600  # seconds within which all nodes must join
+_LINGER = 2.0  # seconds that a node stays after a failure, so that others at this gate report their own errors
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class LaunchTopology:
 def launch(
     command: Sequence[str], place: LaunchTopology, restarts: Restarts = NEVER, *, quiet_ranks: bool = False
 ) -> None:
-    """Run `command` (`script args...` or `-m module args...`) on every rank; returns when all have succeeded.
+    """Run `command` (`script args...` or `-m module args...`) on every rank; return when all have succeeded.
 
-    When a rank fails the others are ended. All are started again as `restarts` allows, then `RanksFailedError` is
-    raised; on a signal, `RunInterruptedError`. `quiet_ranks` keeps what ranks print off the terminal.
+    When a rank fails, the others are ended. All are restarted as `restarts` allows; then `RanksFailedError` is raised.
+    A signal raises `RunInterruptedError`. `quiet_ranks` hides the output of ranks.
     """
     secret, address = job_secret(), _own_address(place)
     _check_secret(place, secret)
     with (
         _environment(place, secret, address),
         kept_folder() as logs,
-        _no_leftovers(),
+        _ending_ranks(),
         _quiet_agent(),
     ):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -93,7 +93,7 @@ def launch(
 
 
 def _run(agent: Agent, place: LaunchTopology) -> None:
-    """Until all ranks have succeeded, or failed once too often."""
+    """Run the agent until all ranks have succeeded, or no restart is left."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
     try:
@@ -138,7 +138,7 @@ def _meeting(place: LaunchTopology, secret: bytes | None) -> SingleNodeRendezvou
 
 
 def _own_address(place: LaunchTopology) -> str:
-    """What other nodes call this one: the address from which it reaches the meeting point."""
+    """Return this node's address for other nodes: the one from which it reaches the meeting point."""
     if place.is_alone:
         return "127.0.0.1"
     try:
@@ -152,7 +152,7 @@ def _own_address(place: LaunchTopology) -> str:
             f"--master-addr {place.master_addr}: cannot be found ({error.strerror}); pass a host name or address that "
             "every node can reach"
         ) from None
-    if _is_loopback(str(address[0])) and not _says_loopback(place.master_addr):
+    if _is_loopback(str(address[0])) and not _is_loopback_name(place.master_addr):
         raise ShardwellError(
             f"--master-addr {place.master_addr}: means {address[0]} on this node, which no other node can reach; pass "
             "the address that the others know it by (`hostname -I` lists those of this node)"
@@ -164,8 +164,8 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _says_loopback(name: str) -> bool:
-    """Whether the user asked for a meeting inside this machine."""
+def _is_loopback_name(name: str) -> bool:
+    """Tell whether the user chose a meeting point inside this machine."""
     if name == "localhost" or name.startswith("localhost."):
         return True
     try:
@@ -175,18 +175,17 @@ def _says_loopback(name: str) -> bool:
 
 
 def _check_secret(place: LaunchTopology, secret: bytes | None) -> None:
-    """Nodes that may come and go at any time are let in by a secret; without one, whoever comes could take a place."""
+    """Raise if elastic nodes have no secret, because any process could join; warn if fixed nodes have none."""
     if place.is_alone or secret is not None:
         return
     if place.min_nodes < place.max_nodes:
         raise ShardwellError(
-            f"--nnodes {place.min_nodes}:{place.max_nodes}: nodes that come and go need a secret, or strangers could "
-            f"join the job: {HOW_TO}"
+            f"--nnodes {place.min_nodes}:{place.max_nodes}: elastic nodes need a secret, or any process could join "
+            f"the job: {HOW_TO}"
         )
     Console(stderr=True).print(
         Text(
-            f"no secret: whoever reaches {place.endpoint} can take the place of a node. On a network that others use, "
-            f"{HOW_TO}",
+            f"no secret: any process that reaches {place.endpoint} can join as a node. On a shared network, {HOW_TO}",
             "yellow",
         ),
         soft_wrap=True,
@@ -195,7 +194,7 @@ def _check_secret(place: LaunchTopology, secret: bytes | None) -> None:
 
 @contextlib.contextmanager
 def _environment(place: LaunchTopology, secret: bytes | None, address: str) -> Iterator[None]:
-    """What the ranks find in their environment, besides what torch's agent puts there."""
+    """Return the environment variables of the ranks, besides those of torch's agent."""
     from shardwell.parallel.attendance import VARIABLE as ROLL_CALL
 
     news = {
@@ -222,7 +221,7 @@ def _environment(place: LaunchTopology, secret: bytes | None, address: str) -> I
 
 
 def _interface(address: str) -> str | None:
-    """The name of the network interface that has an address; None if none has, or it is down."""
+    """Return the network interface that has an address; None if none has, or it is down."""
     import psutil  # type: ignore[import-untyped, unused-ignore]
 
     states = psutil.net_if_stats()
@@ -236,18 +235,20 @@ def _why_nodes_did_not_meet(error: Exception, place: LaunchTopology) -> str:
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
     if isinstance(error, RendezvousTimeoutError):
-        return f"fewer than {place.min_nodes} nodes came to {place.endpoint} within {_MEET} s; start this on each node"
+        return (
+            f"fewer than {place.min_nodes} nodes joined at {place.endpoint} within {_MEET} s; start this on each node"
+        )
     if isinstance(error, RendezvousClosedError):
         return f"the job at {place.endpoint} has ended; see the other nodes for the reason"
     return (
         f"{place.endpoint}, where the nodes meet, cannot be reached: its node has ended, or the port is taken or "
-        "blocked; see what is printed there"
+        "blocked; see the output there"
     )
 
 
 @contextlib.contextmanager
-def _no_leftovers() -> Iterator[None]:
-    """Whatever happens, also a second Ctrl-C while ranks are being ended: no rank outlives its launcher."""
+def _ending_ranks() -> Iterator[None]:
+    """End all ranks after the block, even after a second Ctrl-C while ranks are being ended."""
     try:
         yield
     finally:
@@ -260,7 +261,7 @@ def _no_leftovers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """torch's agent logs every end of a rank; here the first failing rank's error says it once."""
+    """Silence torch's agent, which logs every end of a rank: the first failing rank's error is printed once."""
     if os.environ.get("SHARDWELL_DEBUG") == "1":
         yield
         return

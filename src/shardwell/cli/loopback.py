@@ -1,4 +1,4 @@
-"""The store of a job's ranks: torch's TCPStore has no door, so it listens on this machine's loopback address only."""
+"""The store of a job's ranks: torch's TCPStore has no authentication, so it listens on the loopback address only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BACKLOG = 1024
 
 
 def host_store(patience: timedelta) -> TCPStore:
-    """A store of its own, at a port of its own."""
+    """Start a new store at a free port."""
     listener = listening()
     port = listener.getsockname()[1]
     return TCPStore(
@@ -26,17 +26,17 @@ def host_store(patience: timedelta) -> TCPStore:
 
 
 def reach_store(port: int, patience: timedelta) -> TCPStore:
-    """The store behind a port of this machine."""
+    """Return a client of the store at a port of this machine."""
     return TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=patience)
 
 
 def listening() -> socket.socket:
-    """A socket that only processes of this machine reach."""
+    """Return a listening socket that only processes of this machine can reach."""
     return bound(socket.AF_INET, (ADDRESS, 0))
 
 
 def bound(family: int, address: tuple[object, ...]) -> socket.socket:
-    """A listening socket at one address. Raises OSError where that is not this machine's, or taken."""
+    """Return a listening socket at an address. Raise OSError if the address is not this machine's, or in use."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free again as soon as its owner ends

@@ -1,8 +1,8 @@
-"""One rank: runs the user's script or module as `__main__` and writes down what ended it.
+"""One rank: runs the user's script or module as `__main__` and writes its error to a file.
 
-Started by file name with nothing but the standard library, so that the script is the first to import torch. The
-launcher reads the error file and prints the first failing rank's error; here nothing is printed, because the
-tracebacks of many ranks on one terminal hide the one that matters.
+This file is started by name and imports only the standard library, so that the script is the first to import torch. The
+launcher reads the error file and prints the first failing rank's error; ranks print nothing, because tracebacks of many
+ranks on one terminal hide the one that matters.
 
     python rank.py script.py ARGS...
     python rank.py -m module ARGS...
@@ -23,15 +23,15 @@ import time
 import traceback
 
 _PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
-LAUNCHER = "SHARDWELL_LAUNCHER"  # the process id of who starts this rank
+LAUNCHER = "SHARDWELL_LAUNCHER"  # the process id of the launcher
 ENDED = "SHARDWELL_ENDED"  # a folder with a file for each rank of this node that has ended without an error
 _PATIENCE, _PAUSE = 10.0, 1.0  # seconds
 
 
 def main() -> None:
-    """Run what the arguments name. Ends with the script's own exit code, with 1 after an exception."""
+    """Run the script or module that the arguments name; exit with its exit code, or with 1 after an exception."""
     _end_with_launcher()
-    _speak_in_lines()
+    _write_full_lines()
     _watch_for_ended()
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]  # the script's folder takes its place
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file and of runpy."""
+    """Return the traceback without the frames of this file and of runpy."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith((__file__, "<frozen runpy>", "runpy.py")):
         trace = trace.tb_next
@@ -77,16 +77,16 @@ def _write_down(error: BaseException, message: str, trace: str) -> bool:
     try:
         with open(f"{path}.partial", "w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-        os.replace(f"{path}.partial", path)  # whole or not at all: the launcher may end this process at any moment
+        os.replace(f"{path}.partial", path)  # completely or not at all: the launcher may end this process at any moment
     except OSError:
         return False
     return True
 
 
 def _end_with_launcher() -> None:
-    """A launcher that is killed cannot end its ranks; on Linux the kernel does it.
+    """Let the kernel (Linux) end this rank if its launcher is killed.
 
-    It may have been killed before the kernel was told, and then this process has another parent already.
+    If the launcher was killed before this call, this process has another parent already.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -98,8 +98,8 @@ def _end_with_launcher() -> None:
 def _watch_for_ended() -> None:
     """End this rank if it waits in torch's `init_process_group` for one that has ended already, without an error.
 
-    torch would wait for half an hour. The launcher leaves a file for each rank of this node that ends so. A thread
-    looks until there is a process group, because the main one waits inside torch, where nothing reaches it.
+    torch would wait for half an hour. The launcher writes a file for each rank of this node that ends so. A thread
+    polls until there is a process group, because the main thread waits inside torch and cannot be interrupted.
     """
     folder = os.environ.pop(ENDED, "")
     if folder:
@@ -119,8 +119,8 @@ def _watch(folder: str, main_thread: int | None) -> None:
         waits = ended and main_thread is not None and _is_joining(main_thread)
         waited = waited + _PAUSE if waits else 0.0
     words = (
-        f"PeerError: rank {ended[0]} ended, without an error, before it came to `init_process_group`, where rank "
-        f"{os.environ.get('RANK')} waits for it. Let all ranks of a script get there, or none"
+        f"PeerError: rank {ended[0]} ended, without an error, before it called `init_process_group`, where rank "
+        f"{os.environ.get('RANK')} waits for it. Let all ranks of a script call it, or none"
     )
     _write_down(RuntimeError(words), words, "")
     os._exit(1)
@@ -140,8 +140,8 @@ def _is_joining(thread: int) -> bool:
     return False
 
 
-def _speak_in_lines() -> None:
-    """One write for each line, also where Python is told not to buffer: ranks that print at once do not mix theirs."""
+def _write_full_lines() -> None:
+    """Write each line with one system call, also in unbuffered mode, so that lines of several ranks do not mix."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

@@ -1,11 +1,10 @@
-"""Where the launchers of a job meet, as torch's elastic agent sees it.
+"""The rendezvous of a job's launchers, as an interface for torch's elastic agent.
 
 `SingleNodeRendezvous` serves a job of one node, `MultiNodeRendezvous` a job of several.
 
-Torch's own meeting of several nodes keeps its state in a store that anybody can write, and unpickles what it finds
-there. So there is none of it here: the nodes meet at a gate (`gate.py`). On each node the store of the ranks has a
-loopback address. On the node of --master-addr it is the store itself; on the others the launcher takes every connection
-to it through the gate.
+Torch's own rendezvous of several nodes keeps its state in a store without authentication, and unpickles it. Here the
+nodes meet at a gate (`gate.py`) instead. On each node the store of the ranks has a loopback address. On the node of
+--master-addr it is the store itself; on other nodes the launcher forwards every connection through the gate.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ _PATIENCE = timedelta(seconds=60)  # within which a store has to answer the laun
 _CLOSE = 5.0  # seconds
 _RETRY = 0.2  # seconds
 _LOOK = 0.5  # seconds between questions whether other nodes wait
-_STRANGE = 8.0  # seconds until a gate that turns this node away is believed: a flood may push out who comes in
+_STRANGE = 8.0  # seconds until a refusal by the gate is final: a flood of connections may push this one out
 
 
 @dataclass(frozen=True)
 class RendezvousTimes:
-    """How long nodes wait for each other, in seconds."""
+    """The times that nodes wait for each other, in seconds."""
 
-    meet: float  # within which the least have to come
+    meet: float  # within which the smallest number of nodes must join
     join: float  # for more, once there are the least
 
 
 class _Handler(RendezvousHandler):
-    """What torch's agent asks of both."""
+    """The methods that torch's agent calls on both."""
 
     _run_id: str
 
@@ -62,7 +61,7 @@ class _Handler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use the launcher's store, so none of them opens one that others could reach."""
+        """Whether ranks use the launcher's store: yes, so that none of them opens one that others could reach."""
         return True
 
     def get_run_id(self) -> str:
@@ -70,7 +69,7 @@ class _Handler(RendezvousHandler):
 
 
 class SingleNodeRendezvous(_Handler):
-    """One node: nobody to meet, and a new store for each start, because ranks would take old words for answers."""
+    """The rendezvous of one node: a new store for each start, because ranks would read old keys as answers."""
 
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
@@ -84,7 +83,7 @@ class SingleNodeRendezvous(_Handler):
         return False
 
     def set_closed(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no other node."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -97,7 +96,7 @@ class SingleNodeRendezvous(_Handler):
 
 
 class MultiNodeRendezvous(_Handler):
-    """Several nodes, a fixed number or a range of them."""
+    """The rendezvous of several nodes, a fixed number or a range of them."""
 
     def __init__(
         self, address: str, port: int, nodes: tuple[int, int], secret: bytes | None, times: RendezvousTimes
@@ -113,7 +112,7 @@ class MultiNodeRendezvous(_Handler):
             self._gate = Gate(rounds, self._nodes, self._key, _PATIENCE)
             self._background.do(self._gate.open(listener))
         self._channel: Channel | None = None
-        self._run_id = "shardwell"  # until the gate tells
+        self._run_id = "shardwell"  # until the gate sends it
         self._store: TCPStore | None = None
         self._relay: asyncio.Server | None = None
         self._looked, self._num_waiting = 0.0, 0
@@ -161,7 +160,7 @@ class MultiNodeRendezvous(_Handler):
         return True
 
     def close(self) -> None:
-        """Give up the gate and the connections."""
+        """Close the gate and the connections."""
         self._store = None
         with contextlib.suppress(Exception):
             self._background.do(self._leave(), _CLOSE)
@@ -204,7 +203,7 @@ class MultiNodeRendezvous(_Handler):
     def _why_not(self, error: StrangerError) -> str:
         return (
             f"{self._address}:{self._port}, where the nodes meet: {error}; give every node the same secret "
-            "(SHARDWELL_SECRET or SHARDWELL_SECRET_FILE), and take a port that nobody else uses"
+            "(SHARDWELL_SECRET or SHARDWELL_SECRET_FILE), and choose a port that no other process uses"
         )
 
     def _ask(self, what: str) -> dict[str, Any]:
@@ -215,7 +214,7 @@ class MultiNodeRendezvous(_Handler):
             raise RendezvousConnectionError(str(error)) from None
 
     def _store_port(self, number: int) -> int:
-        """A port of this machine that leads to the store of a round."""
+        """Return a port of this machine that leads to the store of a round."""
         if self._gate is not None:
             port = self._gate.store_port(number)
             if port is None:
@@ -235,7 +234,7 @@ class MultiNodeRendezvous(_Handler):
                 await splice(channel, reader, writer)
             except (OSError, ClosedError, StrangerError):
                 with contextlib.suppress(Exception):
-                    writer.close()  # the rank sees that the store is gone
+                    writer.close()  # the rank sees that the store is closed
 
         self._relay = await asyncio.start_server(carry, sock=listener)
         return int(listener.getsockname()[1])
@@ -248,7 +247,7 @@ async def _asked(channel: Channel, wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket at `address`; None where that is another machine's, or another launcher of this machine has it."""
+    """Return a socket at `address`; None if it is another machine's, or another launcher here uses it."""
     for family, _, _, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         with contextlib.suppress(OSError):
             return bound(family, where)

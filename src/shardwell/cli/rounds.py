@@ -1,8 +1,8 @@
-"""Which nodes of a job run together: a state machine without sockets and clocks, which are the gate's.
+"""Rounds of a job, that is, which nodes run together: a state machine without sockets and clocks.
 
-All nodes of a round run until one asks to join again, because its ranks failed or it is new. The others see that
-somebody waits, and ask too. When nobody is left in the round, the next one forms: of the most nodes at once, of the
-least after some time.
+All nodes of a round run until one asks to join again, because its ranks failed or it is new. The others see that a node
+waits, and ask, too. When no node is left in the round, the next one forms: immediately with the largest number of
+nodes, and after some time with the smallest.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-_GRACE = 10.0  # seconds in which the ranks of a node find out by themselves, and say why, that another node is gone
+_GRACE = 10.0  # seconds in which the ranks of a node detect by themselves that another node is lost, and report why
 
 
 class Node(Protocol):
-    """A node that takes part, as long as it is connected."""
+    """A node that takes part while it is connected."""
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Where it stands among the others."""
+        """The node's position among the others."""
 
 
 @dataclass(frozen=True)
 class NodeRank:
-    """A node's place in a round."""
+    """A node's rank in a round."""
 
     round: int
     rank: int
@@ -43,13 +43,13 @@ class Rounds:
         self.is_closed = False
 
     def join(self, node: Node) -> None:
-        """`node` takes part in the next round, and no longer in this one."""
+        """Move `node` from this round to the next one."""
         self._seats.pop(node, None)
         if node not in self._waiting:
             self._waiting.append(node)
 
     def leave(self, node: Node, now: float) -> None:
-        """`node` is gone."""
+        """Remove a node that has disconnected."""
         if self._seats.pop(node, None) is not None and self._lost_at is None:
             self._lost_at = now
         if node in self._waiting:
@@ -59,12 +59,12 @@ class Rounds:
         return self._seats.get(node)
 
     def num_waiting(self, now: float) -> int:
-        """Nodes for which those that run should start again: some wait, or one is gone and nobody noticed."""
+        """Return the number of nodes for which running nodes should restart: those that wait, or one that is lost."""
         lost = int(self._lost_at is not None and now - self._lost_at > _GRACE)
         return len(self._waiting) + lost if len(self._seats) < self._most else 0
 
     def advance(self, now: float) -> int | None:
-        """Form the next round if it can be; its number."""
+        """Form the next round if possible; return its number."""
         if self._seats or len(self._waiting) < self._least:
             self._deadline = None
             return None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardwell.cli.failures import Restarts, ending_as_the_ranks_do
+from shardwell.cli.failures import Restarts, exit_like_ranks
 from shardwell.cli.launch import LaunchTopology, launch
 from shardwell.errors import ShardwellError
 
@@ -38,20 +38,20 @@ def run(
     master_port: Annotated[int, typer.Option(min=1, max=65535, help="A free port on that node.")] = 29500,
     join_time: Annotated[int, typer.Option(min=1, help="Seconds to wait for more nodes once there are MIN.")] = 30,
 ) -> None:
-    """Run SCRIPT on several ranks. When one fails, all end, and the first failing rank's error is printed.
+    """Run SCRIPT on several ranks. When one fails, all are ended, and the first failing rank's error is printed.
 
-    With --max-restarts they are started again: a script that calls engine.load_checkpoint at its start goes on.
+    With --max-restarts they are restarted; a script that calls engine.load_checkpoint at its start resumes.
     """
     fewest, most = parse_nodes(nnodes)
     local_world_size = num_ranks or _one_per_gpu()
     _check(script[0], module, most, master_addr, local_world_size, min_ranks)
     place = LaunchTopology(local_world_size, fewest, most, master_addr, master_port, join_time)
-    with ending_as_the_ranks_do():
+    with exit_like_ranks():
         launch(["-m", *script] if module else script, place, Restarts(max_restarts, min_ranks, min_uptime))
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """The least and the most nodes, of `2` or `1:4`."""
+    """Return the smallest and the largest number of nodes, from `2` or `1:4`."""
     parts = text.split(":")
     numbers = [int(part) for part in parts if part.isascii() and part.isdigit()]
     if len(numbers) != len(parts) or len(parts) > 2 or not 1 <= numbers[0] <= numbers[-1]:
@@ -67,7 +67,7 @@ def _check(
     if max_nodes > 1 and not master_addr:
         raise ShardwellError(f"{max_nodes} nodes need to know where to meet: pass --master-addr, the host name of one")
     if min_ranks is not None and max_nodes > 1:
-        raise ShardwellError("--min-ranks is for one node; several nodes go on with fewer nodes: --nnodes MIN:MAX")
+        raise ShardwellError("--min-ranks is for one node; for several nodes use --nnodes MIN:MAX")
     if min_ranks is not None and min_ranks > local_world_size:
         raise ShardwellError(f"--min-ranks {min_ranks} is more than the {local_world_size} rank(s) of this node")
 

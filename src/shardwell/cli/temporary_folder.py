@@ -1,4 +1,4 @@
-"""The launcher's temporary folder, which goes however the launcher ends."""
+"""The launcher's temporary folder, which is removed however the launcher ends."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
-# A process that waits for the end of its input, and is nobody's child: those of the launcher are its ranks.
+# A process that waits for the end of its input, and is not a child of the launcher: its children are ranks.
 _SWEEP = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$1") &'
 
 
 @contextlib.contextmanager
 def kept_folder(prefix: str = "shardwell-") -> Iterator[str]:
-    """A folder that nobody else may enter.
+    """Make a private folder, and remove it at the end.
 
-    A launcher that is killed cannot remove it. So a process waits beside it until the launcher ends, by a pipe that the
-    kernel closes. It is in a session of its own, so that what ends the launcher's does not end it.
+    A launcher that is killed cannot remove it. Therefore a process waits until the launcher ends, by a pipe that the
+    kernel closes. The process has its own session, so that a signal to the launcher's session does not end it.
     """
     reading, writing = os.pipe()  # not inherited by the ranks
     try:

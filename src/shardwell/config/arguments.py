@@ -1,6 +1,7 @@
-"""Arguments that optimizers and schedules of a configuration take by name: rules for values, and all problems at once.
+"""Rules for the arguments of optimizers and schedules in a configuration; a check reports all problems.
 
-A rule gives the value as its taker wants it, or raises a ValueError that says what was expected.
+A rule returns the value in the form that the optimizer or schedule takes, or raises a ValueError that says what was
+expected.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def share(value: Any) -> float:
     return found
 
 
-def whole(value: Any, least: int = 0) -> int:
-    """As in the rest of the configuration, 1e3 is a whole number."""
+def integer(value: Any, least: int = 0) -> int:
+    """Return an integer; as in the rest of the configuration, 1e3 is one."""
     found = number(value)
     if isinstance(found, bool) or not isinstance(found, int | float) or found != found // 1:
         raise ValueError("expected a whole number")
@@ -73,14 +74,14 @@ def numbers(value: Any, length: int) -> list[float]:
 
 
 def or_null(rule: Rule) -> Rule:
-    """The rule of an argument that may be null as well."""
+    """Return the rule of an argument that may be null, too."""
     return lambda value: None if value is None else rule(value)
 
 
 def check(
     block: str, name: str, rules: Mapping[str, Rule], params: Mapping[str, Any], known: Mapping[str, Rule] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The arguments as `name` takes them, and all that are wrong. `known` are those to tell of, if not all of them."""
+    """Return the arguments in the form that `name` takes, and the problems. Messages suggest names of `known` only."""
     known = known or rules
     clean: dict[str, Any] = {}
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""Which values are in force and where each one came from: as data, and as a table for the terminal."""
+"""The values in force and their origins, as data and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell.config.schema import Config, leaves
 
 
 class UnsetValue(str):
-    """Says whose default holds for an argument that "auto" left open."""
+    """A text that says whose default holds for an argument that is "auto"."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,19 @@ class ExplainLine:
 
 
 def explain(config: Config) -> list[ExplainLine]:
-    """Every key in the order of the schema, then the arguments that "auto" left open."""
+    """Return every key in the order of the schema, then keys without effect and arguments that "auto" left open."""
     values = dict(leaves(config))
     lines = [ExplainLine(key, value, config.origins.get(key, "default")) for key, value in values.items()]
-    return lines + [
-        ExplainLine(key, UnsetValue(f"the {key.partition('.')[0]}'s own default"), origin)
-        for key, origin in config.origins.items()
-        if key not in values
-    ]
+    for key, origin in config.origins.items():
+        if key in config.inert_keys:
+            lines.append(ExplainLine(key, config.inert_keys[key], origin))
+        elif key not in values:
+            lines.append(ExplainLine(key, UnsetValue(f"the {key.partition('.')[0]}'s own default"), origin))
+    return lines
 
 
 def table(config: Config) -> Table:
-    """`explain` for the terminal; values that are not defaults stand out."""
+    """Return the lines of `explain` as a table; values that are not defaults are bold."""
     drawn = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     drawn.add_column("key", no_wrap=True)
     drawn.add_column("value", overflow="fold")

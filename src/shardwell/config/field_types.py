@@ -1,4 +1,4 @@
-"""What values keys may have: numbers, flags, names and the word "auto", with one sentence for what is none of them."""
+"""Types of the values of keys: numbers, flags, names and "auto"; each has a sentence for values that it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, Strict
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON would have it: scalars of numpy, paths, dtypes and members of enumerations have other types."""
+    """Return a value as JSON would have it, also for numpy scalars, paths, dtypes and enumeration members."""
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, os.PathLike):
@@ -22,7 +22,7 @@ def plain(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """The number that a string writes, such as "1e-3" or "5e8"; anything else as it is."""
+    """Return the number that a string such as "1e-3" or "5e8" stands for; return anything else unchanged."""
     if not isinstance(value, str):
         return value
     for kind in (int, float):
@@ -40,14 +40,14 @@ _WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "o
 
 
 def flag(value: Any) -> Any:
-    """True or false for what means one of them: 0 and 1, and words. Anything else as it is."""
+    """Return True or False for 0, 1 and words such as "on"; return anything else unchanged."""
     if isinstance(value, str):
         return _WORDS.get(value.strip().lower(), value)
     return bool(value) if isinstance(value, (int, float)) and value in (0, 1) else value
 
 
-def _whole(value: Any) -> Any:
-    """5e8 is a whole number, also as "5e8"; 1.5 and true are not."""
+def _integer(value: Any) -> Any:
+    """Return an integer; 5e8 and "5e8" are integers, 1.5 and true are not."""
     value = number(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -59,12 +59,12 @@ def _whole(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
-    """A number of elements that somebody computed, such as 0.9 times a product, may have a fraction."""
+    """Return an integer; a large computed number, such as 0.9 times a product, may have a fraction."""
     value = number(value)
-    return _whole(float(int(value)) if isinstance(value, float) and _LARGE <= value < math.inf else value)
+    return _integer(float(int(value)) if isinstance(value, float) and _LARGE <= value < math.inf else value)
 
 
-def _real(value: Any) -> Any:
+def real(value: Any) -> Any:
     value = number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
         raise ValueError("expected a finite number")
@@ -72,23 +72,23 @@ def _real(value: Any) -> Any:
 
 
 def is_finite(value: int | float) -> bool:
-    """Also of a whole number of any size."""
+    """Tell whether a number is finite, also an integer of any size."""
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float is near to
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def _power(value: Any) -> Any:
-    """Of two: a float must be able to hold the result."""
-    value = _whole(value)
+    """Return an exponent of two whose power a float can hold."""
+    value = _integer(value)
     if value > _LARGEST_POWER:
         raise ValueError(f"expected at most {_LARGEST_POWER}, as 2**{_LARGEST_POWER} is the largest scale of a float")
     return value
 
 
 def _paths(value: Any) -> Any:
-    """What a file system can have as a name."""
+    """Return a path that a file system can have."""
     if isinstance(value, str) and "\0" in value:
         raise ValueError("expected a path without a NUL character")
     if isinstance(value, str) and any("\ud800" <= letter <= "\udbff" for letter in value):
@@ -104,7 +104,7 @@ def _flag(value: Any) -> Any:
 
 
 def _steps(value: Any) -> Any:
-    """Accelerate writes infinity for never."""
+    """Return None for 0 and for infinity, which Accelerate writes for "never"."""
     value = number(value)
     return (
         None
@@ -114,11 +114,11 @@ def _steps(value: Any) -> Any:
 
 
 def _at_least(least: int, value: Any) -> Any:
-    """The word "auto" as a value of its own, not as "absent"."""
+    """Return an integer of at least `least`, or "auto", which is a value of its own here."""
     if value == "auto":
         return value
     try:
-        count = _whole(value)
+        count = _integer(value)
     except ValueError:
         raise ValueError('expected a whole number or "auto"') from None
     if count < least:
@@ -126,7 +126,7 @@ def _at_least(least: int, value: Any) -> Any:
     return count
 
 
-def _count_or_auto(value: Any) -> Any:
+def count_or_auto(value: Any) -> Any:
     return _at_least(0, value)
 
 
@@ -142,7 +142,7 @@ def _flag_or_auto(value: Any) -> Any:
 
 
 def _dtype(value: Any) -> Any:
-    """The short name of a dtype; what is no dtype is left for the type to refuse."""
+    """Return the short name of a dtype; leave anything else for the type to refuse."""
     if not isinstance(value, str):
         return value
     name = value.strip().lower().removeprefix("torch.")
@@ -152,7 +152,7 @@ def _dtype(value: Any) -> Any:
 def _share_or_auto(value: Any) -> Any:
     if value == "auto":
         return value
-    share = _real(value)
+    share = real(value)
     if not 0 <= share <= 1:
         raise ValueError('expected a number from 0 to 1, or "auto"')
     return share
@@ -164,8 +164,19 @@ def _autocast_dtype(value: Any) -> Any:
     return value if _dtype(value) == "fp32" else _dtype(value)
 
 
+def _budget(value: Any) -> Any:
+    """Read a memory budget: a share of the free bytes, as a float up to 1, or else a whole number of bytes."""
+    value = number(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value) and value >= 0
+    if is_number and 0 < value <= 1:
+        return float(value)
+    if not is_number or value != value // 1:
+        raise ValueError("expected a share from 0 to 1, or a whole number of bytes")
+    return _integer(value)
+
+
 def _scheduler(value: Any) -> Any:
-    """The name of a schedule as it is written here, whatever its case."""
+    """Return the name of a schedule, read in any case."""
     names = {name.lower(): name for name in SCHEDULERS}
     if not isinstance(value, str) or value.lower() not in names:
         raise ValueError(f"expected {', '.join(SCHEDULERS[:-1])} or {SCHEDULERS[-1]}")
@@ -187,21 +198,21 @@ _DTYPES = {  # other spelling -> ours
 }
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_integer), Field(ge=0)]
 Power = Annotated[int, BeforeValidator(_power), Field(ge=0)]
 Paths = Annotated[str, Strict(), BeforeValidator(_paths)]
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-PositiveCount = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Real = Annotated[float, BeforeValidator(_real), Field(ge=0)]
-PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0)]
-Share = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)]
+PositiveCount = Annotated[int, BeforeValidator(_integer), Field(ge=1)]
+Real = Annotated[float, BeforeValidator(real), Field(ge=0)]
+PositiveReal = Annotated[float, BeforeValidator(real), Field(gt=0)]
+Budget = Annotated[int | float, BeforeValidator(_budget)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 CodecKind = Literal["int8", "int4", "fp8"]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
 AutocastDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_autocast_dtype)]
 ShareOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_share_or_auto)]
-CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(count_or_auto)]
 PositiveCountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_positive_count_or_auto)]
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lowered)]

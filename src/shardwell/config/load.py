@@ -1,36 +1,34 @@
-"""From what a user wrote to a typed `Config`: parsed once, every problem named at once.
+"""`load`: a user's file, text or mapping becomes a typed `Config`, and all its problems one error.
 
-The steps: read -> screen the keys (unknown, removed, "auto") -> validate the values -> check what is
-built and what contradicts -> resolve the batch sizes. Knows nothing of torch or of processes.
+The steps: read, translate old names, screen the keys (unknown, unsupported, "auto"), validate the values, check them
+against one another, resolve the batch sizes. Nothing here knows torch or processes.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from shardwell.config import optimizers, schedules, unsupported
-from shardwell.config.field_types import flag, number
-from shardwell.config.notes import Note
+from shardwell.compat.deepspeed_keys import REMOVED_OPTIMIZERS
+from shardwell.config import optimizers, schedules
+from shardwell.config.field_types import number
+from shardwell.config.foreign_keys import NOT_AUTO, take_foreign
+from shardwell.config.problems import Findings, sentence_of, show
 from shardwell.config.schema import Config, ConfigBlock, admits_auto, block_of, leaves, may_be_absent
 from shardwell.config.source import read
-from shardwell.config.suggestions import PARAMS, suggest
+from shardwell.config.suggestions import PARAMS
 from shardwell.config.translate import translated
-from shardwell.errors import ConfigError, printable
+from shardwell.errors import ConfigError
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 BATCH = (TRAIN, MICRO, ACCUMULATION)
 
-_MOST_LINES, _MOST_LETTERS = 50, 200  # of problems in a message, of a value
 _SIZE = "shardwell's default"
 # Keys that may be "auto", and why they resolve as they do: each one then counts as absent.
 AUTO: dict[str, str] = {
@@ -42,26 +40,24 @@ AUTO: dict[str, str] = {
     "zero_optimization.offload_param.device": "off",
     "zero_optimization.offload_optimizer.nvme_path": "none",
     "zero_optimization.offload_param.nvme_path": "none",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "no effect",
-    "zero_optimization.reduce_bucket_size": _SIZE,
-    "zero_optimization.allgather_bucket_size": _SIZE,
-    "zero_optimization.sub_group_size": _SIZE,
+    "shardwell.memory.device": _SIZE,
+    "shardwell.memory.host": _SIZE,
+    "shardwell.memory.disk": _SIZE,
     "zero_optimization.stage3_max_live_parameters": _SIZE,
     "zero_optimization.stage3_max_reuse_distance": _SIZE,
     "zero_optimization.stage3_prefetch_bucket_size": _SIZE,
     "zero_optimization.stage3_model_persistence_threshold": _SIZE,
-    "zero_optimization.stage3_module_granularity_threshold": _SIZE,
 }
 
 
 def load(
     source: Source, *, world_size: int | None = None, optimizer_given: bool = False, scheduler_given: bool = False
 ) -> Config:
-    """The effective configuration of a JSON file, JSON text, mapping or `Config`.
+    """Return the effective configuration of a JSON file, JSON text, mapping or `Config`.
 
-    With `world_size` all three batch sizes are ints; without it what depends on it stays None. Where the code has an
-    optimizer or a schedule of its own, `optimizer_given` or `scheduler_given`, nobody reads the one of the file.
-    Raises one `ConfigError` that lists every problem.
+    With `world_size` all three batch sizes are ints; without it, those that depend on it are None. If the caller has
+    its own optimizer (`optimizer_given`) or schedule (`scheduler_given`), the one in the file is not checked.
+    Raise one `ConfigError` that lists every problem.
     """
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ConfigError(f"world_size: expected a whole number of at least 1, found {world_size!r}")
@@ -78,7 +74,7 @@ def load(
         raise ConfigError(f"{where}: nested too deeply to be a configuration") from None
     found = Findings(where, spoken.problems, notes=spoken.notes)
     clean = _screen(spoken.content, Config, "", found)
-    config = _validate(clean, found).with_notes(found.notes)
+    config = _validate(clean, found).with_notes(found.notes, found.inert)
     if not optimizer_given:
         config = _check_optimizer(config, found)
     if not scheduler_given:
@@ -86,40 +82,10 @@ def load(
     return _finish(config, found, _origins(config, found, origin), world_size)
 
 
-@dataclass
-class Findings:
-    """What the walk over one source has come upon so far."""
-
-    where: str  # the file as the user named it
-    problems: list[tuple[str, str]] = field(default_factory=list)  # (dotted key, sentence)
-    given: set[str] = field(default_factory=set)  # dotted keys that have a value in the source
-    auto: set[str] = field(default_factory=set)  # dotted keys that were "auto"
-    notes: list[Note] = field(default_factory=list)  # what to tell the user although nothing is wrong
-    num_unknown: int = 0  # keys
-    _broken: set[str] = field(default_factory=set)  # keys of so many problems
-    _num_counted: int = 0
-
-    def add(self, key: str, sentence: str) -> None:
-        self.problems.append((key, sentence))
-
-    def broken(self, *keys: str) -> bool:
-        while self._num_counted < len(self.problems):
-            self._broken.add(self.problems[self._num_counted][0])
-            self._num_counted += 1
-        return not self._broken.isdisjoint(keys)
-
-    def raise_if_any(self) -> None:
-        if self.problems:
-            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-            lines = [f"  {key}: {sentence}" for key, sentence in sorted(self.problems)[:_MOST_LINES]]
-            more = [f"  and {len(self.problems) - _MOST_LINES:,} more"] if len(self.problems) > _MOST_LINES else []
-            raise ConfigError(printable("\n".join([f"{self.where}: {count} in the configuration", *lines, *more])))
-
-
 def _check_optimizer(config: Config, found: Findings) -> Config:
-    """With arguments as the optimizer takes them."""
+    """Return the configuration with the optimizer's arguments checked."""
     block = config.optimizer
-    if block is None or block.type.lower() in unsupported.REMOVED_OPTIMIZERS or found.broken("optimizer.params"):
+    if block is None or block.type.lower() in REMOVED_OPTIMIZERS or found.broken("optimizer.params"):
         return config
     params, problems = optimizers.checked(block.type, block.params)
     found.problems.extend(problem for problem in problems if not found.broken(problem[0]))
@@ -127,7 +93,7 @@ def _check_optimizer(config: Config, found: Findings) -> Config:
 
 
 def _check_scheduler(config: Config, found: Findings) -> Config:
-    """With arguments as the schedule takes them; those that are "auto" come later."""
+    """Return the configuration with the schedule's arguments checked, except those that are "auto"."""
     block = config.scheduler
     if block is None or found.broken("scheduler.params", "scheduler.type"):
         return config
@@ -144,7 +110,7 @@ def _finish(config: Config, found: Findings, origins: dict[str, str], world_size
     if not found.broken(*BATCH):
         for key, (size, origin) in _resolve_batch(config, origins, world_size, found).items():
             sizes[key] = size
-            origins[key] = f"auto -> {_show(size)} ({origin})" if _is_auto(origins[key]) else origin
+            origins[key] = f"auto -> {show(size)} ({origin})" if _is_auto(origins[key]) else origin
     found.raise_if_any()
     return config.with_origins(origins, sizes)
 
@@ -153,14 +119,14 @@ def _finish(config: Config, found: Findings, origins: dict[str, str], world_size
 
 
 def _screen(raw: Mapping[str, Any], block: type[ConfigBlock], prefix: str, found: Findings) -> dict[str, Any]:
-    """The part of `raw` that `block` can be validated from; everything else becomes a finding."""
+    """Return the part of `raw` that `block` can be validated from; note everything else in `found`."""
     for name, times in getattr(raw, "repeated", {}).items():
         found.add(f"{prefix}{name}", f"written {times} times in the same object; keep one")
     clean: dict[str, Any] = {}
     for name, value in raw.items():
         key = f"{prefix}{name}"
         if name not in block.model_fields:
-            _take_foreign(key, value, found)
+            take_foreign(key, value, found)
             continue
         inner = block_of(block.model_fields[name])
         if value is None and (inner is not None or may_be_absent(block.model_fields[name])):
@@ -184,15 +150,15 @@ def _take_auto(key: str, found: Findings) -> None:
     if key in AUTO:
         found.auto.add(key)
     else:
-        found.add(key, 'cannot be "auto"; write a value or remove the key')
+        found.add(key, NOT_AUTO)
 
 
 def _screen_params(params: Any, prefix: str, found: Findings) -> Any:
-    """Drops the arguments that are "auto": the default of the optimizer or scheduler then holds."""
+    """Leave out arguments that are "auto": the default of the optimizer or schedule then holds."""
     if params is None:
         return {}
     if not isinstance(params, Mapping):
-        return params  # validation says what is wrong with it
+        return params  # validation reports the problem
     for name, times in getattr(params, "repeated", {}).items():
         found.add(f"{prefix}.{name}", f"written {times} times in the same object; keep one")
     for name, value in params.items():
@@ -201,7 +167,7 @@ def _screen_params(params: Any, prefix: str, found: Findings) -> Any:
 
 
 def _argument(value: Any) -> Any:
-    """Numbers are written as strings at times: "1e-3"."""
+    """Return the number or flag that a string such as "1e-3" stands for; return anything else unchanged."""
     if isinstance(value, list):
         return [_argument(item) for item in value]
     words = {"true": True, "false": False}
@@ -209,69 +175,24 @@ def _argument(value: Any) -> Any:
     return value if isinstance(found, float) and not math.isfinite(found) else found
 
 
-def _take_foreign(key: str, value: Any, found: Findings) -> None:
-    """A key outside the schema: accepted if it asks for nothing, or for what makes no difference here."""
-    if key in unsupported.FEATURES:
-        feature = unsupported.FEATURES[key]
-        if _asks(feature, value):
-            found.add(key, feature.refusal)
-    elif key in unsupported.IDLE:
-        idle = unsupported.IDLE[key]
-        if idle.values is not None and not any(_is_same(value, other) for other in idle.values):
-            found.add(key, f"{_show(value)}: {idle.refusal}")
-        elif idle.why and value is not None:
-            found.notes.append(Note(f"{key} has no effect: {idle.why}", unused=(key, idle.why)))
-    elif not key.rpartition(".")[2].startswith(("_", "//", "#")):  # a comment, where JSON has none
-        found.num_unknown += 1
-        found.add(key, f"unknown key; {suggest(key)}" if found.num_unknown <= _MOST_LINES else "unknown key")
-
-
-def _asks(feature: unsupported.Feature, value: Any) -> bool:
-    """Whether a block asks for its feature. As DeepSpeed has it, one without a switch that is on does not."""
-    if not isinstance(value, Mapping):
-        return not (value is None or flag(value) is False or value == [])
-    switches = [_switch(value.get(name)) for name in feature.switches if name in value]
-    if feature.is_deep:
-        switches += [_asks(feature, inner) for inner in value.values() if isinstance(inner, Mapping)]
-    return any(switches) or (feature.is_asked_by_content and bool(value) and not switches)
-
-
-def _switch(value: Any) -> bool:
-    """Counts ask from 2 on: 1 is what there is anyway, and "auto" is whatever there is."""
-    value = flag(value)
-    if isinstance(value, bool):
-        return value
-    count = number(value)
-    return count > 1 if isinstance(count, int | float) else value not in (None, "auto")
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether what was written means `other`."""
-    if isinstance(other, bool):
-        return flag(value) is other
-    if isinstance(other, str):
-        return isinstance(value, str) and value.lower() == other
-    return bool(number(value) == other)
-
-
 # --- values -----------------------------------------------------------------------------------------------------
 
 
 def _validate(clean: dict[str, Any], found: Findings) -> Config:
-    """A `Config` of the values that are right; each wrong one becomes a finding and its default stands in."""
+    """Return a `Config` of the valid values; each invalid one becomes a problem and gets its default."""
     try:
         return Config.model_validate(clean)
     except ValidationError as error:
         for detail in error.errors():
             key = ".".join(str(part) for part in detail["loc"])
             if not found.broken(key):  # a required key that was "auto" is missing by now: one sentence is enough
-                found.add(key, _sentence(detail))
+                found.add(key, sentence_of(detail))
             _drop(clean, detail["loc"])
     return _validate(clean, found)
 
 
 def _drop(content: dict[Any, Any], path: tuple[int | str, ...]) -> None:
-    """Removes the value at `path`, or the innermost object around it where it is missing."""
+    """Remove the value at `path`, or the innermost object around it if it is missing."""
     first, rest = path[0], path[1:]
     inner = content.get(first)
     if rest and isinstance(inner, dict) and rest[0] in inner:
@@ -280,48 +201,19 @@ def _drop(content: dict[Any, Any], path: tuple[int | str, ...]) -> None:
         content.pop(first, None)
 
 
-_SENTENCES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "greater_than_equal": lambda context: f"expected at least {context['ge']}",
-    "greater_than": lambda context: f"expected more than {context['gt']}",
-    "less_than": lambda context: f"expected less than {context['lt']}",
-    "less_than_equal": lambda context: f"expected at most {context['le']}",
-    "literal_error": lambda context: f"expected {context['expected']}".replace("'", '"'),
-    "value_error": lambda context: str(context["error"]),
-    "string_type": lambda _: "expected a string",
-    "tuple_type": lambda _: "expected a list of strings",
-    "dict_type": lambda _: "expected an object",
-    "string_too_short": lambda _: "expected a name",
-}
-
-
-_EXAMPLES = {"optimizer.type": "AdamW", "scheduler.type": "WarmupLR"}  # the keys that must not be left out
-
-
-def _sentence(detail: ErrorDetails) -> str:
-    if detail["type"] == "missing":
-        return f"missing; name it, such as {_show(_EXAMPLES['.'.join(map(str, detail['loc']))])}"
-    write = _SENTENCES.get(detail["type"])
-    expected = write(detail.get("ctx", {})) if write else detail["msg"]
-    return f"{expected}, found {_show(detail['input'])}"
-
-
 def _check_built(config: Config, found: Findings) -> None:
-    """Values that have the right type and cannot be had: not built, or against one another."""
+    """Note values that have the right type but are not supported, or contradict one another."""
     refused: dict[str, str] = {}
-    for key, value in leaves(config):
-        only = unsupported.ONLY.get(key)
-        if only is not None and value not in only.allowed:
-            refused[key] = f"{_show(value)}: {only.why}"
-    if config.optimizer is not None and config.optimizer.type.lower() in unsupported.REMOVED_OPTIMIZERS:
+    if config.optimizer is not None and config.optimizer.type.lower() in REMOVED_OPTIMIZERS:
         kind = config.optimizer.type
-        refused["optimizer.type"] = f"{_show(kind)}: {unsupported.REMOVED_OPTIMIZERS[kind.lower()]}"
+        refused["optimizer.type"] = f"{show(kind)}: {REMOVED_OPTIMIZERS[kind.lower()]}"
     refused |= _contradictions(config)
     refused |= _contradictions_of_zero(config, knows_stage=not found.broken("zero_optimization.stage"))
     found.problems.extend(refused.items())
 
 
 def _contradictions(config: Config) -> dict[str, str]:
-    """Keys of precision that speak against one another, and why."""
+    """Return keys about precision that contradict one another, with the reasons."""
     refused: dict[str, str] = {}
     halves = [f"{name}.enabled" for name in ("bf16", "fp16") if getattr(config, name).enabled]
     if len(halves) == 2:
@@ -332,37 +224,37 @@ def _contradictions(config: Config) -> dict[str, str]:
         )
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         refused["gradient_predivide_factor"] = (
-            f"{_show(config.gradient_predivide_factor)} contradicts prescale_gradients, which already divides by the "
+            f"{show(config.gradient_predivide_factor)} contradicts prescale_gradients, which already divides by the "
             "number of ranks before the sum; use 1.0 or remove it"
         )
     return refused
 
 
 def _contradictions_of_zero(config: Config, *, knows_stage: bool) -> dict[str, str]:
-    """Keys that speak against the stage, or against one another, and why."""
+    """Return keys of ZeRO that contradict the stage or one another, with the reasons."""
     refused: dict[str, str] = {}
     zero = config.zero_optimization
     if zero.offload_param.device != "none" and zero.stage != 3 and knows_stage:
         refused["zero_optimization.offload_param.device"] = (
-            f"{_show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
-            'parameters rest sharded, and can be offloaded, only at stage 3; use "none"'
+            f"{show(zero.offload_param.device)} contradicts zero_optimization.stage {zero.stage}: "
+            'parameters are stored sharded, and can be offloaded, only at stage 3; use "none"'
         )
     if config.shardwell.find_unused_parameters and zero.stage == 3 and knows_stage:
         refused["shardwell.find_unused_parameters"] = (
-            "true contradicts zero_optimization.stage 3: all ranks bring their part of a module that one of them runs; "
-            "use stage 2, or name the module that chooses in zero_optimization.leaf_module"
+            "true contradicts zero_optimization.stage 3: a module that one rank runs is all-gathered from the "
+            "shards of all ranks; use stage 2, or name the module that chooses in zero_optimization.leaf_module"
         )
     copies = zero.zero_hpz_partition_size
     if copies not in (1, "auto") and zero.stage != 3 and knows_stage:
         refused["zero_optimization.zero_hpz_partition_size"] = (
-            f"{_show(copies)} contradicts zero_optimization.stage {zero.stage}: only at stage 3 "
-            "parameters are split, and gathered from a second copy; use 1"
+            f"{show(copies)} contradicts zero_optimization.stage {zero.stage}: only at stage 3 "
+            "parameters are sharded, and all-gathered from secondary shards; use 1"
         )
     for name, below in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if below.device == "nvme" and not any(path.strip() for path in (below.nvme_path or "").split(",")):
             refused[f"zero_optimization.{name}.nvme_path"] = (
-                f"missing, and {name}.device is \"nvme\"; name a folder on a local drive, or several with ',' between "
-                "them"
+                f'missing, and {name}.device is "nvme"; name a folder on a local NVMe disk, or several '
+                "with ',' between them"
             )
     for key, name, least in (
         ("zero_quantized_weights", "parameters", 3),
@@ -371,8 +263,8 @@ def _contradictions_of_zero(config: Config, *, knows_stage: bool) -> dict[str, s
     ):
         if getattr(zero, key) is True and zero.stage < least and knows_stage:
             refused[f"zero_optimization.{key}"] = (
-                f"true contradicts zero_optimization.stage {zero.stage}: {name} travel in shards only from stage "
-                f"{least} on; use false"
+                f"true contradicts zero_optimization.stage {zero.stage}: {name} are communicated in shards only from "
+                f"stage {least} on; use false"
             )
     if config.shardwell.placement == "auto" and zero.stage != 3 and knows_stage:
         refused["shardwell.placement"] = (
@@ -380,17 +272,19 @@ def _contradictions_of_zero(config: Config, *, knows_stage: bool) -> dict[str, s
         )
     if config.shardwell.placement == "auto" and zero.offload_optimizer.ratio != 1.0:
         refused["zero_optimization.offload_optimizer.ratio"] = (
-            f'{_show(zero.offload_optimizer.ratio)} contradicts shardwell.placement "auto", which finds out what stays '
-            "on the GPU; use 1.0 or remove it"
+            f'{show(zero.offload_optimizer.ratio)} contradicts shardwell.placement "auto", which chooses the state '
+            "that stays on the GPU; use 1.0 or remove it"
         )
     return refused
 
 
 def _check_ranks(config: Config, found: Findings, world_size: int | None) -> None:
-    """Values that this many ranks cannot have."""
+    """Note values that this number of ranks cannot have."""
     key, copies = "zero_optimization.zero_hpz_partition_size", config.zero_optimization.zero_hpz_partition_size
     if world_size == 1 and copies != "auto" and copies > 1 and not found.broken(key):
-        found.add(key, f"{copies} ranks are to split a second copy, and there is one rank; use 1, or start more ranks")
+        found.add(
+            key, f"{copies} ranks cannot hold secondary shards, because there is one rank; use 1, or start more ranks"
+        )
 
 
 # --- origins ----------------------------------------------------------------------------------------------------
@@ -398,7 +292,7 @@ def _check_ranks(config: Config, found: Findings, world_size: int | None) -> Non
 
 def _origins(config: Config, found: Findings, origin: str) -> dict[str, str]:
     origins = {
-        key: f"auto -> {_show(value)} ({AUTO[key]})"
+        key: f"auto -> {show(value)} ({AUTO[key]})"
         if key in found.auto
         else origin
         if key in found.given
@@ -406,6 +300,7 @@ def _origins(config: Config, found: Findings, origin: str) -> dict[str, str]:
         for key, value in leaves(config)
         if key in AUTO or key not in found.auto
     }
+    origins |= {key: "auto -> no effect" if key in found.inert_auto else origin for key in found.inert}
     return origins | {
         key: f"auto -> the {key.partition('.')[0]}'s own default (the file leaves it open)"
         for key in sorted(found.auto - AUTO.keys())
@@ -428,7 +323,7 @@ Sized = tuple[int | None, str]  # a size and its origin
 def _resolve_batch(
     config: Config, origins: Mapping[str, str], world_size: int | None, found: Findings
 ) -> dict[str, Sized]:
-    """train = micro x accumulation x ranks: the sizes that were given, and those that follow from them."""
+    """Return the given sizes, and those that follow from train = micro x accumulation x ranks."""
     given: dict[str, Sized] = {}
     for key in BATCH:
         size = getattr(config, key)
@@ -452,7 +347,7 @@ def _resolve_batch(
 
 
 def _divide(given: Mapping[str, Sized], by: str, world_size: int | None, found: Findings) -> Sized:
-    """The missing factor of the train batch size; unknown while the number of ranks is."""
+    """Return the missing factor of the train batch size; it is unknown while the number of ranks is."""
     train, divisor = given[TRAIN][0] or 1, given[by][0] or 1
     label = "micro" if by == MICRO else "accumulation"
     share, remainder = divmod(train, divisor * (world_size or 1))
@@ -479,12 +374,7 @@ def _check_identity(given: Mapping[str, Sized], world_size: int | None, found: F
 # --- words ------------------------------------------------------------------------------------------------------
 
 
-def _show(value: Any) -> str:
-    words = json.dumps(value, default=str)
-    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "a list"
-    return _show(value)
+    return show(value)

@@ -1,4 +1,4 @@
-"""What to tell the user of a configuration in which nothing is wrong."""
+"""Notes for the user about a configuration without problems."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence, and whether a user who does not hear it may train other numbers than he thinks."""
+    """A sentence; it hurts if a user who does not read it may train other numbers than expected."""
 
     text: str
     hurts: bool = False
-    unused: tuple[str, str] | None = None  # a key without effect, and why; many of them are told together
+    is_own: bool = False  # about a key of shardwell's own, which says nothing about DeepSpeed
+    unused: tuple[str, str] | None = None  # a key without effect and the reason; these share one sentence

@@ -1,7 +1,7 @@
-"""Which arguments the optimizers of a configuration take, and which values those may have.
+"""The arguments that optimizers in a configuration take, and the values that these may have.
 
-It repeats what torch's own constructors say, so that a file can be checked without torch; a test compares the two. What
-is not here yet can be passed to `initialize` as a class.
+The tables repeat torch's own constructors, so that a file can be checked without torch; a test compares the two. An
+optimizer that is not listed can be passed to `initialize` as a class.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from shardwell.config.arguments import (
     Rule,
     check,
     finite,
+    integer,
     numbers,
     or_null,
     real,
     share,
     show,
-    whole,
     yes_or_no,
 )
 
@@ -53,41 +53,41 @@ def _name(value: Any) -> str:
 
 
 _flag_or_null = or_null(yes_or_no)
-_USUAL: dict[str, Rule] = {"lr": real, "weight_decay": real}
-_HOW: dict[str, Rule] = {"foreach": _flag_or_null, "maximize": yes_or_no, "differentiable": yes_or_no}
+_COMMON: dict[str, Rule] = {"lr": real, "weight_decay": real}
+_IMPLEMENTATION: dict[str, Rule] = {"foreach": _flag_or_null, "maximize": yes_or_no, "differentiable": yes_or_no}
 _GRAPH: dict[str, Rule] = {"capturable": yes_or_no}
 _FUSED: dict[str, Rule] = {"fused": _flag_or_null}
-_ADAM: dict[str, Rule] = {**_USUAL, "betas": _betas, "eps": real}
+_ADAM: dict[str, Rule] = {**_COMMON, "betas": _betas, "eps": real}
 
 RULES: dict[str, dict[str, Rule]] = {
-    "Adadelta": {**_USUAL, "rho": share, "eps": real, **_HOW, **_GRAPH},
+    "Adadelta": {**_COMMON, "rho": share, "eps": real, **_IMPLEMENTATION, **_GRAPH},
     "Adagrad": {
-        **_USUAL, "lr_decay": real, "initial_accumulator_value": real, "eps": real, **_HOW, **_FUSED,
+        **_COMMON, "lr_decay": real, "initial_accumulator_value": real, "eps": real, **_IMPLEMENTATION, **_FUSED,
     },
-    "Adam": {**_ADAM, "amsgrad": yes_or_no, "decoupled_weight_decay": yes_or_no, **_HOW, **_GRAPH, **_FUSED},
-    "AdamW": {**_ADAM, "amsgrad": yes_or_no, **_HOW, **_GRAPH, **_FUSED},
-    "Adamax": {**_ADAM, **_HOW, **_GRAPH},
-    "ASGD": {**_USUAL, "lambd": finite, "alpha": finite, "t0": finite, **_HOW, **_GRAPH},
+    "Adam": {**_ADAM, "amsgrad": yes_or_no, "decoupled_weight_decay": yes_or_no, **_IMPLEMENTATION, **_GRAPH, **_FUSED},
+    "AdamW": {**_ADAM, "amsgrad": yes_or_no, **_IMPLEMENTATION, **_GRAPH, **_FUSED},
+    "Adamax": {**_ADAM, **_IMPLEMENTATION, **_GRAPH},
+    "ASGD": {**_COMMON, "lambd": finite, "alpha": finite, "t0": finite, **_IMPLEMENTATION, **_GRAPH},
     "Lamb": {**_ADAM, "bias_correction": yes_or_no, "max_coeff": real, "min_coeff": real},
-    "Lion": {**_USUAL, "betas": _betas},
+    "Lion": {**_COMMON, "betas": _betas},
     "Muon": {
-        **_ADAM, "momentum": real, "nesterov": yes_or_no, "ns_coefficients": _three, "ns_steps": whole,
+        **_ADAM, "momentum": real, "nesterov": yes_or_no, "ns_coefficients": _three, "ns_steps": integer,
         "adjust_lr_fn": or_null(_name), "adam_eps": real,
     },
-    "NAdam": {**_ADAM, "momentum_decay": real, "decoupled_weight_decay": yes_or_no, **_HOW, **_GRAPH},
-    "RAdam": {**_ADAM, "decoupled_weight_decay": yes_or_no, **_HOW, **_GRAPH},
+    "NAdam": {**_ADAM, "momentum_decay": real, "decoupled_weight_decay": yes_or_no, **_IMPLEMENTATION, **_GRAPH},
+    "RAdam": {**_ADAM, "decoupled_weight_decay": yes_or_no, **_IMPLEMENTATION, **_GRAPH},
     "RMSprop": {
-        **_USUAL, "alpha": real, "eps": real, "momentum": real, "centered": yes_or_no, **_HOW, **_GRAPH,
+        **_COMMON, "alpha": real, "eps": real, "momentum": real, "centered": yes_or_no, **_IMPLEMENTATION, **_GRAPH,
     },
-    "Rprop": {"lr": real, "etas": _etas, "step_sizes": _pair, **_HOW, **_GRAPH},
+    "Rprop": {"lr": real, "etas": _etas, "step_sizes": _pair, **_IMPLEMENTATION, **_GRAPH},
     "SGD": {
-        **_USUAL, "momentum": real, "dampening": finite, "nesterov": yes_or_no, **_HOW, **_FUSED,
+        **_COMMON, "momentum": real, "dampening": finite, "nesterov": yes_or_no, **_IMPLEMENTATION, **_FUSED,
     },
 }  # fmt: skip
-WHOLE = ("Adafactor", "LBFGS", "SparseAdam")  # of torch; they need whole tensors, or sparse ones
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")  # torch optimizers that need full tensors, or sparse ones
 
-# What DeepSpeed's optimizers take besides: which kernel, when to free, how to clip. See `optim/factory.py`.
-_THEIRS: dict[str, Rule] = {
+# Other arguments of DeepSpeed's optimizers: which kernel, when to free, how to clip. See `optim/factory.py`.
+_DEEPSPEED_ONLY: dict[str, Rule] = {
     **dict.fromkeys(
         ("torch_adam", "set_grad_none", "adam_w_mode", "adamw_mode", "fp32_optimizer_states"), _flag_or_null
     ),
@@ -99,22 +99,24 @@ _FOR_MUON: dict[str, Rule] = {"muon_lr": real, "adam_lr": real}
 
 
 def checked(kind: str, params: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The arguments as the optimizer takes them, and (key, sentence) for all that are wrong."""
-    names = {name.lower(): name for name in (*RULES, *WHOLE)}
+    """Return the arguments in the form that the optimizer takes, and (key, sentence) for each problem."""
+    names = {name.lower(): name for name in (*RULES, *NOT_ELEMENTWISE)}
     name = names.get(kind.strip().lower())
     if name is None:
         known = ", ".join(sorted(RULES))
         sentence = f"{show(kind)} is not known; known are {known}. Pass any other to initialize"
         return dict(params), [("optimizer.type", sentence)]
-    if name in WHOLE:
-        sentence = f"{show(kind)} is not elementwise: it needs whole tensors where there are shards; use AdamW, say"
+    if name in NOT_ELEMENTWISE:
+        sentence = (
+            f"{show(kind)} is not elementwise: it needs full tensors, and ranks have shards; use AdamW, for example"
+        )
         return dict(params), [("optimizer.type", sentence)]
     own = {**RULES[name], **(_FOR_MUON if name == "Muon" else {})}
-    clean, problems = check("optimizer", name, {**_THEIRS, **own}, params, own)
-    return clean, problems + _against_each_other(name, clean)
+    clean, problems = check("optimizer", name, {**_DEEPSPEED_ONLY, **own}, params, own)
+    return clean, problems + _contradictions(name, clean)
 
 
-def _against_each_other(name: str, params: Mapping[str, Any]) -> list[Problem]:
+def _contradictions(name: str, params: Mapping[str, Any]) -> list[Problem]:
     if name == "SGD" and params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
         return [("optimizer.params.nesterov", "true needs a momentum above 0, and a dampening of 0")]
     if params.get("fused") and params.get("foreach"):

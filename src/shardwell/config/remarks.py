@@ -1,6 +1,6 @@
-"""What is to be said of a configuration that is right: keys without effect, "auto" that nobody fills in, other numbers.
+"""Notes about a valid configuration: keys without effect, unfilled "auto", numbers that differ from DeepSpeed's.
 
-Only what applies, and only what follows from the file. What depends on the model is said by the engine.
+Only notes that apply, and that follow from the file alone; `engine/startup_report.py` adds those about the model.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from collections.abc import Iterable, Iterator
 
 from pydantic.fields import FieldInfo
 
+from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited
 from shardwell.config.notes import Note
 from shardwell.config.schema import Config, ConfigBlock, leaves
 
-_NO_EFFECT = "No effect: "
 _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 _PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
-# Who asks for these waits for output that does not come.
-_LOST = ("wall_clock_breakdown", "activation_checkpointing.profile")
-# Numbers that a file of DeepSpeed's leaves open, and that are others there.
+# Defaults that a file leaves open, and that differ in DeepSpeed.
 _SCHEDULES = {
     "WarmupLR": "warm-up is one step earlier than DeepSpeed's, whose first two steps have the rate of step 0",
     "WarmupDecayLR": "warm-up and decay are one step earlier than DeepSpeed's, whose first two steps have the rate of "
@@ -29,17 +27,18 @@ _SCHEDULES = {
 
 
 def remarks(config: Config) -> list[Note]:
-    """All that there is to say; `told` sorts it."""
+    """Return all notes about a configuration; `told` sorts them."""
     return [
         *config.notes,
-        *(Note(f"{key} has no effect: {why}", _is_lost(config, key), (key, why)) for key, why in _unused(config)),
+        *_inert(config),
+        *(Note(f"{key} has no effect: {why}", unused=(key, why)) for key, why in _unused(config)),
         *_autos(config),
         *_differences(config),
     ]
 
 
 def told(notes: Iterable[Note]) -> tuple[list[str], list[str]]:
-    """Sentences for what hurts if it is not heard, and for the rest; keys without effect are one sentence."""
+    """Return the sentences of notes that hurt if they are not read, and of the others; unused keys share one."""
     every = list(dict.fromkeys(notes))
     hurting = [note.text for note in every if note.hurts]
     rest = [note.text for note in every if not note.hurts and note.unused is None]
@@ -53,35 +52,45 @@ def told(notes: Iterable[Note]) -> tuple[list[str], list[str]]:
     return hurting, rest
 
 
-def _is_lost(config: Config, key: str) -> bool:
-    return key in _LOST and dict(leaves(config))[key] is True
-
-
 def _is_given(config: Config, key: str) -> bool:
     origin = config.origins.get(key, "default")
     return origin != "default" and not origin.startswith(("auto ->", "derived from"))
 
 
+def _inert(config: Config) -> Iterator[Note]:
+    """Yield a note for each key of DeepSpeed's in the file that has no effect, unless it says what holds anyway."""
+    off = _blocks_off(config)
+    for key, value in config.inert_keys.items():
+        row = KEYS[key]
+        if not isinstance(row, Inert | Limited) or not _is_given(config, key) or key.startswith(off):
+            continue
+        default = row.default if isinstance(row, Inert) else None
+        if value != default or value:
+            is_missed = isinstance(row, Inert) and row.promises_output and value is True
+            yield Note(f"{key} has no effect: {row.reason}", is_missed, unused=(key, row.reason))
+
+
 def _unused(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys that the user wrote and that change nothing, and why."""
+    """Yield keys in the file that change nothing together with its other values, and the reasons."""
     zero = config.zero_optimization
-    devices = {"offload_optimizer": zero.offload_optimizer.device, "offload_param": zero.offload_param.device}
-    off = [f".{block}." for block, device in devices.items() if device == "none"]
+    off = _blocks_off(config)
     values = dict(leaves(config))
     for key, info in _fields(config, ""):
-        name = key.rpartition(".")[2]
-        asks = _is_given(config, key) and not any(block in key for block in off)  # a block that is off says so itself
-        if not asks or (values[key] == info.default and not values[key]):
+        if not _is_given(config, key) or key.startswith(off) or (values[key] == info.default and not values[key]):
             continue
-        description = info.description or ""
-        if description.startswith(_NO_EFFECT):
-            yield key, description.removeprefix(_NO_EFFECT).rstrip(".").replace("`", "")
-        elif name.startswith("stage3_") and zero.stage != 3:
+        if key.rpartition(".")[2].startswith("stage3_") and zero.stage != 3:
             yield key, f"at stage {zero.stage}"
         elif key == _PREFETCH and zero.stage3_prefetch_bucket_size > 0:
-            yield key, "the next unit is gathered ahead whatever its size; 0 turns that off"
-        elif key.startswith("aio.") and "nvme" not in devices.values():
-            yield key, "nothing rests on disk"
+            yield key, "the next unit is prefetched whatever its size; 0 turns prefetch off"
+        elif key.startswith("aio.") and "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device):
+            yield key, "nothing is stored on NVMe"
+
+
+def _blocks_off(config: Config) -> tuple[str, ...]:
+    """Return the prefixes of the offload blocks that are off: of their other keys nothing is expected."""
+    zero = config.zero_optimization
+    devices = {"offload_optimizer": zero.offload_optimizer.device, "offload_param": zero.offload_param.device}
+    return tuple(f"zero_optimization.{block}." for block, device in devices.items() if device == "none")
 
 
 def _fields(block: ConfigBlock, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -94,7 +103,7 @@ def _fields(block: ConfigBlock, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _autos(config: Config) -> Iterator[Note]:
-    """What an integration would have filled in, and what holds instead."""
+    """Yield notes about values that an integration would have filled in, with what holds instead."""
     autos = {key for key, origin in config.origins.items() if origin.startswith("auto ->")}
     for block in ("optimizer", "scheduler"):
         names = sorted(key.rpartition(".")[2] for key in autos if key.startswith(f"{block}.params."))
@@ -121,8 +130,8 @@ def _autos(config: Config) -> Iterator[Note]:
 
 
 def _differences(config: Config) -> Iterator[Note]:
-    """Where the same file means other numbers for DeepSpeed; that hurts whoever brings such a file."""
-    hurts = is_deepspeeds(config)
+    """Yield notes about numbers that differ from DeepSpeed's; they hurt if the file was written for DeepSpeed."""
+    hurts = is_for_deepspeed(config)
     if config.origins.get("gradient_clipping", "default") == "default":
         yield Note(
             "nothing is clipped: gradient_clipping is not given (DeepSpeed since mid-2026 clips at 1.0 then)", hurts
@@ -132,10 +141,9 @@ def _differences(config: Config) -> Iterator[Note]:
     narrow = config.bf16.enabled or config.fp16.enabled
     if narrow and (config.gradient_accumulation_steps or 1) > 1 and config.data_types.grad_accum_dtype is None:
         dtype = "bf16" if config.bf16.enabled else "fp16"
-        yield Note(f"gradients add up over micro-steps in fp32 (DeepSpeed: {dtype}, unless it is told)")
+        yield Note(f"gradients add up over micro-steps in fp32 (DeepSpeed: {dtype} by default)")
 
 
-def is_deepspeeds(config: Config) -> bool:
-    """Whether a file was made for DeepSpeed: it has keys that only DeepSpeed acts on."""
-    described = (info.description or "" for key, info in _fields(config, "") if _is_given(config, key))
-    return bool(config.notes) or any(text.startswith(_NO_EFFECT) for text in described)
+def is_for_deepspeed(config: Config) -> bool:
+    """Tell whether a file was written for DeepSpeed: it has keys that only DeepSpeed acts on."""
+    return any(not note.is_own for note in config.notes) or any(_is_given(config, key) for key in config.inert_keys)

@@ -1,6 +1,7 @@
-"""Which arguments the schedules of a configuration take, and which values those may have.
+"""The arguments that schedules in a configuration take, and the values that these may have.
 
-It repeats the signatures in `optim/lr_schedules.py`, so that a file can be checked without torch; a test compares both.
+The tables repeat the signatures in `optim/lr_schedules.py`, so that a file can be checked without torch. A test
+compares both.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from shardwell.config.arguments import Problem, Rule, check, or_null, real, whole, yes_or_no
+from shardwell.config.arguments import Problem, Rule, check, integer, or_null, real, yes_or_no
 
 
 def _rate(value: Any) -> float | list[float]:
-    """One for all parameter groups, or one for each."""
+    """Return one rate for all parameter groups, or one for each."""
     return [real(item) for item in value] if isinstance(value, list | tuple) else real(value)
 
 
@@ -28,9 +29,9 @@ def _kind_of_warmup(value: Any) -> str:
     return str(value)
 
 
-_some = partial(whole, least=1)
-_LAST: dict[str, Rule] = {"last_batch_iteration": partial(whole, least=-1)}
-_WARMUP: dict[str, Rule] = {"warmup_num_steps": whole, "warmup_type": _kind_of_warmup, **_LAST}
+_some = partial(integer, least=1)
+_LAST: dict[str, Rule] = {"last_batch_iteration": partial(integer, least=-1)}
+_WARMUP: dict[str, Rule] = {"warmup_num_steps": integer, "warmup_type": _kind_of_warmup, **_LAST}
 _FROM_TO: dict[str, Rule] = {"warmup_min_lr": _rate, "warmup_max_lr": or_null(_rate), **_WARMUP}
 
 RULES: dict[str, dict[str, Rule]] = {
@@ -43,9 +44,9 @@ RULES: dict[str, dict[str, Rule]] = {
         "decay_lr_rate": real,
         "cycle_first_step_size": _some,
         "cycle_second_step_size": or_null(_some),
-        "cycle_first_stair_count": whole,
-        "cycle_second_stair_count": or_null(whole),
-        "decay_step_size": whole,
+        "cycle_first_stair_count": integer,
+        "cycle_second_stair_count": or_null(integer),
+        "decay_step_size": integer,
         "cycle_momentum": yes_or_no,
         "cycle_min_mom": _momentum,
         "cycle_max_mom": _momentum,
@@ -69,7 +70,7 @@ _WARMUP_STEPS = 1000  # by default
 
 
 def checked(kind: str, params: Mapping[str, Any], later: Collection[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
-    """The arguments as the schedule takes them, and all that are wrong. Those of `later` are not known yet."""
+    """Return the arguments in the form that the schedule takes, and the problems; those in `later` come later."""
     clean, problems = check("scheduler", kind, RULES[kind], params)
     for key in NEEDED.get(kind, ()):
         if key not in params and key not in later:

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a file, a text or a mapping. What is no plain file is refused before it is read."""
+"""Reads a configuration from a file, a text or a mapping. Anything but a plain file or a pipe is refused unread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell.config.text import parse
 from shardwell.errors import ConfigError, printable
 
 _LARGEST = 64 << 20  # bytes of a file
-_PATIENCE = 10.0  # seconds, for who writes into a pipe
+_PIPE_TIMEOUT = 10.0  # seconds to wait for the writer of a pipe
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device",
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, str, Mapping[str, Any]]:
-    """(how messages call the source, how origins call it, its content)."""
+    """Return the source's name for messages, its name for origins, and its content."""
     if source is None:
         return "default", "default", {}
     if isinstance(source, Mapping):
@@ -43,8 +43,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str
         raise ConfigError(f"{shown}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # NUL, or a letter that no file system has
-        raise ConfigError(f"{shown}: no name of a file ({error})") from None
+    except ValueError as error:  # NUL, or a character that no file system has
+        raise ConfigError(f"{shown}: not a valid file name ({error})") from None
     return shown, printable(path.name), parse(text, shown)
 
 
@@ -52,7 +52,7 @@ def _bytes(path: Path, shown: str) -> bytes:
     kind = stat.S_IFMT(os.stat(path).st_mode)
     if kind in _KINDS:
         raise ConfigError(f"{shown}: {_KINDS[kind]}, not a file")
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes into would be waited for
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe without a writer would block
     try:
         found = _from_pipe(file, shown) if kind == stat.S_IFIFO else _from_file(file)
     finally:
@@ -72,12 +72,12 @@ def _from_file(file: int) -> bytes:
 
 
 def _from_pipe(file: int, shown: str) -> bytes:
-    """As a shell gives for `<(command)`; until its writer closes it."""
-    deadline, parts, size = time.monotonic() + _PATIENCE, [], 0
+    """Read a pipe, such as a shell makes for `<(command)`, until its writer closes it."""
+    deadline, parts, size = time.monotonic() + _PIPE_TIMEOUT, [], 0
     while size <= _LARGEST:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise ConfigError(f"{shown}: a pipe that nobody has written a configuration into for {_PATIENCE:g} s")
+            raise ConfigError(f"{shown}: a pipe into which no configuration was written within {_PIPE_TIMEOUT:g} s")
         if not select.select([file], [], [], min(left, 0.1))[0]:
             continue
         try:
@@ -90,5 +90,5 @@ def _from_pipe(file: int, shown: str) -> bytes:
         elif parts:
             break
         else:
-            time.sleep(0.05)  # nobody writes yet
+            time.sleep(0.05)  # there is no writer yet
     return b"".join(parts)

@@ -1,14 +1,15 @@
-"""Which key was meant by one that is not known."""
+"""Suggestions for keys that are not known."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
 
-from shardwell.config import unsupported
+from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited, Unsupported
+from shardwell.compat.old_budgets import OLD_BUDGETS
 from shardwell.config.schema import Config, ConfigBlock, block_of
 
-# Objects whose keys are arguments of something else, which checks them; each may be "auto". With the names to suggest.
+# Objects whose keys are arguments of an optimizer or schedule; each may be "auto". With the names to suggest.
 PARAMS: dict[str, tuple[str, ...]] = {
     "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
     "scheduler.params": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
@@ -16,7 +17,10 @@ PARAMS: dict[str, tuple[str, ...]] = {
 
 
 def suggest(key: str) -> str:
-    """The name that was most likely meant: the same name elsewhere, then a near one here, then a near one anywhere."""
+    """Return a hint at the key that was probably meant: the same name elsewhere, a near one here, or anywhere."""
+    old = difflib.get_close_matches(key, OLD_BUDGETS, n=1, cutoff=0.9)
+    if old:
+        return f"did you mean {OLD_BUDGETS[old[0]].new}?"
     prefix, _, name = key.rpartition(".")
     every = list(all_keys())
     here = [other for other in every if other.rpartition(".")[0] == prefix]
@@ -39,12 +43,13 @@ def _nearest(name: str, keys: list[str]) -> list[str]:
 
 
 def all_keys(block: type[ConfigBlock] = Config, prefix: str = "") -> Iterator[str]:
-    """Every key that a file may have, with dots."""
+    """Yield every dotted key that a file may have."""
     for name, info in block.model_fields.items():
         yield prefix + name
         inner = block_of(info)
         if inner is not None:
             yield from all_keys(inner, f"{prefix}{name}.")
     if block is Config:
-        yield from (key for key in unsupported.FEATURES if "." not in key)
+        yield from (key for key, row in KEYS.items() if isinstance(row, Inert | Limited) and row.type != "any")
+        yield from (key for key, row in KEYS.items() if isinstance(row, Unsupported) and "." not in key)
         yield from (f"{params}.{name}" for params, names in PARAMS.items() for name in names)

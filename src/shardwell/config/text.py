@@ -1,7 +1,7 @@
-"""The text of a configuration file as values: JSON, and the liberties that people take with it.
+"""Parses the text of a configuration file: JSON, and the deviations from it that DeepSpeed accepts (Hjson).
 
-Comments (`//`, `#`, `/* */`), commas that are missing at the end of a line or too many, keys and words without quotes,
-single quotes, and Python's True, False and None: DeepSpeed reads such files, as Hjson.
+These are comments (`//`, `#`, `/* */`), commas that are missing at the end of a line or too many, keys and words
+without quotes, single quotes, and Python's True, False and None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _NAMED: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 _INFINITE = {"infinity": float("inf"), "inf": float("inf"), "-infinity": -float("inf"), "-inf": -float("inf")}
 _DEEPEST = 100  # objects in objects
-_MOST_DIGITS = 1000  # of a number: Python refuses to read those of more than 4300
+_MOST_DIGITS = 1000  # of a number: Python refuses to read more than 4300
 
 
 class Object(dict[str, Any]):
@@ -34,26 +34,26 @@ class Object(dict[str, Any]):
 
 
 def parse(text: str, where: str) -> Mapping[str, Any]:
-    """The object that `text` is; `where` names the file in errors."""
+    """Return the JSON object in `text`; errors call the file `where`."""
 
     def constant(word: str) -> Any:
         if word == "NaN":
             raise ConfigError(f"{where}: NaN is not a number in JSON; write a finite number")
         return _INFINITE[word.lower()]
 
-    def whole(word: str) -> int:
+    def integer(word: str) -> int:
         if len(word) > _MOST_DIGITS:
             raise ConfigError(f"{where}: a number of {len(word):,} digits ({word[:20]}...); write a smaller one")
         return int(word)
 
     try:
-        content = json.loads(text, object_pairs_hook=Object, parse_constant=constant, parse_int=whole)
+        content = json.loads(text, object_pairs_hook=Object, parse_constant=constant, parse_int=integer)
     except json.JSONDecodeError as strict:
         try:
             content = _Reader(text).read()
         except _UnreadableError as error:
             line, column = _place(text, error.position)
-            if error.position <= strict.pos:  # it came no further
+            if error.position <= strict.pos:  # the lenient parser came no further
                 line, column, error = strict.lineno, strict.colno, _UnreadableError(strict.pos, strict.msg)
             raise ConfigError(f"{where}: not valid JSON, line {line} column {column}: {error.sentence}") from None
     except RecursionError:
@@ -76,7 +76,7 @@ def _place(text: str, position: int) -> tuple[int, int]:
 
 
 class _Reader:
-    """Goes through a text once, from its begin to its end."""
+    """A parser that walks through a text once."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
@@ -90,7 +90,7 @@ class _Reader:
         return value
 
     def _skip(self) -> bool:
-        """Past blanks and comments; whether a line ended."""
+        """Skip blanks and comments; return whether a line ended."""
         found = _SPACE.match(self._text, self._at)
         assert found is not None  # it may be empty
         self._at = found.end()
@@ -140,7 +140,7 @@ class _Reader:
         return values
 
     def _separate(self, end: str) -> None:
-        """Past what stands behind a member: a comma, the end of its line, or nothing before the end."""
+        """Skip what follows a member: a comma, the end of its line, or nothing before `end`."""
         line_ended = self._skip()
         if self._peek() == ",":
             self._at += 1
@@ -166,7 +166,7 @@ class _Reader:
             raise _UnreadableError(start + error.pos, error.msg) from None
 
     def _word(self) -> Any:
-        """A number, one of the words that mean a value, or a string without quotes."""
+        """Read a number, a word that means a value, or a string without quotes."""
         start = self._at
         word = self._take(_WORD, "Expecting value")
         if word.lower() in _NAMED:

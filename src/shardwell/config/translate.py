@@ -1,7 +1,7 @@
-"""Old and other spellings of keys that have one meaning, as data, and what turns them into the keys of the schema.
+"""Translates old names and other spellings of keys into the keys of the schema.
 
-Works on what was written, before anything is checked: it moves values and looks at no types but the ones that mean off
-or on. Every meaning that was chosen becomes a note.
+The translation works on the file's content before anything else is checked: it moves values, and reads only flags and
+old memory budgets. Every translation becomes a note.
 """
 
 from __future__ import annotations
@@ -10,52 +10,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwell.config.field_types import flag, plain
+from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited, Renamed, Switch
+from shardwell.compat.old_budgets import OLD_BUDGETS
+from shardwell.config.field_types import count_or_auto, flag, plain, real
 from shardwell.config.notes import Note
+from shardwell.config.problems import show
 from shardwell.config.schema import Config, ConfigBlock, block_of
 from shardwell.config.text import Object
 
-_ZERO = "zero_optimization."
-_NAMED = ("optimizer", "scheduler")  # blocks that must name something, unless they are not there
+_NAMED = ("optimizer", "scheduler")  # blocks that must have a type, if they are present
 
-# Old spelling -> the key that has its value now.
-RENAMED: dict[str, str] = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "aio.thread_count": "aio.intra_op_parallelism",
-    "allgather_size": f"{_ZERO}allgather_bucket_size",
-    f"{_ZERO}stage3_gather_fp16_weights_on_model_save": f"{_ZERO}stage3_gather_16bit_weights_on_model_save",
-    f"{_ZERO}gather_fp16_weights_on_model_save": f"{_ZERO}stage3_gather_16bit_weights_on_model_save",
-    **{
-        f"{_ZERO}{name}": f"{_ZERO}stage3_{name}"
-        for name in (
-            *("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold"),
-            *("model_persistence_threshold", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
-        )
-    },
-}
-# Old switch -> what it means when it is on. Off, it means nothing.
+RENAMED: dict[str, str] = {old: row.new for old, row in KEYS.items() if isinstance(row, Renamed)}
 SWITCHES: dict[str, tuple[str, Any]] = {
-    "fp32_allreduce": ("communication_data_type", "fp32"),
-    f"{_ZERO}cpu_offload": (f"{_ZERO}offload_optimizer.device", "cpu"),
-    f"{_ZERO}cpu_offload_params": (f"{_ZERO}offload_param.device", "cpu"),
-    f"{_ZERO}cpu_offload_param": (f"{_ZERO}offload_param.device", "cpu"),
+    old: (row.new, row.value) for old, row in KEYS.items() if isinstance(row, Switch)
 }
 
 
 @dataclass
 class Translation:
-    """What was written, in the words of the schema."""
+    """The content of a file in the keys of the schema."""
 
     content: dict[str, Any]
     notes: list[Note] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)  # (dotted key, sentence)
 
-    def _say(self, old: str, new: str) -> None:
-        self.notes.append(Note(f"{old} is read as {new}"))
+    def _say(self, old: str, new: str, *, is_own: bool = False) -> None:
+        self.notes.append(Note(f"{old} is read as {new}", is_own=is_own))
 
     def open_dots(self) -> None:
-        """Keys with dots at the top are keys of the blocks that they name; what the block itself says wins."""
+        """Move dotted keys at the top level into the blocks that they name; a value in the block itself wins."""
         for key in [key for key in self.content if "." in key and _is_known(key)]:
             value = self.content.pop(key)
             if _get(self.content, key) is None:
@@ -65,7 +48,7 @@ class Translation:
                 self.notes.append(Note(f'"{key}" at the top has no effect: the value in its block holds'))
 
     def switch_blocks(self) -> None:
-        """true and false where a block belongs."""
+        """Replace true and false where a block belongs."""
         if self.content.get("gradient_clipping") is False:
             self.content["gradient_clipping"] = 0.0
         stages = {"zero_optimization": {"stage": 1}}  # as it was before there were stages
@@ -81,6 +64,7 @@ class Translation:
                 self._say(f"{key} true", str(meaning).replace("'", '"').replace("True", "true"))
 
     def rename(self) -> None:
+        """Move the values of old names to the keys of today."""
         for old, new in RENAMED.items():
             value = _take(self.content, old)
             if value is not None:
@@ -92,11 +76,30 @@ class Translation:
             elif value not in (False, None):
                 self.problems.append((old, f"expected true or false, found {value!r}; better write {new}"))
 
-    def _move(self, old: str, value: Any, new: str, meaning: Any) -> None:
+    def rename_budgets(self) -> None:
+        """Move the old memory budgets into their block."""
+        in_bytes: set[str] = set()  # tiers
+        for old, row in OLD_BUDGETS.items():
+            value = _take(self.content, old)
+            if value is None:
+                continue
+            try:
+                meaning = _bytes(value) if row.meaning == "bytes" else _share_used(value)
+            except ValueError as error:
+                self.problems.append((old, f"{error}, found {show(value)}"))
+                continue
+            if row.meaning == "share left free" and row.tier in in_bytes:
+                text = f"{old} has no effect: shardwell.{row.tier}_memory limits the same memory in bytes"
+                self.notes.append(Note(text, is_own=True))
+            elif meaning != "auto":
+                in_bytes.add(row.tier)
+                self._move(old, value, row.new, meaning, is_own=True)
+
+    def _move(self, old: str, value: Any, new: str, meaning: Any, *, is_own: bool = False) -> None:
         before = _get(self.content, new)
         if before is None or before == meaning:
             self._put(new, meaning)
-            self._say(old, new if value is meaning else f'{new}: "{meaning}"')
+            self._say(old, new if value is meaning else f"{new}: {show(meaning)}", is_own=is_own)
         else:
             self.problems.append((new, f"contradicts {old}, which is the old spelling of it; keep one"))
 
@@ -111,17 +114,18 @@ class Translation:
 
 
 def translated(raw: Mapping[str, Any]) -> Translation:
-    """`raw` is left alone."""
+    """Return a translated copy of `raw`."""
     found = Translation(_copied(raw))
     found.open_dots()
     found.switch_blocks()
     found.rename()
+    found.rename_budgets()
     found.switch_blocks()  # whose old names are gone now
     return found
 
 
 def _copied(value: Any) -> Any:
-    """Dictionaries of our own all the way down, with plain values; they remember what was written twice."""
+    """Return a deep copy with plain values; its dictionaries remember which keys were written twice."""
     if isinstance(value, ConfigBlock):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, list):
@@ -133,6 +137,22 @@ def _copied(value: Any) -> Any:
     return copy
 
 
+def _bytes(value: Any) -> Any:
+    """Read an old budget in bytes; 1 byte is none, because 1 is all that is free today."""
+    found = count_or_auto(value)
+    return 0 if found == 1 else found
+
+
+def _share_used(value: Any) -> float:
+    """Read an old budget that says which share of the free memory is left."""
+    found = real(value)
+    if found < 0:
+        raise ValueError("expected at least 0")
+    if found >= 1:
+        raise ValueError("expected less than 1")
+    return float(1 - found)
+
+
 def _get(content: Mapping[str, Any], key: str) -> Any:
     inner: Any = content
     for name in key.split("."):
@@ -141,13 +161,17 @@ def _get(content: Mapping[str, Any], key: str) -> Any:
 
 
 def _take(content: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, which is gone then; None if there is none."""
+    """Remove a key and return its value, or None if there is none."""
     block, _, name = key.rpartition(".")
     inner = _get(content, block) if block else content
     return inner.pop(name, None) if isinstance(inner, dict) else None
 
 
 def _is_known(key: str) -> bool:
+    """Tell whether a dotted key is one of the schema, or one without effect whose type is checked."""
+    row = KEYS.get(key)
+    if key in OLD_BUDGETS or (isinstance(row, Inert | Limited) and row.type != "any"):
+        return True
     block: type[ConfigBlock] | None = Config
     for name in key.split("."):
         if block is None or name not in block.model_fields:

@@ -172,7 +172,7 @@ def _schedule_kept(engine: Engine) -> Iterator[None]:
     schedule: Any = engine.lr_scheduler
     inside = vars(schedule) if hasattr(schedule, "__dict__") else {}
     before, state = dict(inside), schedule.state_dict()
-    with contextlib.suppress(Exception):  # it may hold what cannot be copied
+    with contextlib.suppress(Exception):  # some states cannot be copied
         state = copy.deepcopy(state)
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]

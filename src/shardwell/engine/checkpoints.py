@@ -443,7 +443,7 @@ def _check_whole_steps(engine: Engine) -> None:
     ahead = [unit.name for unit in engine._scheduler.units if unit.is_ahead]
     if ahead:
         raise CheckpointError(
-            f"the update of unit '{ahead[0] or '(root)'}' has begun ahead of its step, and a checkpoint would hold a "
+            f"the update of unit '{ahead[0] or '(root)'}' has begun before its step, and a checkpoint would hold a "
             'part of that step: save after the step, or set "shardwell": {"commit": "after_norm"}'
         )
 

@@ -1,7 +1,6 @@
 """Descriptions of what must be the same on all ranks: configuration, versions, model, units, optimizer.
 
-What may differ between ranks is left out: paths on disks, memory of their machines, output of rank 0 only, and keys
-that have no effect.
+What may differ between ranks is left out: paths on disks, memory of their machines and output of rank 0 only.
 """
 
 from __future__ import annotations
@@ -30,17 +29,12 @@ _OWN = {
     "zero_optimization.offload_param.nvme_path",
     "aio",
     "steps_per_print",
-    "shardwell.device_memory",
-    "shardwell.host_memory",
-    "shardwell.disk_memory",
-    "shardwell.device_room",
-    "shardwell.host_room",
+    "shardwell.memory",
     "shardwell.divergence_timeout",
     "shardwell.keep_pages",
     "shardwell.keep_last",
 }
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not its result
-_NO_EFFECT = "No effect"  # as descriptions begin
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 _LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared once they are built, because arguments may replace them
 
@@ -104,9 +98,9 @@ def optimizer_in_words(optimizer: Optimizer) -> dict[str, str]:
 
 def _settings(block: ConfigBlock, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
-    for name, field in type(block).model_fields.items():
+    for name in type(block).model_fields:
         key, value = prefix + name, getattr(block, name)
-        if key in _OWN or key in _LATER or (field.description or "").startswith(_NO_EFFECT):
+        if key in _OWN or key in _LATER:
             continue
         if isinstance(value, ConfigBlock):
             found |= _settings(value, f"{key}.")

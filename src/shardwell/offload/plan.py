@@ -188,8 +188,8 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
     """Return what to change so that the model fits."""
     deep, over = deepest(settings), {tier for tier in Tier if needed[tier] > free[tier]}
     lower = {
-        Tier.DEVICE: "lower shardwell.device_room",
-        Tier.HOST: "lower shardwell.host_room or offload_optimizer.buffer_count",
+        Tier.DEVICE: "raise shardwell.memory.device",
+        Tier.HOST: "raise shardwell.memory.host or lower offload_optimizer.buffer_count",
         Tier.DISK: "free space under nvme_path or name a path on another drive too",
     }
     deeper = {Tier.DEVICE: "cpu", Tier.HOST: "nvme"}
@@ -295,7 +295,7 @@ def open_disk(settings: Config) -> DiskTier | None:
     """Return the disk tier, or None if nothing is stored on disk."""
     if not _paths(settings):
         return None
-    return DiskTier(_paths(settings), AioSettings(**settings.aio.model_dump(exclude={"use_gds"})))
+    return DiskTier(_paths(settings), AioSettings(**settings.aio.model_dump()))
 
 
 def _paths(settings: Config) -> list[Path]:

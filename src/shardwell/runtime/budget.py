@@ -16,8 +16,6 @@ from shardwell.offload.disk_file import free_bytes
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.init_parameters import InitParameter
 
-_FILL_DISK = 0.95  # of the bytes that are free on the disk
-
 
 def available_bytes(context: EngineContext, share: float) -> float:
     """Return a share of the free device bytes of the rank that has the fewest."""
@@ -44,23 +42,23 @@ def tier_budgets(
     freed as soon as the units are built. Where the device is the CPU, the device tier has the `floor`, the bytes that
     must be there, unless the user says otherwise.
     """
-    own, device, local_world_size = config.shardwell, context.device, context.world.mesh.local_world_size
+    budget, device, local_world_size = config.shardwell.memory, context.device, context.world.mesh.local_world_size
     held = _held(parameters, device)
-    above = (device.available_bytes() + held[Tier.DEVICE]) * (1 - own.device_room) if device.is_cuda else float(floor)
-    available = free_host_bytes(local_world_size) * (1 - own.host_room)
+    above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
+    available = free_host_bytes(local_world_size) * budget.host
     found = {
-        Tier.DEVICE: _or(own.device_memory, above),
-        Tier.HOST: _or(own.host_memory, available + local_world_size * held[Tier.HOST]) / local_world_size,
-        Tier.DISK: _or(own.disk_memory, _FILL_DISK * free_on(paths)) / local_world_size,
+        Tier.DEVICE: _or(budget.device, above),
+        Tier.HOST: _or(budget.host, available + local_world_size * held[Tier.HOST]) / local_world_size,
+        Tier.DISK: _or(budget.disk, budget.disk * free_on(paths)) / local_world_size,
     }
     if device.is_meta:
         return found
     return {tier: context.world.all_reduce_min(size, "ROOM") for tier, size in found.items()}
 
 
-def _or(asked: int | str, measured: float) -> float:
-    """Return the user's limit if it is a number, else the measured one."""
-    return measured if isinstance(asked, str) else float(asked)
+def _or(budget: float, measured: float) -> float:
+    """Return a budget in bytes: that is `measured` for one that is a share of the free bytes, a number up to 1."""
+    return measured if 0 < budget <= 1 else float(budget)
 
 
 def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:

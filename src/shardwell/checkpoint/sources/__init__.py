@@ -1,4 +1,4 @@
-"""Checkpoints that can be read: shardwell's own, and those of others."""
+"""Sources of checkpoints: shardwell's own format, and formats of other libraries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
-    """Opens a checkpoint of any kind. A tag chooses one from a folder; without it the latest is meant."""
+    """Open a checkpoint of any kind. A tag chooses one from a folder; the default is the latest."""
     path = Path(path)
     own = locate_own(path, tag)
     if own is not None:
@@ -65,7 +65,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
 
 
 def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Folder, str] | None:
-    """The folder and the tag, if a path is a folder of shardwell's checkpoints or one of them."""
+    """Return folder and tag, if a path is a folder of shardwell's checkpoints or one of them."""
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
@@ -82,11 +82,11 @@ def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Fo
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
-    """Whether a path holds a checkpoint that others have written."""
+    """Tell whether a path holds a checkpoint of another library."""
     path = Path(path)
     return is_deepspeed(path) or (path / dcp.METADATA).is_file() or safetensors.find(path) is not None
 
 
 def kind_of(source: Source) -> str:
-    """Who wrote a checkpoint, in words."""
+    """Return the name of the library that wrote a checkpoint."""
     return _KINDS.get(type(source).__name__, type(source).__name__)

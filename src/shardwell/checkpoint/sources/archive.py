@@ -1,6 +1,6 @@
-"""What `torch.save` wrote to a stretch of a file: where the elements of a tensor lie, or a plain value.
+"""Reads output of `torch.save` from a part of a file: the position of a tensor's elements, or a plain value.
 
-`torch.save` makes a zip archive, and checkpoints put several of them into one file. An archive holds a pickle and,
+`torch.save` writes a zip archive, and checkpoints put several of them into one file. An archive holds a pickle and,
 uncompressed, the bytes of the storage of each tensor in it. The pickle is read as data.
 """
 
@@ -39,14 +39,14 @@ _STORAGES: dict[str, torch.dtype] = {
 
 
 class ArchiveFile:
-    """An open file, of which any bytes can be read, by several threads at once."""
+    """An open file from which several threads can read concurrently."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file, self.size = open_plain(path)
 
     def pull(self, offset: int, num_bytes: int) -> bytearray:
-        """Bytes from `offset` on; raises if the file ends before."""
+        """Return bytes from `offset` on; raise if the file ends before."""
         if offset + num_bytes > self.size:
             raise CheckpointError(f"{self.path}: truncated: {self.size} bytes, expected {offset + num_bytes}")
         data = bytearray(num_bytes)
@@ -72,7 +72,7 @@ class SavedStorage:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    start: int  # the byte of the file at which its first element lies
+    start: int  # the offset of its first element in the file
 
     @property
     def numel(self) -> int:
@@ -84,14 +84,14 @@ class SavedStorage:
         return all(self.shape[dim] == 1 or self.stride[dim] == wanted[dim] for dim in range(len(self.shape)))
 
     def read(self, file: ArchiveFile, first: int, last: int) -> Tensor:
-        """1D: elements `first` to `last` of the flat tensor."""
+        """Return elements `first` to `last` of the flat tensor as 1D."""
         if first == last or self.numel == 0:
             return torch.empty(0, dtype=self.dtype, device="cpu")
         if self.is_contiguous:
             return self._take(file, first, last)
         span = _reach(self.shape, self.stride)
-        whole = self._take(file, 0, span).as_strided(self.shape, self.stride)
-        return whole.reshape(-1)[first:last]
+        full = self._take(file, 0, span).as_strided(self.shape, self.stride)
+        return full.reshape(-1)[first:last]
 
     def _take(self, file: ArchiveFile, first: int, last: int) -> Tensor:
         width = self.dtype.itemsize
@@ -103,12 +103,12 @@ class SavedStorage:
 
 
 def load_value(file: ArchiveFile, offset: int, length: int, where: str) -> Any:
-    """What is no tensor: numbers, strings, lists and dictionaries of them."""
+    """Return a saved value that is not a tensor: numbers, strings, lists and dictionaries of them."""
     return pickles.load(_Members(file, offset, length, where).read("data.pkl"), {}, where)
 
 
 def locate(file: ArchiveFile, offset: int, length: int, where: str) -> SavedStorage:
-    """The tensor that these bytes hold."""
+    """Return the tensor that a part of a file holds."""
     members = _Members(file, offset, length, where)
     if "byteorder" in members and members.read("byteorder") != b"little":
         raise CheckpointError(f"{where}: its bytes are not in little-endian order")
@@ -134,14 +134,14 @@ def locate(file: ArchiveFile, offset: int, length: int, where: str) -> SavedStor
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements of a storage from the first to the last of a tensor."""
+    """Return the number of storage elements from a tensor's first to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 class _Members:
-    """The members of an archive, which is a stretch of a file; their names are without the folder that all share."""
+    """The members of an archive in a part of a file; their names omit the folder that all share."""
 
     def __init__(self, file: ArchiveFile, offset: int, length: int, where: str) -> None:
         self._file, self._offset, self._length, self._where = file, offset, length, where
@@ -159,7 +159,7 @@ class _Members:
         return self._root + name in self._members
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where in the file a member begins, and its size."""
+        """Return the offset of a member in the file, and its size."""
         info = self._members.get(self._root + name)
         if info is None or info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise CheckpointError(f"{self._where}: {name}: missing in the archive, or compressed")
@@ -167,7 +167,7 @@ class _Members:
         signature, len_name, len_extra = _LOCAL.unpack(head)
         start = info.header_offset + _LOCAL.size + len_name + len_extra
         if signature != b"PK\3\4" or start + info.file_size > self._length:
-            raise CheckpointError(f"{self._where}: {name}: lies outside of its archive")
+            raise CheckpointError(f"{self._where}: {name}: is outside of its archive")
         return self._offset + start, info.file_size
 
     def read(self, name: str) -> bytes:
@@ -178,7 +178,7 @@ class _Members:
 
 
 class _Slice(io.RawIOBase):
-    """A stretch of a file, as a file."""
+    """A part of a file, as a file object."""
 
     def __init__(self, file: ArchiveFile, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -202,18 +202,18 @@ class _Slice(io.RawIOBase):
         return len(view)
 
 
-# --- what the pickle of a tensor may hold -----------------------------------------------------------------------
+# --- contents of the pickle of a tensor -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Storage:
-    dtype: torch.dtype | None  # None: the tensor tells
+    dtype: torch.dtype | None  # None: the tensor has it
     key: str
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Not checked: as the pickle says."""
+    """A tensor as the pickle describes it, unchecked."""
 
     storage: Any
     offset: Any
@@ -223,7 +223,7 @@ class _Tensor:
 
 
 def _storage(raw: Any) -> _Storage | None:
-    """What the pickle refers to: ("storage", type, key, device, number of elements)."""
+    """Return the storage of a persistent id: ("storage", type, key, device, number of elements)."""
     if not isinstance(raw, tuple) or len(raw) != 5 or raw[0] != "storage" or not isinstance(raw[2], str):
         return None
     return _Storage(raw[1] if isinstance(raw[1], torch.dtype) else None, raw[2])

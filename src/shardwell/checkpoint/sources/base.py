@@ -1,13 +1,13 @@
-"""What all checkpoints have in common, whoever wrote them: named tensors, of which any stretch can be read.
+"""The interface of all checkpoints, of any library: named tensors, of which any slice can be read.
 
     model/<name>            a parameter (its master, if it has one) or a buffer, by the model's own name
     state/<name>/<key>      the optimizer's state of a parameter, of the parameter's shape
 
-`values` holds JSON: what is not a tensor.
+`values` holds everything else, as JSON.
 
     scalar/<name>/<key>     a number of the optimizer's state of a parameter: its step count
     aliases                 {other name: name} of parameters that several modules share
-    ...                     what else an engine saves; only checkpoints of shardwell's own have it
+    ...                     other values of an engine; only shardwell's own checkpoints have them
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class StoredTensor:
 
 
 class Source(Protocol):
-    """An open checkpoint. Several threads may read from it at once."""
+    """An open checkpoint. Several threads may read from it concurrently."""
 
     @property
     def where(self) -> str:
-        """What messages call it."""
+        """The name of the source in messages."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
@@ -56,9 +56,9 @@ class Source(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Of tensors, since it was opened."""
+        """The bytes of tensors that were read since the source was opened."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """1D, on the CPU, in the stored dtype: elements `start` to `stop`. Reads no others, as far as it can."""
+        """Return elements `start` to `stop` as a 1D CPU tensor in the stored dtype; read no others, if possible."""
 
     def close(self) -> None: ...

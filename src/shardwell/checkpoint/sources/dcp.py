@@ -1,15 +1,15 @@
-"""Checkpoints of torch.distributed.checkpoint as a source.
+"""A source that reads checkpoints of torch.distributed.checkpoint.
 
     .metadata           a pickle: the shape of each tensor, the boxes that it was cut into, and where each box lies
     __0_0.distcp        boxes, each written by `torch.save`, back to back; one file for each rank that saved
 
-The pickle is read as data, by a list of the classes that may occur. Of the tensors only the bytes asked for are read.
+The pickle is read as data, with a list of the classes that may occur. Only the requested bytes of tensors are read.
 
     model.<name>                     model/<name>
     optim.state.<name>.<key>         state/<name>/<key>; scalar/<name>/<key> if it is a number
     optim.param_groups.<i>.<key>     param_groups[i][key] in `values`
 
-A bare state dict, without `model`, is a model. What is neither is not read; `ignored` tells.
+A bare state dict, without `model`, is a model. Other entries are not read; `ignored` names them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OPTIMIZERS = ("optim", "optimizer")
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A stretch of a file."""
+    """A range of bytes in a file."""
 
     file: str
     offset: int
@@ -50,7 +50,7 @@ class _Bytes:
 
 @dataclass(frozen=True)
 class _Box:
-    """A part of a tensor."""
+    """A box of a tensor: offsets, sizes, and its bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -63,7 +63,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A tensor, and the boxes that it was cut into. `starts` are their first elements if each is one stretch."""
+    """A tensor and its boxes. `starts` are their first elements, if each box is contiguous in the flat tensor."""
 
     stored: StoredTensor
     boxes: tuple[_Box, ...]
@@ -71,7 +71,7 @@ class _Cut:
 
 
 class DcpSource:
-    """A directory that torch.distributed.checkpoint wrote to."""
+    """A directory that torch.distributed.checkpoint wrote."""
 
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
@@ -126,12 +126,12 @@ class DcpSource:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rows(self, name: str, cut: _Cut, start: int, stop: int) -> Tensor:
-        """Puts together the rows (of the first dimension) that hold the elements, from whatever boxes overlap them."""
+        """Assemble the rows (of the first dimension) that hold the elements from all boxes that overlap them."""
         shape = cut.stored.shape
         row = product(shape[1:])
         low, high = start // row, -(-stop // row)
-        whole = torch.empty((high - low, *shape[1:]), dtype=cut.stored.dtype, device="cpu")
-        filled = torch.zeros(whole.shape, dtype=torch.bool, device="cpu")
+        full = torch.empty((high - low, *shape[1:]), dtype=cut.stored.dtype, device="cpu")
+        filled = torch.zeros(full.shape, dtype=torch.bool, device="cpu")
         for box in cut.boxes:
             top = box.offsets[0]
             first, last = max(low, top), min(high, top + box.sizes[0])
@@ -141,11 +141,11 @@ class DcpSource:
             part = self._take(name, cut, box, (first - top) * width, (last - top) * width)
             rest = [slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)]
             region = (slice(first - low, last - low), *rest)
-            whole[region] = part.view(last - first, *box.sizes[1:])
+            full[region] = part.view(last - first, *box.sizes[1:])
             filled[region] = True
         if not bool(filled.all()):
             raise CheckpointError(f"{self.where}: tensor {name!r}: some of its elements were not saved")
-        return whole.view(-1)[start - low * row : stop - low * row]
+        return full.view(-1)[start - low * row : stop - low * row]
 
     def _take(self, name: str, cut: _Cut, box: _Box, first: int, last: int) -> Tensor:
         file = self._file(box.place.file)
@@ -171,7 +171,7 @@ class DcpSource:
     # --- names --------------------------------------------------------------------------------------------------
 
     def _sort(self, sections: dict[str, tuple[str, str]], values: dict[str, Any]) -> list[str]:
-        """Gives what was saved its name here; returns what has none."""
+        """Map all saved keys to the names of a `Source`; return those that have none."""
         cuts = self._metadata.tensors
         for key, (section, rest) in sections.items():
             if section == "model" and key in cuts:
@@ -205,7 +205,7 @@ class DcpSource:
             self._cuts[f"{STATE}{name}/{field}"] = cut
 
     def _owner(self, rest: str) -> str | None:
-        """The model's tensor that `<name>.<key>` is a state of. Both may contain dots; the longest name is meant."""
+        """Return the model's tensor that `<name>.<key>` is a state of. Both may contain dots; the longest name wins."""
         name = rest
         while "." in name:
             name = name.rpartition(".")[0]
@@ -214,7 +214,7 @@ class DcpSource:
         return None
 
     def _add_field(self, key: str, field: str, groups: dict[int, dict[str, Any]], index: int) -> bool:
-        """Takes a hyperparameter, if JSON can hold it."""
+        """Add a hyperparameter, if JSON can hold it."""
         cut = self._metadata.tensors.get(key)
         try:
             if cut is None:
@@ -229,7 +229,7 @@ class DcpSource:
         return True
 
     def _object(self, key: str) -> Any:
-        """What is saved under a key that is no tensor: a number, a string, or a list of them."""
+        """Return the value of a key that is not a tensor: a number, a string, or a list of them."""
         place = self._metadata.objects[key]
         where = f"{self._root / place.file}: {key!r}"
         value = load_value(self._file(place.file), place.offset, place.length, where)
@@ -243,7 +243,7 @@ class DcpSource:
 
 
 def _size(*args: Any) -> tuple[int, ...]:
-    """Stands for torch.Size."""
+    """Replace torch.Size when the pickle is read."""
     return parse_shape(list(args[0]) if args else [], METADATA)
 
 
@@ -290,7 +290,7 @@ _KNOWN: dict[str, Any] = {
 
 
 class _Metadata:
-    """What the metadata file says, checked against the files that are there."""
+    """The content of the metadata file, checked against the existing files."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._where = root, str(root / METADATA)
@@ -316,7 +316,7 @@ class _Metadata:
                 raise CheckpointError(f"{where}: expected the metadata of a tensor or of an object")
 
     def _places(self, raw: Any) -> dict[tuple[str, tuple[int, ...] | None], _Bytes]:
-        """Where each box lies, by the name of its tensor and its offsets."""
+        """Return the file range of each box, by the name of its tensor and its offsets."""
         places = {}
         for index, info in _mapping(raw, f"{self._where}: storage_data").items():
             if not isinstance(index, Record) or not isinstance(info, Record):
@@ -398,12 +398,12 @@ def _inside(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> bool:
         and isinstance(sizes, tuple)
         and len(offsets) == len(sizes) == len(shape)
         and all(is_size(value) for value in (*offsets, *sizes))
-        and all(at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
+        and all(at + size <= full for at, size, full in zip(offsets, sizes, shape, strict=True))
     )
 
 
 def _tiled(stored: StoredTensor, boxes: list[_Box], where: str) -> _Cut:
-    """Orders the boxes by their first elements if each of them is one stretch of the flat tensor."""
+    """Return the boxes in order, if each of them is contiguous in the flat tensor."""
     strides = contiguous_stride(stored.shape)
     starts: list[int] = []
     for box in sorted(boxes, key=lambda box: box.offsets):
@@ -423,10 +423,10 @@ def _tiled(stored: StoredTensor, boxes: list[_Box], where: str) -> _Cut:
 
 
 def _sections(metadata: _Metadata) -> dict[str, tuple[str, str]]:
-    """For each key which part of a training state it belongs to ("model", "optim"), and its name there.
+    """Return, for each key, its part of the training state ("model", "optim") and its name there.
 
-    The writer says how it joined a nested dictionary to keys. If it does not, a first word that is the name of a
-    part counts as one, provided that all tensors have such a word: Llama's own names begin with `model.` too.
+    The metadata says how a nested dictionary was joined to keys. If it does not, a first word that is the name of a
+    part counts as one, provided that all tensors have such a word: Llama's own names begin with `model.`, too.
     """
     keys = [*metadata.tensors, *metadata.objects]
     paths = {key: _path(key, metadata.paths) for key in keys}

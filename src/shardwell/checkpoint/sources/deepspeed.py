@@ -1,12 +1,12 @@
-"""DeepSpeed's checkpoints as a source: ZeRO stages 1 to 3, and stage 0 in fp32. DeepSpeed itself is not needed.
+"""A source that reads DeepSpeed's checkpoints: ZeRO stages 1 to 3, and stage 0 in fp32, without DeepSpeed.
 
-    root/latest                                             names a tag
+    root/latest                                             the tag of the latest checkpoint
     root/<tag>/mp_rank_00_model_states.pt                   stages 0 to 2: the model, counters, what the user saved
     root/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt  stage 3: the same, with a rank's part of frozen parameters
     root/<tag>/zero_pp_rank_<r>_mp_rank_00_optim_states.pt  a rank's part of masters and state; may begin with bf16_
 
-Nothing from a file is run (`torch_files.py`). Files are mapped, so that a stretch costs what it holds. `flat.py` knows
-where elements lie. Names and sizes are checked when the source is made.
+No code from a file is run (`torch_files.py`). Files are memory-mapped, so that only the slices that are used are read.
+`flat_parts.py` knows the position of elements. Names and sizes are checked when the source is opened.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STUBS = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickle the stage; as a stub it looks nothing up
-    "__builtin__.getattr",  # what protocol 2 calls it
+    "__builtin__.getattr",  # its name in protocol 2
 )
 STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -60,7 +60,7 @@ _SPLIT_MODEL = "tensor or pipeline parallelism splits this model; only data-para
 
 
 def is_deepspeed(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a checkpoint of DeepSpeed, or a folder whose `latest` names one."""
+    """Tell whether a path is a checkpoint of DeepSpeed, or a folder whose `latest` names one."""
     try:
         return any(_MODEL_FILE.fullmatch(name) for name in _list(_find(Path(path), None)))
     except CheckpointError:
@@ -68,9 +68,9 @@ def is_deepspeed(path: str | os.PathLike[str]) -> bool:
 
 
 class DeepSpeedSource:
-    """A checkpoint that DeepSpeed wrote: a folder and a tag in it (without: the latest), or the tag's own directory.
+    """A checkpoint of DeepSpeed: a folder and a tag in it (by default the latest), or the tag's own directory.
 
-    A checkpoint with objects of unknown classes is refused. `ignore` names those that may be there and are left out.
+    A checkpoint with objects of unknown classes is refused, unless `ignore` names these classes.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -87,7 +87,7 @@ class DeepSpeedSource:
         self.tensors = self._parts.tensors
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `Source`. What is returned is a copy."""
+        """Return elements `start` to `stop` as a copy; see `Source`."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.where}: tensor {show(name)}: not in this checkpoint")
         stored = self.tensors[name]
@@ -112,7 +112,7 @@ def _list(directory: Path) -> list[str]:
 
 
 def _find(root: Path, tag: str | None) -> Path:
-    """The directory of a tag; the root itself, if it is one and no tag is given."""
+    """Return the directory of a tag; the root itself, if it is one and no tag is given."""
     if tag is None:
         if any(_MODEL_FILE.fullmatch(name) or _OPTIM_FILE.fullmatch(name) for name in _list(root)):
             return root
@@ -127,14 +127,14 @@ def _find(root: Path, tag: str | None) -> Path:
 
 
 class _File:
-    """What a file holds, and errors that say where in it something is missing."""
+    """The content of a file; errors name the file and the missing entry."""
 
     def __init__(self, path: Path, stubs: Collection[str]) -> None:
         self.path = path
         self.content: dict[str, Any] = load(path, stubs)
 
     def take(self, kind: type[T], *keys: str) -> T:
-        """The entry under nested keys, which has to be there and of a kind."""
+        """Return the entry under nested keys; raise if it is missing or of another type."""
         value: Any = self.content
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -178,7 +178,7 @@ class _Files:
         return _File(path, self.stubs)
 
     def of_all(self, files: dict[int, Path], kind: str, ranks: int) -> list[Path]:
-        """One file for each rank, in order; raises if one is missing, or if there are others."""
+        """Return one file for each rank, in order; raise if one is missing, or if there are others."""
         for rank in range(ranks):
             if rank not in files:
                 raise CheckpointError(
@@ -191,11 +191,11 @@ class _Files:
         return [files[rank] for rank in range(ranks)]
 
 
-# --- what is in them --------------------------------------------------------------------------------------------
+# --- contents of the files --------------------------------------------------------------------------------------
 
 
 def _read(files: _Files, parts: FlatParts) -> dict[str, Any]:
-    """Fills `parts`; the result is what is no tensor."""
+    """Fill `parts` with tensors; return the other values."""
     main = files.open(files.model[0])
     if main.take(int, "mp_world_size") != 1:
         raise CheckpointError(f"{main.path}: mp_world_size is {main.content['mp_world_size']}: {_SPLIT_MODEL}")
@@ -207,7 +207,7 @@ def _read(files: _Files, parts: FlatParts) -> dict[str, Any]:
 
 
 def _read_plain(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
-    """Stage 0. The optimizer's state is read if the optimizer was made with names."""
+    """Read stage 0. The optimizer's state is read only if the optimizer was made with names."""
     saved: dict[str, Any] = main.content.get("optimizer") or {"state": {}, "param_groups": []}
     if files.optim or "param_groups" not in saved:
         raise CheckpointError(
@@ -224,7 +224,7 @@ def _read_plain(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
 
 
 def _read_zero(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
-    """Stages 1 to 3."""
+    """Read stages 1 to 3."""
     ranks = main.take(int, "dp_world_size")
     optim = [files.open(path) for path in files.of_all(files.optim, "optimizer", ranks)]
     for file in optim:
@@ -253,19 +253,19 @@ def _read_zero(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
 
 
 def _read_module(main: _File, others: Collection[str], parts: FlatParts) -> None:
-    """Stages 0 to 2: tensors that the model states hold whole, but for those that are found elsewhere."""
+    """Read the full tensors of the model states (stages 0 to 2), except those that are found elsewhere."""
     for name, tensor in main.take(dict, "module").items():
         if isinstance(tensor, Tensor) and name not in others:
-            parts.add_whole(f"{MODEL}{name}", tensor, main.path)
+            parts.add_full(f"{MODEL}{name}", tensor, main.path)
 
 
 def _read_frozen(files: _Files, main: _File, ranks: int, parts: FlatParts) -> None:
-    """Stage 3: what has no master. Buffers are whole on every rank, frozen parameters are split."""
+    """Read the tensors without masters (stage 3): full buffers, and frozen parameters in shards."""
     paths = files.of_all(files.model, "model", ranks)
     module = main.take(dict, "module")
     for name in main.take(list, "buffer_names"):
         if name in module:
-            parts.add_whole(f"{MODEL}{name}", module[name], main.path)
+            parts.add_full(f"{MODEL}{name}", module[name], main.path)
     shapes = _shapes(main.content.get("frozen_param_shapes") or {}, main.path)
     opened = [main, *(files.open(path) for path in paths[1:])] if shapes else []
     for name, shape in shapes.items():
@@ -275,7 +275,7 @@ def _read_frozen(files: _Files, main: _File, ranks: int, parts: FlatParts) -> No
 
 
 def _held(file: _File, masters: str, state: str, count: int) -> list[FlatPart]:
-    """What a rank holds of each group."""
+    """Return the number of elements of each group that a rank holds."""
     content = file.take(dict, "optimizer_state_dict")
     flats, saved = file.take(list, "optimizer_state_dict", masters), content.get(state)
     if isinstance(saved, dict):
@@ -292,7 +292,7 @@ def _held(file: _File, masters: str, state: str, count: int) -> list[FlatPart]:
 
 
 def _paddings(file: _File, groups: list[Shapes]) -> list[list[int]]:
-    """How many elements lie unused after each parameter of each group; stages 1 and 2 can align parameters."""
+    """Return the padding after each parameter of each group; stages 1 and 2 can align parameters."""
     none = [[0] * len(shapes) for shapes in groups]
     found: list[list[int]] = file.content["optimizer_state_dict"].get("param_alignment_paddings") or none
     if list(map(len, found)) != list(map(len, none)) or not all(is_size(one) for group in found for one in group):
@@ -301,7 +301,7 @@ def _paddings(file: _File, groups: list[Shapes]) -> list[list[int]]:
 
 
 def _stage(content: Mapping[str, Any]) -> int:
-    """The stage of a rank's optimizer states. The one kind of optimizer that does not say is for stage 1."""
+    """Return the stage of a rank's optimizer states; an optimizer that does not say it is one of stage 1."""
     stage = content.get("zero_stage", 1)
     said = stage.arguments[-1] if isinstance(stage, Stub) and stage.arguments else stage
     return STAGES[said] if isinstance(said, str) and said in STAGES else int(said)
@@ -312,7 +312,7 @@ def _shapes(group: Mapping[str, Any], file: Path) -> Shapes:
 
 
 def _check_count(file: _File, ranks: int) -> None:
-    """Raises unless every group is split over all ranks."""
+    """Raise unless every group is sharded over all ranks."""
     count = file.take(dict, "optimizer_state_dict").get("partition_count")
     if any(one != ranks for one in (count if isinstance(count, list) else [count])):
         raise CheckpointError(
@@ -322,7 +322,7 @@ def _check_count(file: _File, ranks: int) -> None:
 
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
-    """Names of the same elements in a model: {other: name}."""
+    """Return {other name: name} of tensors that share elements in a model."""
     first: dict[tuple[Any, ...], str] = {}
     tensors = {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor) and tensor.numel()}
     places = {name: (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) for name, t in tensors.items()}
@@ -333,7 +333,7 @@ def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _values(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model states say besides tensors, as far as JSON can hold it."""
+    """Return the values of the model states that are not tensors, as far as JSON can hold them."""
     values: dict[str, Any] = {
         "counters": {key: content[key] for key in COUNTERS if type(content.get(key)) is int},
         "client": json_entries({key: value for key, value in content.items() if key not in OWN}),
@@ -346,7 +346,7 @@ def _values(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer(main: _File, saved: Any) -> dict[str, Any]:
-    """The kind of the optimizer, if the configuration names it, and the hyperparameters of its groups."""
+    """Return the optimizer's class, if the configuration names it, and the hyperparameters of its groups."""
     block = (main.content.get("ds_config") or {}).get("optimizer")
     found = json_entries({"kind": block["type"]}) if isinstance(block, dict) and "type" in block else {}
     if isinstance(saved, dict):
@@ -359,7 +359,7 @@ def _optimizer(main: _File, saved: Any) -> dict[str, Any]:
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any]:
-    """The loss scale, if losses were scaled."""
+    """Return the loss scale, if losses were scaled."""
     state = scaler.state if isinstance(scaler, Stub) and isinstance(scaler.state, dict) else {}
     value = number(state.get("cur_scale"))
     return {"loss_scale": {"value": value}} if value is not None and (state.get("dynamic") or value != 1) else {}

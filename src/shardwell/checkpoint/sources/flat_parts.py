@@ -1,7 +1,7 @@
-"""Tensors that were flattened, joined and cut into parts for ranks, as DeepSpeed does it: where their elements lie.
+"""The positions of elements in DeepSpeed's flat tensors, which are sharded over the ranks.
 
-A rank's part of a group of parameters is one flat tensor of masters, and one for each state of the optimizer. At stages
-1 and 2 the parameters lie one after the other and the ranks cut through them; at stage 3 each is cut by itself.
+A rank's shard of a group of parameters is one flat tensor of masters, and one for each state of the optimizer. At
+stages 1 and 2 the concatenated parameters are sharded; at stage 3 each parameter is sharded by itself.
 
     stages 1, 2   rank 0 | a   | b..|   rank 1 |..b | c |pad|
     stage 3       rank 0 | a. | b. | c. |   rank 1 | .a | .b | .c+pad |
@@ -37,7 +37,7 @@ class FlatSpan(NamedTuple):
 
 
 class FlatPart(NamedTuple):
-    """What one rank holds of one group of parameters."""
+    """The shard of one group of parameters on one rank."""
 
     file: Path
     masters: Any
@@ -47,9 +47,9 @@ class FlatPart(NamedTuple):
 def cut_together(
     numels: Mapping[str, int], paddings: list[int], ranks: int
 ) -> tuple[dict[str, list[FlatSpan]], list[set[int]]]:
-    """Stages 1 and 2: parameters one after the other, each with its padding, in equal parts for the ranks.
+    """Return the spans of stages 1 and 2: concatenated parameters, each with its padding, in equal shards.
 
-    The other result is how many elements each rank may have: with the padding at the end, or without.
+    The other result is the number of elements that each rank may have: with the padding at the end, or without.
     """
     total = sum(numels.values()) + sum(paddings)
     size = ALIGNMENT * -(-total // (ALIGNMENT * ranks))
@@ -65,7 +65,7 @@ def cut_together(
 
 
 def cut_each(numels: Mapping[str, int], ranks: int) -> tuple[dict[str, list[FlatSpan]], list[set[int]]]:
-    """Stage 3: each parameter in equal parts, the last one padded. The other result is as in `cut_together`."""
+    """Return the spans of stage 3: each parameter in equal shards, the last one padded; see `cut_together`."""
     spans: dict[str, list[FlatSpan]] = {}
     first = 0
     for name, numel in numels.items():
@@ -77,7 +77,7 @@ def cut_each(numels: Mapping[str, int], ranks: int) -> tuple[dict[str, list[Flat
 
 
 class FlatParts:
-    """Tensors that are put together from parts, and the numbers of the optimizer's state."""
+    """Tensors that are assembled from shards, and the scalars of the optimizer's state."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, StoredTensor] = {}
@@ -85,7 +85,7 @@ class FlatParts:
         self._places: dict[str, tuple[list[FlatSpan], list[Tensor]]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], spans: list[FlatSpan], flats: list[Tensor], file: Path) -> None:
-        """A tensor, and the flat tensors of the ranks that hold its spans."""
+        """Add a tensor, and the flat tensors of the ranks that hold its spans."""
         if name in self.tensors:
             raise CheckpointError(f"{file}: tensor {show(name)}: there twice")
         if any(flat.dtype != flats[0].dtype for flat in flats):
@@ -93,23 +93,23 @@ class FlatParts:
         self.tensors[name] = StoredTensor(flats[0].dtype, shape)
         self._places[name] = spans, flats
 
-    def add_whole(self, name: str, tensor: Tensor, file: Path) -> None:
-        """A tensor that one file holds as it is."""
+    def add_full(self, name: str, tensor: Tensor, file: Path) -> None:
+        """Add a full tensor that one file holds."""
         if tensor.numel() * tensor.dtype.itemsize > file.stat().st_size:
             raise CheckpointError(f"{file}: tensor {show(name)}: has more bytes than the file")
         self.add(name, tuple(tensor.shape), [FlatSpan(0, 0, 0, tensor.numel())], [tensor.detach().reshape(-1)], file)
 
     def add_state(self, name: str, key: str, value: Any, file: Path) -> None:
-        """An entry of the optimizer's state of a parameter that one file holds as it is."""
+        """Add an entry of a parameter's optimizer state that one file holds."""
         if _is_split(value):
-            self.add_whole(f"{STATE}{name}/{key}", value, file)
+            self.add_full(f"{STATE}{name}/{key}", value, file)
         elif number(value) is not None:
             self.values[f"{SCALAR}{name}/{key}"] = number(value)
 
     def add_group(
         self, shapes: Shapes, spans: Mapping[str, list[FlatSpan]], parts: list[FlatPart], sizes: list[set[int]]
     ) -> None:
-        """The masters and the state of a group of parameters; `sizes` are those that each rank's part may have."""
+        """Add the masters and the state of a group of parameters; `sizes` are those that each rank's shard may have."""
         file, state = parts[0].file, parts[0].state
         for part, allowed in zip(parts, sizes, strict=True):
             _check(part, allowed, next(iter(shapes), "(none)"))
@@ -125,7 +125,7 @@ class FlatParts:
                     self.add_state(name, key, value, file)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of elements that are there."""
+        """Return a copy of elements; they must exist."""
         spans, flats = self._places[name]
         found = [torch.empty(0, dtype=self.tensors[name].dtype, device="cpu")]
         for span in spans[max(bisect_right(spans, start, key=lambda span: span.start) - 1, 0) :]:
@@ -142,7 +142,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _check(part: FlatPart, sizes: set[int], name: str) -> None:
-    """Raises unless the masters and each state are flat tensors of one of these sizes; `name` is for the message."""
+    """Raise unless the masters and each state are flat tensors of one of these sizes; `name` is for the message."""
     flats = {f"{MODEL}{name}": part.masters}
     flats |= {f"{STATE}{name}/{key}": value for key, value in part.state.items() if _is_split(value)}
     for key, flat in flats.items():
@@ -155,7 +155,7 @@ def _check(part: FlatPart, sizes: set[int], name: str) -> None:
 
 
 def _check_same(state: Mapping[str, Any], part: FlatPart, name: str) -> None:
-    """Raises unless an entry of the state is split on all ranks, or the same number on all."""
+    """Raise unless an entry of the state is sharded on all ranks, or the same number on all."""
     for key in sorted(state.keys() | part.state.keys()):
         one, other = state.get(key), part.state.get(key)
         if _is_split(one) != _is_split(other) or (not _is_split(one) and number(one) != number(other)):

@@ -1,8 +1,8 @@
-"""A look through a pickle before it is read: what it would build, how deep and how much, without building anything.
+"""Examines a pickle before it is read: what it would build, how deep and how large, without building anything.
 
-A pickle is a program for a small machine with a stack and a memo. Few bytes can ask for values that are nested so
-deeply that hashing them ends the interpreter, that hold one value in so many places that nobody comes to their end, or
-for memory that no file of their size needs. Files that torch writes need few of the machine's operations.
+A pickle is a program for a small machine with a stack and a memo. A few bytes can build values that are nested so
+deeply that hashing them ends the interpreter, values that hold one value so often that a walk never ends, or values
+that need far more memory than the file. Files that torch writes need few of the machine's operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_DIGITS = 256  # bytes of an integer
 _LAST_PROTOCOL = 5
 _ROOM, _ROOM_PER_BYTE = 1_000_000, 64  # values that may be met on a walk through all, where one is in many places
 
-_PLAIN, _BUILT, _NAME, _OTHER = range(4)  # a string or a number; what was called; a name of something; all else
+_PLAIN, _BUILT, _NAME, _OTHER = range(4)  # a string or number; the result of a call; a name; anything else
 _Value = list[Any]  # its kind, its depth, how many values are met on a walk through it, its name, is it in another
 _LEAF: _Value = [_PLAIN, 0, 1, "", True]
 _VOID: _Value = [_OTHER, 0, 1, "", True]
@@ -28,8 +28,8 @@ _VOID: _Value = [_OTHER, 0, 1, "", True]
 def examine(data: bytes, where: str, *, records_as_keys: bool = False) -> bool:
     """Raise `CheckpointError` unless a pickle stays within the limits and has keys that are strings or numbers.
 
-    With `records_as_keys`, what the file has made by a call may be a key, too: the caller checks what it is. Returns
-    whether values grow after they were put into others, whose depth and size are then not known yet: `check_value`.
+    With `records_as_keys`, the result of a call may be a key, too: the caller checks it. Return whether values grow
+    after they were put into others, whose depth and size are then not known yet: use `check_value`.
     """
     machine = _Machine(len(data), where, records_as_keys)
     try:
@@ -42,12 +42,12 @@ def examine(data: bytes, where: str, *, records_as_keys: bool = False) -> bool:
 
 
 def check_value(value: Any, data_size: int, where: str, inside: Callable[[Any], Any]) -> None:
-    """Raise unless a walk through `value` comes to its end soon. Lists may have grown after they were put into others.
+    """Raise unless a walk through `value` ends soon. Lists may have grown after they were put into others.
 
-    `inside` gives what a value that is no list, tuple or dictionary holds; None if it holds nothing.
+    `inside` returns the content of a value that is no list, tuple or dictionary; None if it has none.
     """
     room = _ROOM + _ROOM_PER_BYTE * data_size
-    sizes: dict[int, int] = {}  # of what was walked through, by id; 0 while it is
+    sizes: dict[int, int] = {}  # of visited values, by id; 0 during the visit
     path: list[tuple[Any, list[Any]]] = [(value, _parts(value, inside))]
     sizes[id(value)] = 0
     while path:
@@ -134,7 +134,7 @@ class _Machine:
             raise self.refusal("values that belong to nothing")
 
     def _name(self, data: bytes, at: int) -> int:
-        """Two lines, a module and a name in it; returns where they end."""
+        """Read two lines, a module and a name in it; return where they end."""
         middle = data.index(b"\n", at)
         end = data.index(b"\n", middle + 1)
         name = data[at:middle] + b"." + data[middle + 1 : end]
@@ -148,7 +148,7 @@ class _Machine:
             raise self.refusal(f"protocol {version}")
 
     def frame(self, _: int) -> None:
-        """Says how many bytes follow; they are here already."""
+        """Do nothing: a frame only says how many bytes follow."""
 
     def mark(self, _: int) -> None:
         self._below.append(self._stack)
@@ -196,7 +196,7 @@ class _Machine:
     def build(self, _: int) -> None:
         (state,) = self._take(1)
         if self._stack[-1][0] != _BUILT:
-            raise self.refusal("gives a state to what has none")
+            raise self.refusal("sets the state of a value that has none")
         self._grow([state])
 
     def refer(self, _: int) -> None:
@@ -211,7 +211,7 @@ class _Machine:
     def get(self, index: int) -> None:
         self._stack.append(self._memo[index])
 
-    # --- what they have in common ------------------------------------------------------------------------------------
+    # --- shared by operations ----------------------------------------------------------------------------------------
 
     def _take(self, num: int) -> list[_Value]:
         if len(self._stack) < num:
@@ -232,7 +232,7 @@ class _Machine:
         """Put values into the one on top."""
         target = self._stack[-1]
         if target is _LEAF or target is _VOID:
-            raise self.refusal("values for what holds none")
+            raise self.refusal("puts values into one that cannot hold any")
         depth, size = target[1], target[2]
         for part in parts:
             if part[1] >= depth:
@@ -256,16 +256,16 @@ class _Machine:
 
 
 class _Operation(NamedTuple):
-    """How one operation looks in the file, and what it does."""
+    """The form of one operation in the file, and its effect."""
 
     width: int = 0  # bytes of the number that follows
     has_bytes: bool = False  # so many bytes follow the number; lines, if there is none
-    leaf: _Value | None = None  # what it puts on the stack
+    leaf: _Value | None = None  # the value that it pushes
     act: Callable[[_Machine, int], None] | None = None
 
 
 def _operations() -> list[_Operation | None]:
-    """By code; None for what torch does not write."""
+    """Return the operations by code; None for those that torch does not write."""
     leaves = {
         (0, False): (pickle.NEWTRUE, pickle.NEWFALSE),
         (4, False): (pickle.BININT,),

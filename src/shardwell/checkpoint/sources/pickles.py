@@ -1,4 +1,4 @@
-"""Pickles as data: what a file names is never imported, and nothing is called but what the caller lists."""
+"""Reads pickles as data: nothing is imported, and only functions that the caller lists are called."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from shardwell.errors import CheckpointError
 
 
 class Record:
-    """Stands for an instance of some class: it keeps the state that was pickled, and does nothing with it."""
+    """A stand-in for an instance of a class: it keeps the pickled state, and does nothing with it."""
 
     state: Any = None
 
     def get(self, name: str) -> Any:
-        """A field of the instance; None if it has none of this name."""
+        """Return a field of the instance; None if it has none of this name."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def nothing(*_: Any) -> None:
-    """Stands for what is not needed."""
+    """Replace a class or function that is not needed."""
 
 
 def member(of: Any, name: Any) -> None:
-    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickle what an enumeration has; of what is not needed."""
+    """Replace `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of enumerations; they are not needed."""
     if of is not nothing or not isinstance(name, str):
-        raise TypeError("an attribute of what is no enumeration")
+        raise TypeError("an attribute of something that is no enumeration")
 
 
 def ordered(items: Any = ()) -> dict[Any, Any]:
-    """Stands for `collections.OrderedDict`; of pairs, as Python 2 wrote them, if their keys are plain."""
+    """Replace `collections.OrderedDict`; Python 2 wrote it with pairs, whose keys must be plain."""
     for item in items:
         _check_key(item[0])
     return dict(items)
 
 
 def _check_key(key: Any) -> None:
-    """Hashing a tuple means to walk through all of it, which the interpreter does not survive if it is deep."""
+    """Raise for a tuple as key: hashing one that is nested deeply crashes the interpreter."""
     if not isinstance(key, (str, int, float, Record)):
         raise TypeError(f"a key that is a {type(key).__name__}, and neither a string nor a number")
 
@@ -50,8 +50,10 @@ def load(
     where: str,
     resolve: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """What a pickle holds. `known` has a stand-in for each class and function that may occur, by qualified name;
-    `resolve` gets what the pickle refers to outside of itself."""
+    """Return the value in a pickle.
+
+    `known` has a stand-in for each class and function that may occur, by qualified name; `resolve` returns the objects
+    for persistent ids."""
     is_late = examine(data, where, records_as_keys=True)
     try:
         found = _Unpickler(data, known, where, resolve).load()
@@ -86,11 +88,11 @@ class _Unpickler(pickle._Unpickler):
         return self._resolve(pid)
 
     def load_build(self) -> None:
-        """Gives a record its state. Nothing else has one: the stand-ins of the table must not be changed."""
+        """Set the state of a record; raise for other objects, because stand-ins in the table must not be changed."""
         state = self.stack.pop()  # type: ignore[attr-defined]
         record = self.stack[-1]  # type: ignore[attr-defined]
         if not isinstance(record, Record):
-            raise CheckpointError(f"{self._where}: gives a state to what has none")
+            raise CheckpointError(f"{self._where}: sets the state of a value that has none")
         record.state = state
 
     def load_setitem(self) -> None:

@@ -1,4 +1,4 @@
-"""Reading tensors from a source: into place, in parts, in order, or whole."""
+"""Reads tensors from a source: in place, in parts, in order, or in full."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import contiguous_stride
 
-PART = 2**22  # elements that are read at once
-Progress = Callable[[int], object]  # is told how many bytes were read since it was told last
+PART = 2**22  # elements of one read
+Progress = Callable[[int], object]  # called with the bytes read since the last call
 
 
 def weights(source: Source) -> list[str]:
-    """The names of the model's tensors."""
+    """Return the names of the model's tensors."""
     names = [name for name in source.tensors if name.startswith(MODEL)]
     if not names:
         raise CheckpointError(f"{source.where}: holds no tensor of a model")
@@ -25,13 +25,13 @@ def weights(source: Source) -> list[str]:
 
 @runtime_checkable
 class DirectRead(Protocol):
-    """A source that can do without a tensor in between."""
+    """A source that can read into a tensor without an intermediate one."""
 
     def read_into(self, name: str, start: int, flat: Tensor) -> None: ...
 
 
 def into(source: Source, name: str, start: int, flat: Tensor) -> None:
-    """Fills a 1D tensor on the CPU with the elements from `start` on."""
+    """Fill a 1D tensor on the CPU with the elements from `start` on."""
     if isinstance(source, DirectRead) and flat.dtype == source.tensors[name].dtype:
         source.read_into(name, start, flat)
     else:
@@ -39,7 +39,7 @@ def into(source: Source, name: str, start: int, flat: Tensor) -> None:
 
 
 def parts(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:
-    """A tensor's elements as they are stored, at most `limit` at a time, without it `PART`."""
+    """Yield a tensor's elements in stored order, at most `limit` (by default `PART`) at a time."""
     numel, limit = source.tensors[name].numel, limit or PART
     for start in range(0, numel, limit):
         part = source.read(name, start, min(start + limit, numel))
@@ -49,15 +49,15 @@ def parts(source: Source, name: str, progress: Progress | None = None, limit: in
 
 
 def in_order(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:
-    """A tensor's elements in the order of its dimensions. If they are stored in another order, all come at once."""
+    """Yield a tensor's elements in the order of its dimensions; in one part, if they are stored in another order."""
     if is_contiguous(source.tensors[name]):
         yield from parts(source, name, progress, limit)
     else:
-        yield whole(source, name, progress).view(-1)
+        yield read_full(source, name, progress).view(-1)
 
 
-def whole(source: Source, name: str, progress: Progress | None = None) -> Tensor:
-    """A tensor in its shape, contiguous."""
+def read_full(source: Source, name: str, progress: Progress | None = None) -> Tensor:
+    """Return a full tensor in its shape, contiguous."""
     stored = source.tensors[name]
     flat = source.read(name, 0, stored.numel)
     if progress is not None:

@@ -1,11 +1,11 @@
-"""Models in the safetensors format as a source: one file, or a directory as Hugging Face writes it.
+"""A source that reads models in the safetensors format: one file, or a directory as Hugging Face writes it.
 
     model.safetensors                                       all tensors in one file, or
     model-00001-of-00002.safetensors                        in several,
     model.safetensors.index.json                            {"weight_map": {tensor: file}}
     config.json                                             the model's configuration, if there is one
 
-The index is not trusted: it may name only files that lie beside it, and each tensor has to be in the one it says.
+The index is not trusted: it may name only files in its own directory, and each tensor must be in the file it says.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_JSON = 2**28  # bytes
 
 
 class SafetensorsSource:
-    """The tensors of a model. `rename` gives the model's own name for the name in the file."""
+    """The tensors of a model. `rename` returns the model's own name for a name in the file."""
 
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
@@ -72,7 +72,7 @@ class SafetensorsSource:
             self._readers.clear()
 
     def _indexed(self, index: Path) -> list[tuple[str, Entry]]:
-        """Each tensor of the index with its file, once all files hold just what the index says."""
+        """Return each tensor of the index with its file; raise unless all files hold exactly what the index says."""
         weights = _weight_map(index)
         found: dict[str, tuple[str, Entry]] = {}
         for file in dict.fromkeys(weights.values()):
@@ -95,7 +95,7 @@ class SafetensorsSource:
             return reader.entries
 
     def _open(self, file: str) -> Reader:
-        """Opens a file. Links are followed: the cache of Hugging Face is made of them."""
+        """Open a file. Links are followed, because the cache of Hugging Face consists of them."""
         path = self._root / file
         if not path.is_symlink():
             return Reader(path)
@@ -112,7 +112,7 @@ class SafetensorsSource:
 
 
 def find(path: Path) -> Path | None:
-    """The file or the index that holds the tensors of a path; None if it is no such model."""
+    """Return the file or the index that holds the tensors of a path; None if it is no such model."""
     if path.is_file():
         return path if path.name.endswith(SUFFIX) else None
     for name in (SINGLE, INDEX):

@@ -1,4 +1,4 @@
-"""shardwell's own checkpoints as a source."""
+"""A source that reads shardwell's own checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ShardwellSource:
 
     @property
     def bytes_beside(self) -> int:
-        """Of these, what was read for the checksums alone."""
+        """The bytes that were read only for checksums."""
         return sum(reader.bytes_beside for reader in self._readers.values())
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -43,7 +43,7 @@ class ShardwellSource:
         return self._fill(extents, room(stop - start, self.tensors[name].dtype, f"{self.where}: tensor {name!r}"))
 
     def read_into(self, name: str, start: int, flat: Tensor) -> None:
-        """As `read`, into a tensor of the stored dtype."""
+        """Fill a tensor of the stored dtype with elements from `start` on."""
         self._fill(self._plan(name, start, start + flat.numel()), flat)
 
     def _plan(self, name: str, start: int, stop: int) -> list[FileExtent]:

@@ -1,8 +1,8 @@
-"""Files of `torch.save`, read without running anything that they ask for.
+"""Reads files of `torch.save` without running code that they name.
 
-A pickle names the classes and functions that its objects are made by. Dense tensors need a few of torch's own. Classes
-of other libraries are never imported: their objects come as a `Stub`, which holds what they held and can do nothing. A
-file that names anything else is refused before it is unpickled.
+A pickle names the classes and functions that make its objects. Dense tensors need a few of torch's own. Classes of
+other libraries are never imported: their objects become a `Stub`, which holds their content and does nothing. A file
+that names anything else is refused before it is unpickled.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ PROTOCOL = 2
 _MOST_PICKLE = 2**28  # bytes
 MAX_NODES = 1_000_000  # of a value that becomes JSON
 
-_allowing = threading.Lock()  # what torch.load allows is one set for all threads
+_allowing = threading.Lock()  # torch.load has one set of allowed names for all threads
 
 
 class Stub:
-    """What an object held whose class is not imported: the arguments it was made with, and its state."""
+    """The content of an object whose class is not imported: its constructor's arguments, and its state."""
 
     arguments: tuple[Any, ...]
     state: Any
@@ -60,9 +60,9 @@ class Stub:
 
 
 def load(path: Path, stubs: Iterable[str] = ()) -> Any:
-    """What was saved to a file, with CPU tensors that are mapped from it: bytes are read when they are used.
+    """Return the value in a file. Its tensors are memory-mapped: bytes are read when they are used.
 
-    `stubs` are the full names of classes whose objects come as a `Stub`.
+    `stubs` are the full names of classes whose objects become a `Stub`.
     """
     names = set(stubs)
     data = _pickle_in(path)
@@ -89,13 +89,13 @@ def _held(value: Any) -> Any:
 
 
 def _names_in(data: bytes, path: Path) -> set[str]:
-    """The full names of all classes and functions that a file refers to. Nothing is unpickled for that."""
+    """Return the full names of all classes and functions that a file refers to, without unpickling it."""
     names: set[str] = set()
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "PROTO" and argument != PROTOCOL:
                 raise CheckpointError(f"{path}: a pickle of protocol {argument}; torch.save writes protocol {PROTOCOL}")
-            if opcode.name == "GLOBAL":  # what else could name a class is unknown to torch.load
+            if opcode.name == "GLOBAL":  # torch.load knows no other operation that names a class
                 names.add(str(argument).replace(" ", "."))
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged ({error})") from error
@@ -103,7 +103,7 @@ def _names_in(data: bytes, path: Path) -> set[str]:
 
 
 def _pickle_in(path: Path) -> bytes:
-    """The one pickle in a file."""
+    """Return the one pickle in a file."""
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, or not a regular file")
     try:
@@ -123,7 +123,7 @@ def _pickle_in(path: Path) -> bytes:
 
 
 def number(value: Any) -> bool | int | float | None:
-    """A finite number, which may be a tensor without dimensions; None for anything else."""
+    """Return a finite number, also from a tensor without dimensions; None for anything else."""
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     if isinstance(value, int) and value.bit_length() <= MAX_BITS:
@@ -132,7 +132,7 @@ def number(value: Any) -> bool | int | float | None:
 
 
 def json_entries(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """The entries of a dictionary that JSON can hold, with lists for tuples. The others are left out."""
+    """Return the entries of a dictionary that JSON can hold, with lists for tuples, without the others."""
     left = [MAX_NODES]  # a small pickle can hold one list in many places
     found: dict[str, Any] = {}
     for key, value in content.items():
@@ -142,7 +142,7 @@ def json_entries(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 class _NotJsonError(Exception):
-    """JSON cannot hold a value."""
+    """Raised for a value that JSON cannot hold."""
 
 
 def _as_json(value: Any, depth: int, left: list[int]) -> Any:
