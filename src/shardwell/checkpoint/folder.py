@@ -107,9 +107,8 @@ class Folder:
         path, tag = self._begun(temporary)
         _GIVEN_UP.add(path.name)
         try:
-            doomed = self._rename_for_removal(
-                path, tag
-            )  # before it is unlocked: a crash in between leaves what `clean` removes
+            # before it is unlocked: a crash in between leaves a directory that `clean` removes
+            doomed = self._rename_for_removal(path, tag)
         finally:
             self._unlock(path, path)
         with failing(f"{doomed}: cannot be removed"):
