@@ -115,10 +115,12 @@ def profile(args: argparse.Namespace, console: Console) -> dict[str, Any] | None
         console.print(f"profile: {failure}", highlight=False, markup=False)
         return None
     (folder / "streams.json").write_text(json.dumps(summary, indent=1) + "\n")
-    for stream, account in summary["streams"].items():
-        work = ", ".join(f"{kind} {duration:.1f} ms" for kind, duration in account["launched_by_ms"].items())
-        beside = account["overlapped_with_busiest_ms"]
-        console.print(f"stream {stream}: {account['busy_ms']:.1f} ms busy, {beside:.1f} ms beside the busiest; {work}")
+    for stream, memory_stats in summary["streams"].items():
+        work = ", ".join(f"{kind} {duration:.1f} ms" for kind, duration in memory_stats["launched_by_ms"].items())
+        beside = memory_stats["overlapped_with_busiest_ms"]
+        console.print(
+            f"stream {stream}: {memory_stats['busy_ms']:.1f} ms busy, {beside:.1f} ms beside the busiest; {work}"
+        )
     console.print(f"profile: {folder / 'streams.json'}; ranges seen: {summary['ranges']}", highlight=False)
     return summary
 

@@ -60,7 +60,7 @@ def places_of(engine: Any) -> list[Place]:
     """How many elements rest where."""
     sums: Counter[tuple[str, str]] = Counter()
     for group in (group for unit in engine._scheduler.units for group in unit.trainable):
-        sums[group.row.parameters.tier.value, group.row.optimizer.tier.value] += group.layout.numel
+        sums[group.spec.parameters.tier.value, group.spec.optimizer.tier.value] += group.layout.numel
     return [Place(*tiers, numel) for tiers, numel in sums.items()]
 
 

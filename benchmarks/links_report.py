@@ -95,8 +95,8 @@ def bytes_table(points: Sequence[Point], warm: Mapping[str, Point]) -> Table:
         table.add_column(heading, justify="right" if heading else "left")
     for variant, found in by_variant(points).items():
         point = _most(found)
-        both, ledger = point["there"] + point["back"], point["ledger"]
-        books = ["-", "-"] if ledger is None else [f"{ledger / MB:.1f}", f"{both / ledger:.4f}"]
+        both, traffic_stats = point["there"] + point["back"], point["ledger"]
+        books = ["-", "-"] if traffic_stats is None else [f"{traffic_stats / MB:.1f}", f"{both / traffic_stats:.4f}"]
         sizes = [f"{size / MB:.1f}" for size in (point["there"], point["back"], both)]
         table.add_row(variant, *sizes, *books, f"{warm[variant]['loss']:.4f}")
     return table

@@ -99,7 +99,7 @@ class Worker:
     def _run(self, variant: str, steps: int) -> dict[str, Any]:
         """Seconds, loss and bytes from other nodes (by the engine's own books, if it keeps any) of each step."""
         trainer, workload = self._built[variant]
-        seconds, losses, ledger = [], [], []
+        seconds, losses, traffic_stats = [], [], []
         for _ in range(steps):
             number = self._steps.get(variant, 0)
             self._steps[variant] = number + 1
@@ -109,9 +109,9 @@ class Worker:
             seconds.append(time.perf_counter() - begin)
             if isinstance(trainer, EngineTrainer):
                 received = trainer.engine.traffic().received
-                ledger.append(sum(size for (_, hop), size in received.items() if hop == BETWEEN))
+                traffic_stats.append(sum(size for (_, hop), size in received.items() if hop == BETWEEN))
         gc.collect()  # now, because ranks that begin at different times wait for each other in the first step
-        return {"seconds": seconds, "losses": losses, "ledger": ledger or None}
+        return {"seconds": seconds, "losses": losses, "ledger": traffic_stats or None}
 
 
 def main() -> None:

@@ -68,18 +68,18 @@ def timing_pass(contender: Contender, workload: Workload, steps: int) -> dict[st
 def memory_pass(contender: Contender, workload: Workload) -> dict[str, Any]:
     """Live tensor bytes and collective payload of steps after the warm-up."""
     rank = dist.get_rank()
-    with TensorLedger() as ledger:
+    with TensorLedger() as traffic_stats:
         trainer = contender.build(workload)
         for step in range(WARM_UP_STEPS):
             trainer.step(*batch_for(workload, rank, step))
         gc.collect()
-        ledger.reset()
+        traffic_stats.reset()
         for step in range(WARM_UP_STEPS, WARM_UP_STEPS + LEDGER_STEPS):
             trainer.step(*batch_for(workload, rank, step))
-        peak, heap_peak = ledger.peak, ledger.heap_peak
-        payload, collectives = ledger.payload / LEDGER_STEPS, dict(ledger.collectives)
+        peak, heap_peak = traffic_stats.peak, traffic_stats.heap_peak
+        payload, collectives = traffic_stats.payload / LEDGER_STEPS, dict(traffic_stats.collectives)
         gc.collect()
-        rest, heap_rest = ledger.live(), ledger.heap()
+        rest, heap_rest = traffic_stats.live(), traffic_stats.heap()
     return {
         "peak_bytes": peak,
         "rest_bytes": rest,

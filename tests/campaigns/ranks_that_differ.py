@@ -176,8 +176,8 @@ def _judged(answers: list[Any], words: tuple[str, ...], name: str, *, is_over: b
         return "trains" if all(answer["taken"] == 3 for answer in answers) else "honest, but refused"
     if any(answer["taken"] > (1 if name.endswith("later") else 0) for answer in answers):
         return "trained on in silence"
-    is_named = all(any(word in answer["text"] for word in words) for answer in answers)
-    return "named" if is_named else "refused without the name"
+    is_user_unit = all(any(word in answer["text"] for word in words) for answer in answers)
+    return "named" if is_user_unit else "refused without the name"
 
 
 def campaign(count: int, seed: int, seconds: float) -> Result:

@@ -239,7 +239,7 @@ def test_a_slot_that_a_drive_may_still_write_to_is_not_used_again(
         pages = ReadBuffers(tier, AlignedAllocator(Device("cpu"), MemoryStats()), 2)
         page = SwappedShard(pages, SwappedTensors(tier, MemoryStats(), "unit"))
         queue.is_done = True
-        page.chest.register([torch.randn(100)])
+        page.swapped.register([torch.randn(100)])
         slot = pages.slots.take(SECTOR)
         pages.slots.give(slot, Event())
         queue.is_done = False

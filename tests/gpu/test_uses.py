@@ -144,7 +144,7 @@ def gathers_of_frozen_weights(keep: Any) -> list[int]:
             engine.backward(engine(batch))
             engine.step()
         frozen = [g for g in groups_of(engine) if not g.trainable]
-        assert trace.count(TraceAction.GATHER) > 0
+        assert trace.count(TraceAction.ALL_GATHER) > 0
         bytes_whole.append(sum(group.flat.present for group in frozen))
     return bytes_whole
 

@@ -146,9 +146,9 @@ def kept(room: int | str, **config: Any) -> dict[str, Any]:
         with engine.record() as trace:
             micro_step(engine, step)
             engine.step()
-        found["gathered"].append(engine.traffic().total(TrafficKind.GATHER))
+        found["gathered"].append(engine.traffic().total(TrafficKind.ALL_GATHER))
         found["parameters"].append(engine.memory().total(StateKind.PARAMETERS))
-        found["traces"].append(sorted({trace.unit_names[e.unit] for e in trace if e.action is TraceAction.GATHER}))
+        found["traces"].append(sorted({trace.unit_names[e.unit] for e in trace if e.action is TraceAction.ALL_GATHER}))
     groups = groups_of(engine)
     return {
         **found,
@@ -268,7 +268,7 @@ def kept_after_a_rebuild() -> list[int]:
             engine.module.adapted[0].base.bias.requires_grad_(True)
         micro_step(engine, step)
         engine.step()
-        gathered.append(engine.traffic().total(TrafficKind.GATHER))
+        gathered.append(engine.traffic().total(TrafficKind.ALL_GATHER))
     return gathered
 
 

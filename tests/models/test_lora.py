@@ -75,7 +75,7 @@ def below(kind: str, deeper: dict[str, Any]) -> tuple[Run, list[str]]:
     """Trained with parameters and state below the device; and where the frozen weights rest."""
     engine = zoo.make_engine(adapted(kind), 3, zero_optimization=deeper)
     frozen = [group for group in groups_of(engine) if not group.trainable]
-    return zoo.train(engine, base_of(kind)), sorted({group.row.parameters.tier.value for group in frozen})
+    return zoo.train(engine, base_of(kind)), sorted({group.spec.parameters.tier.value for group in frozen})
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

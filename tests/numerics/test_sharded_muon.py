@@ -123,7 +123,7 @@ def given_to_shards(dtype: torch.dtype) -> list[dict[str, Any]]:
                 "parameters": whole_parameters(model),
                 "calls": calls,
                 "held": {piece.slot.shape: piece.numel for run in runs for piece in run.pieces},
-                "exchanged": engine.traffic().total(TrafficKind.STEP),
+                "exchanged": engine.traffic().total(TrafficKind.OPTIMIZER),
                 "optimizer": engine.memory().total(StateKind.OPTIMIZER),
             }
         )

@@ -219,8 +219,8 @@ def most_whole(tiled: bool) -> dict[str, int]:
     units = units_of(engine)
     now, peak = 0, 0
     for event in trace.events:
-        if event.action in (TraceAction.GATHER, TraceAction.RELEASE):
-            now += units[event.unit].numel * (4 if event.action is TraceAction.GATHER else -4)
+        if event.action in (TraceAction.ALL_GATHER, TraceAction.RESHARD):
+            now += units[event.unit].numel * (4 if event.action is TraceAction.ALL_GATHER else -4)
             peak = max(peak, now)
     report = engine.memory()
     return {

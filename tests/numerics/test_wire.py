@@ -141,7 +141,7 @@ def run(case: Case, stage: int) -> dict[str, Any]:
     groups = groups_of(engine)
     return {
         "gradients": found,
-        "reduced": engine.traffic().total(TrafficKind.REDUCE),
+        "reduced": engine.traffic().total(TrafficKind.REDUCE_SCATTER),
         "padded": sum(group.layout.padded for group in groups),
         "units": len(engine.units),
         "overflow": engine.optimizer.overflow,

@@ -74,7 +74,7 @@ def reading_masters(engine: shardwell.Engine) -> None:
 def writing_masters(engine: shardwell.Engine) -> None:
     group = units_of(engine)[2].groups[0]
     value = safe_get_full_fp32_param(group.parameters[0])
-    with failing(SwappedTensors, "_write", only=swapped_shard(group).chest):
+    with failing(SwappedTensors, "_write", only=swapped_shard(group).swapped):
         safe_set_full_fp32_param(group.parameters[0], value)
 
 

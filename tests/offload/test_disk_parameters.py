@@ -225,7 +225,7 @@ def where_parameters_rest(path: str, max_in_cpu: int) -> list[Tier]:
     quickly()
     engine = engine_with(blocks("nvme", "nvme", path, max_in_cpu=max_in_cpu))
     train(engine, 1)
-    return [group.row.parameters.tier for group in groups_of(engine)]
+    return [group.spec.parameters.tier for group in groups_of(engine)]
 
 
 def test_parameters_that_may_be_on_the_host_are(ranks: Ranks, tmp_path: Path) -> None:

@@ -200,7 +200,9 @@ def books(path: str, moments: str, directory: str) -> tuple[MemoryReport, int, i
     open_chest = SwappedTensors.open
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            SwappedTensors, "open", lambda chest: open_chest(chest) or staged.append(in_host_memory(engine.memory()))
+            SwappedTensors,
+            "open",
+            lambda swapped: open_chest(swapped) or staged.append(in_host_memory(engine.memory())),
         )
         engine.save_checkpoint(directory)
         engine.load_checkpoint(directory)

@@ -237,14 +237,14 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
     trained(engine, 1)
     settled(engine)
     put_back, failed = SwappedTensors.swap_out, list[SwappedTensors]()
-    chests = [away.chest for away in host_updates_of(engine).offloader._swapper._units.values()]
+    all_swapped = [away.swapped for away in host_updates_of(engine).offloader._swapper._units.values()]
 
-    def failing(chest: SwappedTensors, *, changed: bool) -> Any:
-        if changed and chest is chests[1] and not failed:
-            failed.append(chest)
-            put_back(chest, changed=False)
+    def failing(swapped: SwappedTensors, *, changed: bool) -> Any:
+        if changed and swapped is all_swapped[1] and not failed:
+            failed.append(swapped)
+            put_back(swapped, changed=False)
             raise ShardwellError("the drive is gone")
-        return put_back(chest, changed=changed)
+        return put_back(swapped, changed=changed)
 
     SwappedTensors.swap_out = failing  # type: ignore[method-assign]
     try:
@@ -329,7 +329,7 @@ def test_a_drive_that_fails_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_pat
 def tiers_of(block: dict[str, Any], **own: Any) -> set[Tier]:
     engine = clipped(block, own.pop("gradients", "auto"), **own)
     groups = [group for group in trainable_groups_of(engine) if group.is_stepped_on_host]
-    return {group.row.gradients.tier for group in groups}
+    return {group.spec.gradients.tier for group in groups}
 
 
 def test_where_there_is_room_they_stay_on_the_host(ranks: Ranks, tmp_path: Path) -> None:

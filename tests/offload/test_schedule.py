@@ -154,7 +154,7 @@ def staged(block: dict[str, Any], orders: list[list[int]]) -> tuple[int, int, in
                 engine(torch.ones(2, 16).bfloat16(), IN_ORDER[:3])
         left = [entry for entry in handed_out(temporary_buffers_of(engine)).values() if entry[1] is StateKind.STAGING]
         assert len(left) == len(copies())
-        return most, units_of(engine)[-1].releasable[0].layout.shard_numel * 2, len(left)
+        return most, units_of(engine)[-1].resharding_groups[0].layout.shard_numel * 2, len(left)
 
 
 @pytest.mark.parametrize("orders", [[IN_ORDER] * 2, ORDERS], ids=["in order", "wrong guesses"])
@@ -169,10 +169,10 @@ def hindered(block: dict[str, Any], by: str) -> tuple[dict[str, Tensor], int]:
     """Reads that fail are the matter of who needs them; memory that is short is nobody's."""
     take = TemporaryBuffers.allocate
 
-    def short(scratch: TemporaryBuffers, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
+    def short(temporary: TemporaryBuffers, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
         if state is StateKind.STAGING and unit.startswith("blocks"):
             raise torch.OutOfMemoryError
-        return take(scratch, numel, dtype, state, unit)
+        return take(temporary, numel, dtype, state, unit)
 
     with lifting() as lifted, pytest.MonkeyPatch.context() as patch:
         if by == "memory":

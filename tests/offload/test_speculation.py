@@ -40,8 +40,8 @@ def test_a_pause_ends_and_trust_returns() -> None:
 
 
 def test_who_finds_no_slot_waits_for_one() -> None:
-    account = MemoryStats()
-    slots = StagingPool(PinnedAllocator(Device("cpu"), account), 2, 64)
+    memory_stats = MemoryStats()
+    slots = StagingPool(PinnedAllocator(Device("cpu"), memory_stats), 2, 64)
     first, second = slots.take(64), slots.take(10)
     assert first.data_ptr() != second.data_ptr()
     taken: list[int] = []
@@ -52,12 +52,12 @@ def test_who_finds_no_slot_waits_for_one() -> None:
     slots.give(first, Event())
     waiter.join(5)
     assert taken == [first.data_ptr()]
-    assert account.report().total() == 128
+    assert memory_stats.report().total() == 128
 
 
 def test_a_slot_that_is_too_small_is_replaced() -> None:
-    account = MemoryStats()
-    slots = StagingPool(PinnedAllocator(Device("cpu"), account), 1, 64)
+    memory_stats = MemoryStats()
+    slots = StagingPool(PinnedAllocator(Device("cpu"), memory_stats), 1, 64)
     slots.give(slots.take(64), Event())
     assert slots.take(100).numel() == 100
-    assert account.report().total() == 100
+    assert memory_stats.report().total() == 100

@@ -119,7 +119,7 @@ def traffic(of: int, block: dict[str, Any], others: dict[str, Any]) -> dict[str,
     assert sum(counter.received.values()) == engine.traffic().total(*TrafficKind)
     received = engine.traffic().received
     shards = [g.layout.shard_numel for g in groups_of(engine)]
-    kinds, hops = (TrafficKind.GATHER, TrafficKind.REDUCE), (INSIDE, BETWEEN)
+    kinds, hops = (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER), (INSIDE, BETWEEN)
     found = {f"{kind.value} {hop}": received.get((kind, hop), 0) for kind in kinds for hop in hops}
     return {**found, "shards": shards}
 

@@ -118,12 +118,12 @@ def second_copies() -> dict[str, Any]:
     same, gathered = [], []
     for number in range(3):
         same.append(torch.equal(step(plain, number), step(engine, number)))
-        gathered.append(engine.traffic().received[TrafficKind.GATHER, "between"])
+        gathered.append(engine.traffic().received[TrafficKind.ALL_GATHER, "between"])
     codes = [len(codes) for codes in all_codes(engine)]
     trained = [group.layout.shard_numel for group in groups(engine, frozen=False)]
     kept = engine.memory().total(StateKind.PARAMETERS) - sum(codes) - 4 * sum(trained)
     step(engine, 3)
-    inside = engine.traffic().received[TrafficKind.GATHER, "inside"]
+    inside = engine.traffic().received[TrafficKind.ALL_GATHER, "inside"]
     return {"same": all(same), "codes": codes, "trained": trained, "kept": kept, "between": gathered, "inside": inside}
 
 
@@ -160,7 +160,7 @@ def odd(threshold: int) -> dict[str, Any]:
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 16)).square().mean())
         engine.step()
-    rows = {slot.name: g.row.storage_codec for g in groups_of(engine) for slot in g.layout.slots}
+    rows = {slot.name: g.spec.storage_codec for g in groups_of(engine) for slot in g.layout.slots}
     whole = whole_parameters(model)
     return {
         "table": rows["0.table"] is None and whole["0.table"].tolist() == list(range(-64, 64)),

@@ -36,8 +36,8 @@ def test_whoever_looks_sees_decoded_numbers_and_whoever_writes_has_them_encoded(
 def kept_whole() -> dict[str, Any]:
     released, engine = start(bf16={"enabled": True}), start(bf16={"enabled": True}, shardwell={"keep_frozen": 10**9})
     same = [torch.equal(step(released, number), step(engine, number)) for number in range(3)]
-    kept = [group.stays_whole for group in groups(engine, frozen=True)]
-    gathered = engine.traffic().total(TrafficKind.GATHER)
+    kept = [group.stays_unsharded for group in groups(engine, frozen=True)]
+    gathered = engine.traffic().total(TrafficKind.ALL_GATHER)
     codes = all_codes(engine)
     with GatheredParameters(engine.module.parameters(), modifier_rank=0):
         pass

@@ -46,10 +46,10 @@ def traffic_of_a_step(
         "control": report.total(TrafficKind.CONTROL),
         "counted": sum(counter.received.values()),
         "padded": sum(group.layout.padded for group in groups),
-        "padded_released": sum(group.layout.padded for group in groups if group.row.reshards),
+        "padded_released": sum(group.layout.padded for group in groups if group.spec.reshards),
         "numel": sum(group.layout.numel for group in groups),
         "parameters": len(list(model.parameters())),
-        "gathers": trace.count(TraceAction.GATHER),
+        "gathers": trace.count(TraceAction.ALL_GATHER),
         "units": len(engine.units),
         "pad_per_group": max(group.layout.padded - group.layout.numel for group in groups),
     }

@@ -89,7 +89,7 @@ def test_the_trial_is_told_and_booked_and_leaves_nothing_behind(ranks: Ranks) ->
         said = [words for words in one["said"] if not words.startswith("shardwell:")]  # that is of the start
         assert said == (["; ".join(f"{key}: {text}" for key, text in pairs)] if rank == 0 else [])
         assert one["set_up"][TrafficKind.SETUP] > other["set_up"][TrafficKind.SETUP]
-        assert one["set_up"][TrafficKind.GATHER] == one["set_up"][TrafficKind.REDUCE] == 0
+        assert one["set_up"][TrafficKind.ALL_GATHER] == one["set_up"][TrafficKind.REDUCE_SCATTER] == 0
         assert (one["staging"], one["same_randomness"]) == (0, True)
 
 

@@ -62,7 +62,7 @@ def kept_whole() -> dict[str, Any]:
             keep_frozen(engine, 10**9)
         engine.backward(engine(torch.ones(2, 64) * dist.get_rank()).square().mean())
         engine.step()
-    kept = [group.stays_whole for group in groups_of(engine) if not group.trainable]
+    kept = [group.stays_unsharded for group in groups_of(engine) if not group.trainable]
     frozen = {name: p for name, p in whole_parameters(model).items() if name in before}
     return {"kept": kept, "same": all(torch.equal(torch.as_tensor(frozen[n]), before[n]) for n in before)}
 

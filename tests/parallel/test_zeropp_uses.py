@@ -63,7 +63,7 @@ def story(block: dict[str, Any], others: dict[str, Any], lora: bool = False, **m
                 parameter.requires_grad_("down" in name)
     engine = built(gpt, block, others)
     losses = train(engine, range(STEPS))
-    rows = [group.row for group in groups_of(engine)]
+    rows = [group.spec for group in groups_of(engine)]
     return {
         "losses": losses,
         "whole": whole_parameters(gpt),

@@ -33,8 +33,8 @@ def train(stage: int, unsynced: bool) -> dict[str, Any]:
     groups = trainable_groups_of(engine)
     return {
         "parameters": whole_parameters(model),
-        "calls": engine.traffic().calls[TrafficKind.REDUCE],
-        "bytes": engine.traffic().total(TrafficKind.REDUCE),
+        "calls": engine.traffic().calls[TrafficKind.REDUCE_SCATTER],
+        "bytes": engine.traffic().total(TrafficKind.REDUCE_SCATTER),
         "groups": len(groups),
         "one": sum(group.layout.padded * 8 // 2 for group in groups),
     }

@@ -72,7 +72,7 @@ def gathers_of_steps() -> list[dict[str, Any]]:
             engine.backward(engine(torch.ones(2, WIDTH), order))
             engine.step()
         away = sum(isinstance(parameter, ReleasedParameter) for parameter in model.parameters())
-        found.append({"gathers": trace.count(TraceAction.GATHER), "calls": len(order), "away": away})
+        found.append({"gathers": trace.count(TraceAction.ALL_GATHER), "calls": len(order), "away": away})
     return found
 
 

@@ -73,7 +73,7 @@ def traffic_of_a_step(partition: int, accumulation: int, recompute: str, bf16: b
             engine.backward(loss)
             after = traffic_so_far(engine).received
             hops = {
-                hop: after.get((TrafficKind.GATHER, hop), 0) - before.get((TrafficKind.GATHER, hop), 0)
+                hop: after.get((TrafficKind.ALL_GATHER, hop), 0) - before.get((TrafficKind.ALL_GATHER, hop), 0)
                 for hop in (INSIDE, BETWEEN)
             }
             in_backward.append(hops)
@@ -84,7 +84,7 @@ def traffic_of_a_step(partition: int, accumulation: int, recompute: str, bf16: b
         "padded": [group.layout.padded for group in groups_of(engine)],
         **{
             f"{kind.value} {hop}": report.received[kind, hop]
-            for kind in (TrafficKind.GATHER, TrafficKind.REDUCE)
+            for kind in (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER)
             for hop in HOPS
         },
         "in backward": in_backward,
@@ -130,7 +130,7 @@ def frozen_traffic() -> dict[str, Any]:
         torch.manual_seed(step)
         engine.backward(engine(torch.randn(2, 32)).square().mean())
         engine.step()
-        found.append(engine.traffic().received[TrafficKind.GATHER, BETWEEN])
+        found.append(engine.traffic().received[TrafficKind.ALL_GATHER, BETWEEN])
     groups = groups_of(engine)
     held = engine.memory().now.get((StateKind.PARAMETERS, "0", Tier.DEVICE))
     return {
@@ -180,7 +180,7 @@ def simulated(rank: int, num_ranks: int, partition: int) -> dict[str, Any]:
     return {
         "padded": [group.layout.padded for group in groups_of(engine)],
         "copies": copies - engine.memory().total(StateKind.PARAMETERS),
-        **{hop: report.received[TrafficKind.GATHER, hop] for hop in HOPS},
+        **{hop: report.received[TrafficKind.ALL_GATHER, hop] for hop in HOPS},
     }
 
 

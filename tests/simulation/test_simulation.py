@@ -109,7 +109,9 @@ def simulate_nodes(rank: int, num_ranks: int, of: int, block: dict[str, Any]) ->
     shards = [group.layout.shard_numel for group in groups_of(engine)]
     return {
         "shards": shards,
-        "between": {kind: found.get((kind, BETWEEN), 0) for kind in (TrafficKind.GATHER, TrafficKind.REDUCE)},
+        "between": {
+            kind: found.get((kind, BETWEEN), 0) for kind in (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER)
+        },
     }
 
 
@@ -120,7 +122,7 @@ def test_simulated_nodes_get_what_the_formula_of_two_hops_says(ranks: Ranks) -> 
     plain = ranks.run(1, simulate_nodes, 9, num_ranks, of, {})[0]
     coded = ranks.run(1, simulate_nodes, 9, num_ranks, of, block)[0]
     others = num_ranks // of - 1
-    assert plain["between"][TrafficKind.GATHER] == 2 * others * sum(2 * s for s in plain["shards"])
-    assert plain["between"][TrafficKind.REDUCE] == others * sum(2 * s for s in plain["shards"])
-    assert coded["between"][TrafficKind.GATHER] == others * sum(eight(s) for s in coded["shards"])
-    assert coded["between"][TrafficKind.REDUCE] == others * sum(four(s) for s in coded["shards"])
+    assert plain["between"][TrafficKind.ALL_GATHER] == 2 * others * sum(2 * s for s in plain["shards"])
+    assert plain["between"][TrafficKind.REDUCE_SCATTER] == others * sum(2 * s for s in plain["shards"])
+    assert coded["between"][TrafficKind.ALL_GATHER] == others * sum(eight(s) for s in coded["shards"])
+    assert coded["between"][TrafficKind.REDUCE_SCATTER] == others * sum(four(s) for s in coded["shards"])

@@ -119,7 +119,7 @@ def run(kind: str, bf16: bool, quantized: bool) -> dict[str, Any]:
         "rest": rest,
         "frozen": [group.layout.shard_numel for group in groups(engine, frozen=True)],
         "trained": [group.layout.shard_numel for group in groups(engine, frozen=False)],
-        "gathered": report.total(TrafficKind.GATHER),
+        "gathered": report.total(TrafficKind.ALL_GATHER),
         "counted": sum(counter.received.values()) - report.total() - report.total(TrafficKind.CONTROL),
         "off": max(
             float((p - q).abs().max() / q.abs().max())

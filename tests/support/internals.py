@@ -46,7 +46,7 @@ def device_of(engine: shardwell.Engine) -> Device:
 
 def temporary_buffers_of(engine: shardwell.Engine) -> TemporaryBuffers:
     """Return what hands out memory that lives for less than a step."""
-    return engine._context.scratch
+    return engine._context.temporary
 
 
 def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
@@ -105,7 +105,7 @@ def end_passes(engine: shardwell.Engine) -> None:
 
 def traffic_so_far(engine: shardwell.Engine) -> TrafficReport:
     """Return what this rank received since the last step; `engine.traffic()` reports whole steps."""
-    return engine._ledger.current()
+    return engine._traffic_stats.current()
 
 
 def lifted_shard_of(group: ShardedGroup) -> Any:

@@ -70,7 +70,7 @@ def watch() -> None:
             with together(self, *args, **kwargs):
                 yield
         except Exception:
-            _failed.add(self.scratch)
+            _failed.add(self.temporary)
             raise
 
     for owner, name, function in (
@@ -82,25 +82,27 @@ def watch() -> None:
 
 def look(engine: Engine) -> None:
     """After a step, and after gradients were given up: what is out is gradients that are kept, and copies."""
-    scratch = temporary_buffers_of(engine)
-    if scratch in _failed:
+    temporary = temporary_buffers_of(engine)
+    if temporary in _failed:
         return
     groups = groups_of(engine)
     kept = {id(tensor) for group in groups for tensor in memory_kept_by(group)}
     kept |= {id(memory) for memory in memory_going_down(engine)}
-    for key, (_, state, unit) in list(handed_out(scratch).items()):
-        if key not in kept and not _comes_back(scratch, key, engine):
-            place = _places.get(scratch, {}).get(key, "?")
+    for key, (_, state, unit) in list(handed_out(temporary).items()):
+        if key not in kept and not _comes_back(temporary, key, engine):
+            place = _places.get(temporary, {}).get(key, "?")
             found.append(f"{state.value} of '{unit}' were not given back; they were taken here:\n{place}")
-    _places[scratch] = {key: place for key, place in _places.get(scratch, {}).items() if key in handed_out(scratch)}
+    _places[temporary] = {
+        key: place for key, place in _places.get(temporary, {}).items() if key in handed_out(temporary)
+    }
 
 
-def _comes_back(scratch: TemporaryBuffers, key: int, engine: Engine) -> bool:
+def _comes_back(temporary: TemporaryBuffers, key: int, engine: Engine) -> bool:
     """Whether memory is still given back by threads that bring gradients down to the host."""
     deadline = time.monotonic() + (5.0 if updates_if_any(engine) is not None else 0.0)
-    while key in handed_out(scratch) and time.monotonic() < deadline:
+    while key in handed_out(temporary) and time.monotonic() < deadline:
         time.sleep(0.005)
-    return key not in handed_out(scratch)
+    return key not in handed_out(temporary)
 
 
 def said() -> list[str]:
@@ -110,8 +112,8 @@ def said() -> list[str]:
 
 
 def _counts(owner: weakref.ref[TemporaryBuffers] | None) -> bool:
-    scratch = owner() if owner is not None else None
-    return scratch is not None and scratch not in _failed
+    temporary = owner() if owner is not None else None
+    return temporary is not None and temporary not in _failed
 
 
 def _where() -> tuple[str, weakref.ref[TemporaryBuffers] | None]:
@@ -122,8 +124,8 @@ def _where() -> tuple[str, weakref.ref[TemporaryBuffers] | None]:
         lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_name}")
         if owner is None:
             this = frame.f_locals.get("self")
-            scratch = frame.f_locals.get("scratch") or getattr(this, "_scratch", None)
-            scratch = scratch or getattr(getattr(this, "_context", None), "scratch", None)
-            owner = weakref.ref(scratch) if isinstance(scratch, TemporaryBuffers) else None
+            temporary = frame.f_locals.get("scratch") or getattr(this, "_scratch", None)
+            temporary = temporary or getattr(getattr(this, "_context", None), "scratch", None)
+            owner = weakref.ref(temporary) if isinstance(temporary, TemporaryBuffers) else None
         frame = frame.f_back
     return "\n".join(lines), owner

@@ -76,7 +76,7 @@ def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[s
     held: Counter[Tier] = Counter()
     for (state, _, tier), size in engine.memory().now.items():
         held[tier] += size if state in (StateKind.PARAMETERS, StateKind.OPTIMIZER) else 0
-    rows = [unit.groups[0].row for unit in units_of(engine)]
+    rows = [unit.groups[0].spec for unit in units_of(engine)]
     return {
         "values": values,
         "rows": [(row.parameters.tier, row.optimizer.tier) for row in rows],
@@ -108,7 +108,7 @@ def born(path: str, remote: str) -> dict[str, Any]:
     at_rest = [keeper.at_rest for keeper in keepers]
     disk = keepers[0]._nursery.context.disk
     reserved = 0 if disk is None else disk.num_bytes
-    books = keepers[0]._nursery.context.account.report().now
+    books = keepers[0]._nursery.context.memory_stats.report().now
     with shardwell.zero.GatheredParameters(model.parameters()):
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine = shardwell.initialize(model=model, config=config).engine

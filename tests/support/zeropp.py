@@ -47,7 +47,7 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
         "losses": losses,
         "off": max(float((seen[n].float() - m).abs().max() / m.abs().max()) for n, m in masters.items()),
         "shards": [group.layout.shard_numel for group in groups_of(engine)],
-        "gathered": [received[TrafficKind.GATHER, hop] for hop in (INSIDE, BETWEEN)],
-        "reduced": [received[TrafficKind.REDUCE, hop] for hop in (INSIDE, BETWEEN)],
+        "gathered": [received[TrafficKind.ALL_GATHER, hop] for hop in (INSIDE, BETWEEN)],
+        "reduced": [received[TrafficKind.REDUCE_SCATTER, hop] for hop in (INSIDE, BETWEEN)],
         "whole": whole_parameters(model),
     }

@@ -172,7 +172,7 @@ def test_the_step_is_recorded_as_short_tokens() -> None:
         "S0 S1 S2 S3"
     )
     assert [TraceEvent.parse(token) for token in tokens.split()] == list(trace)
-    assert trace.count(TraceAction.GATHER, 3) == 2
+    assert trace.count(TraceAction.ALL_GATHER, 3) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,22 +18,22 @@ from tests.support.internals import temporary_buffers_of
 
 
 def test_work_that_nobody_waited_for_is_found_with_its_place() -> None:
-    scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
+    temporary = TemporaryBuffers(Device("cpu"), MemoryStats())
     Work(lambda: None)
     gc.collect()
     (words,) = leaks.said()
     assert "nobody waited" in words
     assert "test_pending.py" in words
-    assert scratch is not None
+    assert temporary is not None
 
 
 def test_work_that_was_waited_for_or_never_begun_is_no_matter() -> None:
-    scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
+    temporary = TemporaryBuffers(Device("cpu"), MemoryStats())
     Work(lambda: None).then(lambda: None).wait()
     Work(lambda: None).then_start(lambda: Work(lambda: None)).wait()
     Work()
     gc.collect()
-    assert scratch is not None
+    assert temporary is not None
     assert not leaks.said()
 
 
@@ -73,8 +73,10 @@ class Nothing:
 @pytest.mark.parametrize("host_waits", [False, True])
 def test_who_waits_for_the_second_hop_ends_the_first(host_waits: bool) -> None:
     ended: list[str] = []
-    scratch = TemporaryBuffers(Device("cpu"), MemoryStats())
-    hops = HierarchicalTransport(Nothing(), Nothing(), scratch, node_size=2, local_rank=0, host_starts_hops=host_waits)
+    temporary = TemporaryBuffers(Device("cpu"), MemoryStats())
+    hops = HierarchicalTransport(
+        Nothing(), Nothing(), temporary, node_size=2, local_rank=0, host_starts_hops=host_waits
+    )
     first = Work(lambda: ended.append("first"))
     both = hops._followed(first, lambda: Work(lambda: ended.append("second")))
     assert not ended, "the host waited"

@@ -58,25 +58,25 @@ CASES = [
 def test_the_form_follows_from_stage_tiers_and_precision(
     stage: int, precision: str, parameters: Tier, optimizer: Tier, form: StorageForm
 ) -> None:
-    spec = spec_for(stage, wish=SpecOverrides(parameter_tier=parameters, optimizer_tier=optimizer))
+    spec = spec_for(stage, overrides=SpecOverrides(parameter_tier=parameters, optimizer_tier=optimizer))
     mixed = None if precision == "fp32" else DTYPES[precision]
     assert form_of(spec, GroupPrecision.of(torch.float32, mixed, True), True) is form
 
 
 def test_speculation_needs_masters_of_their_own() -> None:
-    wish = SpecOverrides(parameter_tier=HOST, optimizer_tier=HOST, commit=CommitPolicy.SPECULATIVE)
+    overrides = SpecOverrides(parameter_tier=HOST, optimizer_tier=HOST, commit=CommitPolicy.SPECULATIVE)
     precision = GroupPrecision.of(torch.float32, torch.bfloat16, True)
-    assert form_of(spec_for(3, wish=wish), precision, True) is StorageForm.SEPARATE
+    assert form_of(spec_for(3, overrides=overrides), precision, True) is StorageForm.SEPARATE
 
 
 def test_only_frozen_parameters_are_stored_quantised() -> None:
     codec = Codec("int8")
-    wish = SpecOverrides(rest_codec=codec)
+    overrides = SpecOverrides(rest_codec=codec)
     frozen, trained = (GroupPrecision.of(torch.float32, torch.bfloat16, trains) for trains in (False, True))
-    spec = spec_for(3, wish=wish.of(torch.bfloat16, False))
+    spec = spec_for(3, overrides=overrides.of(torch.bfloat16, False))
     assert form_of(spec, frozen, False) is StorageForm.QUANTIZED
     assert state_bytes(StorageForm.QUANTIZED, spec, frozen, 1024, 2) == {DEVICE: codec.num_bytes(512)}
-    assert form_of(spec_for(3, wish=wish.of(torch.bfloat16, True)), trained, True) is StorageForm.SHARD
+    assert form_of(spec_for(3, overrides=overrides.of(torch.bfloat16, True)), trained, True) is StorageForm.SHARD
 
 
 def test_sharding_does_not_know_what_stores_state_below_the_device() -> None:
@@ -149,7 +149,7 @@ def held(cases: list[tuple[int, str, Tier, Tier]], folder: str) -> list[dict[Tie
 def test_an_engine_holds_the_bytes_of_the_formula(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(2, held, CASES, str(tmp_path)):
         for (stage, precision, parameters, optimizer), now in zip(CASES, found, strict=True):
-            spec = spec_for(stage, wish=SpecOverrides(parameter_tier=parameters, optimizer_tier=optimizer))
+            spec = spec_for(stage, overrides=SpecOverrides(parameter_tier=parameters, optimizer_tier=optimizer))
             mixed = None if precision == "fp32" else DTYPES[precision]
             kind = GroupPrecision.of(torch.float32, mixed, True)
             expected = state_bytes(form_of(spec, kind, True), spec, kind, 2 * 64 * 64, 2)

@@ -189,12 +189,12 @@ class Autotuner:
         return lambda flat: self.context.world.all_gather(flat, None, TrafficKind.SETUP, codec)
 
     def _reduce(self, dtype: torch.dtype, codecs: tuple[Codec, Codec] | None) -> Move:
-        world, scratch = self.context.world, self.context.scratch
+        world, temporary = self.context.world, self.context.temporary
 
         def move(flat: Tensor) -> Work:
-            into = scratch.allocate(flat.numel() // world.mesh.size, dtype, StateKind.STAGING, _PROBE)
+            into = temporary.allocate(flat.numel() // world.mesh.size, dtype, StateKind.STAGING, _PROBE)
             reduced = world.reduce_scatter(flat, into, 1 / world.mesh.size, False, None, codecs, TrafficKind.SETUP)
-            return reduced.then(lambda: scratch.free(into))
+            return reduced.then(lambda: temporary.free(into))
 
         return move
 
@@ -220,8 +220,8 @@ class Autotuner:
 
     def _seconds(self, move: Move, dtype: torch.dtype, numel: int) -> float:
         """Return the seconds of a collective on this rank, if all ranks begin at the same time."""
-        world, device, scratch = self.context.world, self.context.device, self.context.scratch
-        flat = scratch.allocate(numel * world.mesh.size, dtype, StateKind.STAGING, _PROBE)
+        world, device, temporary = self.context.world, self.context.device, self.context.temporary
+        flat = temporary.allocate(numel * world.mesh.size, dtype, StateKind.STAGING, _PROBE)
         flat.fill_(1)
         world.barrier(_TOKEN)
         device.now().synchronize()
@@ -229,7 +229,7 @@ class Autotuner:
         move(flat).wait()
         device.now().synchronize()
         seconds = time.perf_counter() - begin
-        scratch.free(flat)
+        temporary.free(flat)
         return seconds
 
     def _slowest(self, seconds: float) -> float:

@@ -52,7 +52,7 @@ class EngineCheckpoints:
         self.saves_in_background = False  # or has done so: `check` may raise an error
         self._without_optimizer = False  # a checkpoint was saved or loaded before there was an optimizer
         self._saver = Saver(
-            self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.account
+            self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.memory_stats
         )
 
     def meet(self, optimizer: Optimizer) -> None:

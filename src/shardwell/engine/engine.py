@@ -64,7 +64,7 @@ class Engine(nn.Module):
     lr_scheduler: Any
     _scheduler: Scheduler
     _context: EngineContext
-    _ledger: TrafficStats
+    _traffic_stats: TrafficStats
     _agreement: Agreement
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine(nn.Module):
         config: Config,
         scheduler: Scheduler,
         context: EngineContext,
-        ledger: TrafficStats,
+        traffic_stats: TrafficStats,
         agreement: Agreement,
         builder: UnitBuilder,
     ) -> None:
@@ -85,7 +85,12 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.global_samples = 0
         self.training_dataloader: ShardedLoader | UserDataLoader | None = None
-        self._scheduler, self._context, self._ledger, self._agreement = scheduler, context, ledger, agreement
+        self._scheduler, self._context, self._traffic_stats, self._agreement = (
+            scheduler,
+            context,
+            traffic_stats,
+            agreement,
+        )
         self._builder = builder
         self._fingerprint = ModelFingerprint(model)
         self._handles = {unit: attach(scheduler, unit) for unit in scheduler.units}
@@ -113,7 +118,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are moved to the engine's device and, in mixed precision, to the compute dtype."""
-        if torch.compiler.is_compiling() and any(unit.releasable for unit in self._scheduler.units):
+        if torch.compiler.is_compiling() and any(unit.resharding_groups for unit in self._scheduler.units):
             return uncompiled(self, args, kwargs)
         if self._join is not None and torch.is_grad_enabled():
             self._join.begin(args, kwargs)
@@ -159,11 +164,11 @@ class Engine(nn.Module):
         divided = contextlib.nullcontext() if scale_wrt_gas else reducer.without_division()
         try:
             with self._context.failing_together("backward"), scaled, divided:
-                reducer.views.unhang()
+                reducer.views.detach()
                 begin = loss if self._model_scale is None else loss.float() * scale.value
                 begin.backward(retain_graph=retain_graph, create_graph=create_graph)
         except BaseException:
-            reducer.views.hang()  # gradients computed so far can be dropped like any others
+            reducer.views.attach()  # gradients computed so far can be dropped like any others
             raise
         if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
@@ -267,11 +272,11 @@ class Engine(nn.Module):
 
     def memory(self) -> MemoryReport:
         """Return the bytes that this rank holds, now and at the peak, by state, unit and tier."""
-        return self._context.account.report()
+        return self._context.memory_stats.report()
 
     def traffic(self) -> TrafficReport:
         """Return the bytes that this rank received during the last optimizer step, by collective."""
-        return self._ledger.last
+        return self._traffic_stats.last
 
     def trim(self) -> None:
         """Release freed memory that the caching allocator holds, so that other processes can use it."""
@@ -353,7 +358,7 @@ class Engine(nn.Module):
         look(self._scheduler.units)
         has_changed = not self._fingerprint.matches()
         for unit in self._scheduler.units:
-            has_changed = has_changed or unit.misfit
+            has_changed = has_changed or unit.needs_rebuild
         if has_changed:
             self._refit(keep_frozen_state=True)
 

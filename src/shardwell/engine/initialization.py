@@ -110,10 +110,10 @@ def initialize(
         )
         settings = settle_precision(asked, model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
-        context, ledger = _context(home, world, settings, agreement)
+        context, traffic_stats = _context(home, world, settings, agreement)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
-        engine = _engine(model, settings, recipe, context, ledger)
+        engine = _engine(model, settings, recipe, context, traffic_stats)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
@@ -125,7 +125,11 @@ def initialize(
 
 
 def _engine(
-    model: nn.Module, settings: Config, recipe: OptimizerFactory | None, context: EngineContext, ledger: TrafficStats
+    model: nn.Module,
+    settings: Config,
+    recipe: OptimizerFactory | None,
+    context: EngineContext,
+    traffic_stats: TrafficStats,
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
     agreement = context.world.agreement
@@ -134,7 +138,7 @@ def _engine(
     check_alike(context.world, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
-    context = _open_nodes(context, settings, ledger, agreement)
+    context = _open_nodes(context, settings, traffic_stats, agreement)
     offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = _with_tiers(context, settings, offload)
     before = ModelBefore(model)
@@ -156,7 +160,7 @@ def _engine(
         lambda given: factory_for(given, model, None, None, context.device),
         recipe,
     )
-    engine = Engine(model, settings, scheduler, context, ledger, agreement, builder)
+    engine = Engine(model, settings, scheduler, context, traffic_stats, agreement, builder)
     engine.offload, engine._before = offload, before
     _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
@@ -188,7 +192,7 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
     zero = settings.zero_optimization
     prefetches = zero.stage3_prefetch_bucket_size > 0
     limits = PrefetchLimits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
-    below = [unit.numel for unit in units if unit.releasable and unit.name]
+    below = [unit.numel for unit in units if unit.resharding_groups and unit.name]
     needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root stays unsharded
     if context.world.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
         logging.getLogger("shardwell").warning(
@@ -208,9 +212,9 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
 def _context(
     home: Device, world: RankGroup, settings: Config, agreement: Agreement
 ) -> tuple[EngineContext, TrafficStats]:
-    account, ledger = MemoryStats(), TrafficStats()
-    scratch = TemporaryBuffers(home, account)
-    everyone = Collectives(world, home, ledger, scratch)
+    memory_stats, traffic_stats = MemoryStats(), TrafficStats()
+    temporary = TemporaryBuffers(home, memory_stats)
+    everyone = Collectives(world, home, traffic_stats, temporary)
     routes = {Axis.WORLD: everyone}
 
     def cut_links() -> None:
@@ -222,21 +226,25 @@ def _context(
     nodes = replace(world, node_size=ranks_per_node(everyone))
     hops = None
     if nodes.has_nodes:
-        inside, across = (Collectives(mesh, home, ledger, scratch) for mesh in (node_mesh(nodes), across_mesh(nodes)))
+        inside, across = (
+            Collectives(mesh, home, traffic_stats, temporary) for mesh in (node_mesh(nodes), across_mesh(nodes))
+        )
         inside.agreement = across.agreement = agreement
         hops = NodeHops(inside, across)
     everyone.use_nodes(nodes, hops)
     asked = settings.zero_optimization.zero_hpz_partition_size
     if asked != "auto" and _ranks_per_copy(settings, world.size):
         everyone.set_nodes(_with_nodes(nodes, asked))
-    return EngineContext(home, account, scratch, routes), ledger
+    return EngineContext(home, memory_stats, temporary, routes), traffic_stats
 
 
-def _open_nodes(context: EngineContext, settings: Config, ledger: TrafficStats, agreement: Agreement) -> EngineContext:
+def _open_nodes(
+    context: EngineContext, settings: Config, traffic_stats: TrafficStats, agreement: Agreement
+) -> EngineContext:
     """Return the context with this rank's node, if its ranks hold a secondary shard of the parameters (hpZ)."""
     mesh = context.world.mesh
     if _ranks_per_copy(settings, mesh.size):
-        route = Collectives(node_mesh(mesh), context.device, ledger, context.scratch)
+        route = Collectives(node_mesh(mesh), context.device, traffic_stats, context.temporary)
         route.agreement = agreement
         context.comm[Axis.NODE] = route  # in place: the links that a failing rank cuts are found there
     return replace(context)  # with the roles of what it has now
@@ -275,7 +283,7 @@ def _with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) 
         return context
     from shardwell.offload.storage import OffloadTiers
 
-    tiers = OffloadTiers(context.device, context.account, context.scratch, context.world.mesh.size, disk)
+    tiers = OffloadTiers(context.device, context.memory_stats, context.temporary, context.world.mesh.size, disk)
     if disk is not None and context.world.agreement is not None:
         disk.tell = context.world.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
     block = settings.zero_optimization.offload_param
@@ -313,7 +321,7 @@ def _groups(
 ) -> list[ShardedGroup]:
     zero, own = settings.zero_optimization, settings.shardwell
     place = places.offload.places[one.name]
-    wish = SpecOverrides(
+    overrides = SpecOverrides(
         second_copy_in_node=Axis.NODE in context.comm,
         parameter_tier=place.parameters,
         optimizer_tier=place.optimizer,
@@ -327,15 +335,15 @@ def _groups(
     groups = []
     kinds = _kinds(one, settings, recipe, context.world.mesh.size, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
-        row = spec_for(
+        spec = spec_for(
             zero.stage,
             persistent=kind.persistent,
             num_ranks=context.world.mesh.size,
             shard_at_world_one=own.shard_at_world_one,
-            wish=wish.of(kind.precision.compute, kind.trains),
+            overrides=overrides.of(kind.precision.compute, kind.trains),
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
-        groups.append(ShardedGroup(name, one.name, members, row, kind.precision, context))
+        groups.append(ShardedGroup(name, one.name, members, spec, kind.precision, context))
     return groups
 
 

@@ -43,8 +43,8 @@ def _executor(
     """Choose who performs updates, and connect it with the scheduler."""
     units = [unit for unit in scheduler.units if unit.trainable]
     inner, slices = make_inner(recipe, units, context.world)
-    rows = {group.row for unit in scheduler.units for group in unit.groups}
-    is_plain = all(row.optimizer.tier is Tier.DEVICE and row.commit is CommitPolicy.AFTER_NORM for row in rows)
+    rows = {group.spec for unit in scheduler.units for group in unit.groups}
+    is_plain = all(spec.optimizer.tier is Tier.DEVICE and spec.commit is CommitPolicy.AFTER_NORM for spec in rows)
     if is_plain and not options.eight_bit_moments:  # these are for the host
         return InlineExecutor(inner, slices, context, options.scale)
     from shardwell.offload.host_executor import make_executor

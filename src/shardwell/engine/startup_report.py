@@ -150,7 +150,7 @@ def _resting(memory: MemoryReport, offload: OffloadPlan) -> Note:
     states, formula = offload.states, offload.states.formula
     for name, kinds in states.units.items():
         for kind, numel in kinds.items():
-            row = formula.row(kind, offload.places[name])
+            row = formula.spec(kind, offload.places[name])
             own = formula.share(numel) if row.optimizer.axis is not None else numel
             sizes["optimizer state", row.optimizer.tier] += formula.moments(own, kind, row.optimizer.tier) * kind.trains
             waiting = formula.needs(kind, numel, offload.places[name]) - formula.at_rest(

@@ -57,7 +57,7 @@ def describe_units(units: Sequence[Unit], memory: MemoryReport) -> tuple[UnitInf
 
 def _tiers(groups: Sequence[ShardedGroup]) -> dict[str, str]:
     places = {
-        StateKind.PARAMETERS: [group.row.parameters.tier for group in groups],
-        StateKind.OPTIMIZER: [group.row.optimizer.tier for group in groups if group.trainable],
+        StateKind.PARAMETERS: [group.spec.parameters.tier for group in groups],
+        StateKind.OPTIMIZER: [group.spec.optimizer.tier for group in groups if group.trainable],
     }
     return {state.value: max(tiers, key=_DEPTHS.index).value for state, tiers in places.items() if tiers}

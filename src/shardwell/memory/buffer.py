@@ -78,14 +78,14 @@ class FlatBuffer:
     def __init__(
         self,
         device: Device,
-        account: MemoryStats,
+        memory_stats: MemoryStats,
         entry: tuple[StateKind, str, Tier],
         numel: int,
         dtype: torch.dtype,
         *,
         pinned: bool = False,
     ) -> None:
-        self._stats, self._entry = account, entry
+        self._stats, self._entry = memory_stats, entry
         if pinned:
             self.tensor = device.pinned(numel * dtype.itemsize).view(dtype)
         else:
@@ -93,7 +93,7 @@ class FlatBuffer:
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
         self.is_seen = False  # `present` is False, but other tensors look at the bytes, so they stay allocated
-        account.add(*entry, self.nbytes)
+        memory_stats.add(*entry, self.nbytes)
 
     def allocate(self) -> None:
         """Allocate the bytes again, uninitialised."""
@@ -145,9 +145,9 @@ class TemporaryBuffers:
     here is counting. Parameters are never allocated here: autograd may hold views of them.
     """
 
-    def __init__(self, device: Device, account: MemoryStats) -> None:
+    def __init__(self, device: Device, memory_stats: MemoryStats) -> None:
         self._device = device
-        self._stats = account
+        self._stats = memory_stats
         self._out: dict[int, tuple[Tensor, StateKind, str]] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:

@@ -104,7 +104,7 @@ class AutoCommit:
 
     def enter(self, unit: Unit) -> None:
         """Apply the decision to the groups of a unit that have the "auto" commit policy."""
-        groups = [group for group in unit.trainable if group.row.commit is CommitPolicy.AUTO]
+        groups = [group for group in unit.trainable if group.spec.commit is CommitPolicy.AUTO]
         if groups:
             self._groups[unit.index] = unit, groups
             self._apply(unit, groups)

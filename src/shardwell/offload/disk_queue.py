@@ -140,16 +140,16 @@ _choices: dict[tuple[object, ...], IoEngineChoice] = {}
 
 def choose(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
     """Return the engine that was asked for, or the fastest one."""
-    wish, source = settings.engine, "engine"
-    if wish == "auto" and (named := os.environ.get("SHARDWELL_IO")):
-        wish, source = named, "SHARDWELL_IO"
+    overrides, source = settings.engine, "engine"
+    if overrides == "auto" and (named := os.environ.get("SHARDWELL_IO")):
+        overrides, source = named, "SHARDWELL_IO"
         if named not in ENGINES:
             raise ShardwellError(f"SHARDWELL_IO: found '{named}', expected one of {', '.join(ENGINES)}, or nothing")
     reasons = unusable()
-    if wish != "auto":
-        if wish in reasons:
-            raise ShardwellError(f"{source}: '{wish}' cannot be used here ({reasons[wish]}); use another one")
-        return IoEngineChoice(wish, f"{source} says so")
+    if overrides != "auto":
+        if overrides in reasons:
+            raise ShardwellError(f"{source}: '{overrides}' cannot be used here ({reasons[overrides]}); use another one")
+        return IoEngineChoice(overrides, f"{source} says so")
     if "threads" in reasons:
         return IoEngineChoice("python", reasons["threads"])
     if "io_uring" in reasons:

@@ -33,7 +33,7 @@ _MOST_NAMES = 8  # unit names in a message
 
 def commit_of(unit: Unit) -> CommitPolicy:
     """Return the commit policy of a unit: that of its groups that are not persistent, if there are any."""
-    commits = {group.row.commit for group in unit.trainable} - {CommitPolicy.AFTER_NORM}
+    commits = {group.spec.commit for group in unit.trainable} - {CommitPolicy.AFTER_NORM}
     return next(iter(commits), CommitPolicy.AFTER_NORM)
 
 
@@ -93,7 +93,7 @@ class EarlyExecutor(InlineExecutor):
         if self._may_update([norm for norm, _ in norms]):
             self._update([unit], None, set())
         for group in dict.fromkeys(shard.group for shard in shards):
-            self._context.scratch.free(group.gradients.discard_result())
+            self._context.temporary.free(group.gradients.discard_result())
 
     def _may_update(self, norms: list[Tensor]) -> bool:
         """Whether to update a unit; where the kernels read the overflow flag on the device, the host does not wait."""
@@ -314,7 +314,7 @@ class PartialUpdateReport:
     def note(self, norms_at_once: Callable[[Unit, ParamSlice], list[Norm] | None]) -> None:
         """Record the start of a step: a slice was updated immediately if its norms are finite; None: it waits."""
         units = self._slices.units
-        commits = {group.row.commit for unit in units for group in unit.trainable}
+        commits = {group.spec.commit for unit in units for group in unit.trainable}
         self._noted = [
             (unit.name or "(root)", [norms_at_once(unit, s) for s in self._slices.of(unit) if s.label >= 0])
             for unit in (units if CommitPolicy.IMMEDIATE in commits else ())

@@ -50,7 +50,7 @@ class GradientOffloader:
         self._context, self._worker, self._threads = context, worker, threads
         self._transfers: dict[int, GradientTransfer] = {}  # by unit: gradients that no update has taken yet
         self._leaving: deque[tuple[Event | TaskHandle, Tensor]] = deque()  # device memory that copies still read
-        self.pinned = PinnedAllocator(context.device, context.account)
+        self.pinned = PinnedAllocator(context.device, context.memory_stats)
         self.largest = max(
             sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
         )
@@ -70,17 +70,19 @@ class GradientOffloader:
     def enter(self, unit: Unit) -> None:
         """Add a unit."""
         for group in unit.trainable:
-            group.gradients.hands_over = group.is_stepped_on_host and group.row.reduce_at is ReduceAt.MICRO_STEP
+            group.gradients.accumulates_elsewhere = (
+                group.is_stepped_on_host and group.spec.reduce_at is ReduceAt.MICRO_STEP
+            )
 
     def leave(self, group: ShardedGroup) -> None:
         """Remove a group whose state will be stored elsewhere."""
-        group.gradients.hands_over = False
+        group.gradients.accumulates_elsewhere = False
         if self._swapper is not None:
             self._swapper.leave(group.unit)
         self._free_kept(group.unit)
         total = self._totals.pop(group, None)
         if total is not None:
-            self._context.account.remove(StateKind.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
+            self._context.memory_stats.remove(StateKind.GRADIENTS, group.unit, Tier.HOST, total.nbytes)
 
     def forget(self) -> None:
         """Drop the gradients of this boundary; the next micro-step begins new sums."""
@@ -176,7 +178,7 @@ class GradientOffloader:
                 passed.wait()
             elif not passed.has_passed:
                 return
-            self._context.scratch.free(memory)
+            self._context.temporary.free(memory)
             self._leaving.popleft()
 
     def take(self, unit: Unit, found: dict[ShardedGroup, Tensor]) -> tuple[GradientTransfer, list[TaskHandle]]:
@@ -245,7 +247,7 @@ class GradientOffloader:
 
     def _free(self, gradients: dict[ShardedGroup, Tensor]) -> None:
         for memory in gradients.values():
-            self._context.scratch.free(memory)
+            self._context.temporary.free(memory)
         self._throttle.remove(sum(_sizes(gradients)))
 
     # ------------------------------------------------------------------------------------------------------ sums
@@ -286,7 +288,7 @@ class GradientOffloader:
         if group not in self._totals:
             self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32, device="cpu")
             size = self._totals[group].numel() * 4
-            self._context.account.add(StateKind.GRADIENTS, group.unit, Tier.HOST, size)
+            self._context.memory_stats.add(StateKind.GRADIENTS, group.unit, Tier.HOST, size)
         return self._totals[group]
 
     def _add(

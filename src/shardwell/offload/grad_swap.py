@@ -35,7 +35,7 @@ NUM_SLOTS = 3  # one that gradients are copied into, two that are written or rea
 class SwappedGradients:
     """The gradients of one unit."""
 
-    chest: SwappedTensors
+    swapped: SwappedTensors
     tensors: dict[ShardedGroup, Tensor] = field(default_factory=dict)  # 1D
     written: TaskHandle | None = None  # the task that swapped them out last
     num_bytes: int = 0  # on disk
@@ -44,7 +44,7 @@ class SwappedGradients:
         """Wait until they are being written and are not in use; raise the error of the swap."""
         if self.written is not None:
             self.written.wait()
-        return self.chest
+        return self.swapped
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GradientSwapper:
     def __init__(self, tier: DiskTier, context: EngineContext, worker: Worker, urgency: int) -> None:
         self._tier, self._context, self._worker, self._urgency = tier, context, worker, urgency
         self._slots = StagingPool(
-            AlignedAllocator(context.device, context.account, pinned=context.device.is_cuda), NUM_SLOTS, 0
+            AlignedAllocator(context.device, context.memory_stats, pinned=context.device.is_cuda), NUM_SLOTS, 0
         )
         self._units: dict[str, SwappedGradients] = {}
         self._in_slot: _InSlot | None = None
@@ -71,7 +71,7 @@ class GradientSwapper:
     @staticmethod
     def has(unit: Unit) -> bool:
         """Return whether the gradients of a unit are stored on disk while they wait."""
-        return any(group.is_stepped_on_host and group.row.gradients.tier is Tier.DISK for group in unit.trainable)
+        return any(group.is_stepped_on_host and group.spec.gradients.tier is Tier.DISK for group in unit.trainable)
 
     def write(
         self, unit: Unit, gradients: dict[ShardedGroup, Tensor], copy: Callable[[dict[ShardedGroup, Tensor]], Event]
@@ -106,12 +106,12 @@ class GradientSwapper:
         in_slot, self._in_slot = self._in_slot, None
         if in_slot is None:
             return
-        chest, slot, added = in_slot.swapped.chest, in_slot.slot, in_slot.added
+        swapped, slot, added = in_slot.swapped.swapped, in_slot.slot, in_slot.added
 
         def put_back() -> None:
             writes: list[DiskTransfer] = []
             try:
-                writes = chest.swap_out(changed=added is None or added.has_succeeded)
+                writes = swapped.swap_out(changed=added is None or added.has_succeeded)
                 if added is not None:
                     added.wait()
             finally:
@@ -140,7 +140,7 @@ class GradientSwapper:
         if swapped is not None:
             with contextlib.suppress(ShardwellError):
                 swapped.ready()
-            swapped.chest.free()
+            swapped.swapped.free()
             self._note(name, swapped, 0)
 
     def _tensors_of(self, unit: Unit) -> dict[ShardedGroup, Tensor]:
@@ -154,23 +154,23 @@ class GradientSwapper:
         swapped = self._units.get(unit.name)
         if swapped is None:
             swapped = self._units[unit.name] = SwappedGradients(
-                SwappedTensors(self._tier, self._context.account, unit.name)
+                SwappedTensors(self._tier, self._context.memory_stats, unit.name)
             )
         if not blank:
             swapped.ready()
         swapped.tensors = {group: _tensor(swapped.tensors.get(group), group, dtype) for group, dtype in wanted.items()}
-        swapped.chest.register(list(swapped.tensors.values()))
+        swapped.swapped.register(list(swapped.tensors.values()))
         self._note(unit.name, swapped, sum(tensor.nbytes for tensor in swapped.tensors.values()))
-        slot = self._slots.take(swapped.chest.num_bytes)
+        slot = self._slots.take(swapped.swapped.num_bytes)
         try:
-            return swapped, swapped.chest.swap_in_to(slot, blank=blank), slot
+            return swapped, swapped.swapped.swap_in_to(slot, blank=blank), slot
         except BaseException:
             self._slots.give(slot, Event())
             raise
 
     def _note(self, name: str, swapped: SwappedGradients, num_bytes: int) -> None:
         swapped.num_bytes = num_bytes
-        self._context.account.set(StateKind.GRADIENTS, name, Tier.DISK, num_bytes)
+        self._context.memory_stats.set(StateKind.GRADIENTS, name, Tier.DISK, num_bytes)
 
 
 def _tensor(before: Tensor | None, group: ShardedGroup, dtype: torch.dtype) -> Tensor:

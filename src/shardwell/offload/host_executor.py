@@ -127,7 +127,7 @@ class HostExecutor:
 
     def _take_gradients(self, unit: Unit, *, is_complete: bool) -> None:
         """Copy a unit's reduced gradients of this boundary to the host, and update the unit if it need not wait."""
-        commit = next((group.row.commit for group in unit.trainable if group.is_stepped_on_host), None)
+        commit = next((group.spec.commit for group in unit.trainable if group.is_stepped_on_host), None)
         if commit is None:
             return
         self.queue.revoke(unit)  # a gradient came late: the update was computed without it
@@ -152,7 +152,7 @@ class HostExecutor:
         assert shard.gradient is not None
         if not self.queue.offloader.accumulates(shard.group):
             return norm_of(shard)
-        return self.queue.offloader.norm_later(shard.group, shard.gradient), shard.group.row.gradients.axis is None
+        return self.queue.offloader.norm_later(shard.group, shard.gradient), shard.group.spec.gradients.axis is None
 
     def _start_ahead(self, unit: Unit, commit: CommitPolicy) -> None:
         """Queue a unit's update before the norm is known."""
@@ -215,7 +215,7 @@ class HostExecutor:
         """Return the norms that allow an immediate update of a slice if they are finite; None if it waits."""
         if not shard.group.is_stepped_on_host:
             return self.device.norms_at_once(unit, shard)
-        commits = {group.row.commit for group in unit.trainable if group.is_stepped_on_host}
+        commits = {group.spec.commit for group in unit.trainable if group.is_stepped_on_host}
         if CommitPolicy.IMMEDIATE not in commits or not self.queue.is_queued(unit):
             return None
         return [norm for norm, _ in self._norms[unit.index]]

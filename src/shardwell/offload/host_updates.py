@@ -390,7 +390,7 @@ class HostUpdateQueue:
         shadow = self.shadows.get(job.unit.index)
         if shadow is None or not shadow.fits(job.shards):
             self.drop_shadow(job.unit)
-            shadow = SpeculativeState(job.unit, job.shards, self._states, self._context.account)
+            shadow = SpeculativeState(job.unit, job.shards, self._states, self._context.memory_stats)
             self.shadows[job.unit.index] = shadow
         return shadow
 

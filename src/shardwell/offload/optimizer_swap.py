@@ -42,9 +42,9 @@ class UpdateBuffer:
     """The memory that holds a unit's master weights and state during its update."""
 
     memory: Tensor
-    chests: list[SwappedTensors] = field(default_factory=list)
+    all_swapped: list[SwappedTensors] = field(default_factory=list)
     reads: list[DiskTransfer] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # bytes of the memory that each of `chests` takes
+    sizes: list[int] = field(default_factory=list)  # bytes of the memory that each of `all_swapped` takes
     used_up: set[SwappedTensors] = field(default_factory=set)  # swapped tensors that are not needed again
 
     def wait(self) -> None:
@@ -60,9 +60,9 @@ class OptimizerSwapper:
         self, tier: DiskTier, inner: Optimizer, shards: ParamSlices, context: EngineContext, num_buffers: int
     ) -> None:
         self._tier, self._inner, self._shards, self._context = tier, inner, shards, context
-        self._chests: dict[int, SwappedTensors] = {}  # by unit
+        self._by_unit: dict[int, SwappedTensors] = {}  # by unit
         self._num_buffers = max(FEWEST_SEATS, num_buffers)
-        self._buffers = StagingPool(AlignedAllocator(context.device, context.account), self._num_buffers, 0)
+        self._buffers = StagingPool(AlignedAllocator(context.device, context.memory_stats), self._num_buffers, 0)
         self.free_buffers = threading.Semaphore(self._num_buffers)
         self._ready: dict[int, UpdateBuffer] = {}  # by unit: buffers that were filled ahead
         self._lock = threading.Lock()  # guards `_ready`
@@ -78,7 +78,7 @@ class OptimizerSwapper:
     def add(self, unit: Unit) -> None:
         """Store the state that a unit has now. New tensors are written, unless they are blank."""
         if self.has(unit):
-            self._chest_of(unit).register(list(self._tensors(unit)))
+            self._swapped_of(unit).register(list(self._tensors(unit)))
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Store state that other code gave the optimizer; the tensors of that code keep their memory."""
@@ -101,33 +101,33 @@ class OptimizerSwapper:
         if not self.has(unit):
             yield
             return
-        chest = self._chest_of(unit)
-        chest.open()
+        swapped = self._swapped_of(unit)
+        swapped.open()
         try:
             yield
         finally:
             try:
                 if changes:
-                    chest.register(list(self._tensors(unit)))
+                    swapped.register(list(self._tensors(unit)))
             finally:
-                chest.close(changed=changes)
+                swapped.close(changed=changes)
 
     def restore(self, unit: Unit) -> None:
         """Leave a unit's state in ordinary memory permanently."""
         if self.has(unit):
-            self._chest_of(unit).restore()
-            del self._chests[unit.index]
+            self._swapped_of(unit).restore()
+            del self._by_unit[unit.index]
 
     def forget(self, unit: Unit) -> None:
         """Discard a unit's state."""
-        chest = self._chests.pop(unit.index, None)
-        if chest is not None:
-            chest.free()
+        swapped = self._by_unit.pop(unit.index, None)
+        if swapped is not None:
+            swapped.free()
 
-    def _chest_of(self, unit: Unit) -> SwappedTensors:
-        if unit.index not in self._chests:
-            self._chests[unit.index] = SwappedTensors(self._tier, self._context.account, unit.name)
-        return self._chests[unit.index]
+    def _swapped_of(self, unit: Unit) -> SwappedTensors:
+        if unit.index not in self._by_unit:
+            self._by_unit[unit.index] = SwappedTensors(self._tier, self._context.memory_stats, unit.name)
+        return self._by_unit[unit.index]
 
     def _tensors(self, unit: Unit) -> Iterator[Tensor]:
         for shard in self._shards.of(unit):
@@ -154,7 +154,7 @@ class OptimizerSwapper:
         def size(group: ShardedGroup) -> int:
             numel = group.own[1] - group.own[0] if swapped_masters(group) is not None else 0
             state = [numel, Moment8bit.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
-            parameters = sum(chest.num_bytes for chest in swapped_tensors(group))
+            parameters = sum(swapped.num_bytes for swapped in swapped_tensors(group))
             return parameters + len(kernel.keys) * sum(rounded(part) for part in state)
 
         self._buffers.at_least(max(sum(size(group) for group in unit.trainable) for unit in units))
@@ -166,12 +166,12 @@ class OptimizerSwapper:
         if is_idle or not self.has(unit):
             self.free_buffers.release()
             return
-        chests = self._state_chests(unit)
-        buffer = self._taken(sum(chest.num_bytes for chest in chests))
-        self._fill(buffer, chests[:1])
-        self._fill(buffer, chests[1:], waits=False)  # a holder of these may be waiting for the first
-        for chest in chests:
-            chest.reclaim = partial(self.cancel_prefetch, unit.index)
+        all_swapped = self._swapped_state(unit)
+        buffer = self._taken(sum(swapped.num_bytes for swapped in all_swapped))
+        self._fill(buffer, all_swapped[:1])
+        self._fill(buffer, all_swapped[1:], waits=False)  # a holder of these may be waiting for the first
+        for swapped in all_swapped:
+            swapped.reclaim = partial(self.cancel_prefetch, unit.index)
         with self._lock:
             self._ready[unit.index] = buffer
 
@@ -189,8 +189,8 @@ class OptimizerSwapper:
         """Take back a buffer that was filled ahead."""
         with self._lock:
             buffer = self._ready.pop(index, None)
-        for chest in buffer.chests if buffer is not None else ():
-            chest.reclaim = None
+        for swapped in buffer.all_swapped if buffer is not None else ():
+            swapped.reclaim = None
         return buffer
 
     def acquire(self, unit: Unit, shards: list[ParamSlice], gradients: SwappedTensors | None = None) -> UpdateBuffer:
@@ -199,17 +199,17 @@ class OptimizerSwapper:
         The call waits until a buffer is free. Gradients that wait on disk are read into it too.
         """
         blank = {
-            shard.chest
+            shard.swapped
             for group in unit.trainable
             if (shard := swapped_shard(group)) is not None and group.split_master is None and _all_of(group, shards)
         }  # parameters that are overwritten completely
-        state = self._state_chests(unit)
-        pages = [shard.chest for group in unit.trainable if (shard := swapped_shard(group)) is not None]
+        state = self._swapped_state(unit)
+        pages = [shard.swapped for group in unit.trainable if (shard := swapped_shard(group)) is not None]
         waiting = [gradients] if gradients is not None else []
-        size = sum(chest.num_bytes for chest in (*state, *pages, *waiting))
+        size = sum(swapped.num_bytes for swapped in (*state, *pages, *waiting))
         buffer = self._take_prefetched(unit.index)
         if buffer is not None and (
-            buffer.sizes != [chest.num_bytes for chest in state] or buffer.memory.numel() < size
+            buffer.sizes != [swapped.num_bytes for swapped in state] or buffer.memory.numel() < size
         ):
             self.release(buffer, changed=False)
             buffer = None
@@ -223,13 +223,13 @@ class OptimizerSwapper:
         self._fill(buffer, waiting)
         return buffer
 
-    def _state_chests(self, unit: Unit) -> list[SwappedTensors]:
+    def _swapped_state(self, unit: Unit) -> list[SwappedTensors]:
         """Return the swapped tensors of state and master weights.
 
         State comes first: code that slices both has the state open, and so no other thread moves its master weights.
         """
-        masters = [chest for group in unit.trainable if (chest := swapped_masters(group)) is not None]
-        return [self._chest_of(unit), *masters] if self.has(unit) else masters
+        masters = [swapped for group in unit.trainable if (swapped := swapped_masters(group)) is not None]
+        return [self._swapped_of(unit), *masters] if self.has(unit) else masters
 
     def _taken(self, num_bytes: int) -> UpdateBuffer:
         """Return an empty update buffer; the caller has acquired `free_buffers`."""
@@ -242,19 +242,19 @@ class OptimizerSwapper:
     def _fill(
         self,
         buffer: UpdateBuffer,
-        chests: Iterable[SwappedTensors],
+        all_swapped: Iterable[SwappedTensors],
         blank: Collection[SwappedTensors] = (),
         *,
         waits: bool = True,
     ) -> None:
         """Start to swap tensors into the rest of an update buffer; tensors in `blank` are not read."""
         try:
-            for chest in chests:
-                start, size = sum(buffer.sizes), chest.num_bytes
+            for swapped in all_swapped:
+                start, size = sum(buffer.sizes), swapped.num_bytes
                 buffer.reads.extend(
-                    chest.swap_in_to(buffer.memory[start : start + size], blank=chest in blank, waits=waits)
+                    swapped.swap_in_to(buffer.memory[start : start + size], blank=swapped in blank, waits=waits)
                 )
-                buffer.chests.append(chest)
+                buffer.all_swapped.append(swapped)
                 buffer.sizes.append(size)
         except BaseException:
             self.release(buffer, changed=False)
@@ -264,14 +264,14 @@ class OptimizerSwapper:
         """Swap out what an update buffer holds, and write it if it changed; the buffer is free when that has ended."""
         transfers = list(buffer.reads)
 
-        def put_back(chest: SwappedTensors) -> None:
-            transfers.extend(chest.swap_out(changed=changed and chest not in buffer.used_up))
+        def put_back(swapped: SwappedTensors) -> None:
+            transfers.extend(swapped.swap_out(changed=changed and swapped not in buffer.used_up))
 
         with contextlib.ExitStack() as last_first:  # all of it, even if a disk fails
             last_first.callback(self.free_buffers.release)
             last_first.callback(lambda: self._buffers.give(buffer.memory, AllOf(transfers)))
-            for chest in buffer.chests:
-                last_first.callback(put_back, chest)
+            for swapped in buffer.all_swapped:
+                last_first.callback(put_back, swapped)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -81,14 +81,14 @@ class ReadBuffers:
 class SwappedShard:
     """One tensor on disk. Only one thread may use it at a time; its `chest` may be used by several."""
 
-    def __init__(self, pages: ReadBuffers, chest: SwappedTensors) -> None:
-        self.chest = chest
+    def __init__(self, pages: ReadBuffers, swapped: SwappedTensors) -> None:
+        self.swapped = swapped
         self._pages = pages
         self._coming: tuple[Tensor, list[DiskTransfer]] | None = None
 
     def expect(self) -> bool:
         """Start to read it ahead, if a slot is free and the tensor is neither in use nor still being written."""
-        if self._coming is not None or not self._pages.has_room or self.chest.is_busy:
+        if self._coming is not None or not self._pages.has_room or self.swapped.is_busy:
             return False
         self._coming = self._begin()
         self._pages.num_ahead += 1
@@ -100,9 +100,9 @@ class SwappedShard:
         return self._coming is not None and all(transfer.has_succeeded for transfer in self._coming[1])
 
     def _begin(self) -> tuple[Tensor, list[DiskTransfer]]:
-        slot = self._pages.slots.take(self.chest.num_bytes)
+        slot = self._pages.slots.take(self.swapped.num_bytes)
         try:
-            return slot, self.chest.swap_in_to(slot, urgent=True)
+            return slot, self.swapped.swap_in_to(slot, urgent=True)
         except BaseException:
             self._pages.slots.give(slot, Event())
             raise
@@ -123,7 +123,7 @@ class SwappedShard:
             self.give(slot, AllOf(reads))
             raise
         finally:
-            self.chest.swap_out(changed=False)
+            self.swapped.swap_out(changed=False)
         return slot
 
     def give(self, slot: Tensor, after: Waitable) -> None:
@@ -137,5 +137,5 @@ class SwappedShard:
             self._pages.num_ahead -= 1
             for transfer in reads:
                 transfer.synchronize()
-            self.chest.swap_out(changed=False)
+            self.swapped.swap_out(changed=False)
             self.give(slot, AllOf(reads))

@@ -84,14 +84,14 @@ class StateFormula:
     rest_codec: Codec | None = None  # of frozen parameters
     ranks_per_loss: int = 0  # ranks that split the residual of quantised gradients; 0: it is not kept
 
-    def row(self, kind: GroupKey, place: TierPlacement) -> ShardingSpec:
+    def spec(self, kind: GroupKey, place: TierPlacement) -> ShardingSpec:
         """Return the sharding spec of a group with this placement."""
         return spec_for(
             self.stage,
             persistent=kind.persistent,
             num_ranks=self.num_ranks,
             shard_at_world_one=self.shard_at_world_one,
-            wish=SpecOverrides(
+            overrides=SpecOverrides(
                 self.ranks_per_copy > 0,
                 place.parameters,
                 place.optimizer,
@@ -100,10 +100,10 @@ class StateFormula:
             ).of(kind.precision.compute, kind.trains),
         )
 
-    def shard(self, kind: GroupKey, numel: int, row: ShardingSpec) -> int:
+    def shard(self, kind: GroupKey, numel: int, spec: ShardingSpec) -> int:
         """Return the bytes of a rank's shard of the parameters, as they are transferred."""
-        if row.storage_codec is not None:
-            return row.storage_codec.num_bytes(self.share(numel))
+        if spec.storage_codec is not None:
+            return spec.storage_codec.num_bytes(self.share(numel))
         return self.share(numel) * kind.precision.compute.itemsize
 
     def share(self, numel: int) -> int:
@@ -118,23 +118,23 @@ class StateFormula:
 
     def at_rest(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
         """Return the bytes of parameters, master weights and optimizer state that a group holds between steps."""
-        row = self.row(kind, place)
-        stored = state_bytes(form_of(row, kind.precision, kind.trains), row, kind.precision, numel, self.num_ranks)
+        spec = self.spec(kind, place)
+        stored = state_bytes(form_of(spec, kind.precision, kind.trains), spec, kind.precision, numel, self.num_ranks)
         if not kind.trains:
-            return total([stored, self.second_copy(kind, numel, row)])
-        own = self.share(numel) if row.optimizer.axis is not None else numel
-        stored[row.optimizer.tier] += self.moments(own, kind, row.optimizer.tier)
+            return total([stored, self.second_copy(kind, numel, spec)])
+        own = self.share(numel) if spec.optimizer.axis is not None else numel
+        stored[spec.optimizer.tier] += self.moments(own, kind, spec.optimizer.tier)
         return stored
 
-    def second_copy(self, kind: GroupKey, numel: int, row: ShardingSpec) -> Bytes:
+    def second_copy(self, kind: GroupKey, numel: int, spec: ShardingSpec) -> Bytes:
         """Return the bytes of the secondary shard.
 
         It exists from a forward to the next update, and permanently for frozen parameters.
         """
-        if row.secondary is None:
+        if spec.secondary is None:
             return Counter()
-        if row.storage_codec is not None:
-            return Counter({Tier.DEVICE: -(-self.num_ranks * self.shard(kind, numel, row) // self.ranks_per_copy)})
+        if spec.storage_codec is not None:
+            return Counter({Tier.DEVICE: -(-self.num_ranks * self.shard(kind, numel, spec) // self.ranks_per_copy)})
         return Counter({Tier.DEVICE: -(-numel // self.ranks_per_copy) * kind.precision.compute.itemsize})
 
     def needs(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
@@ -145,23 +145,23 @@ class StateFormula:
         found = self.at_rest(kind, numel, place)
         if not kind.trains:
             return found
-        row, own = self.row(kind, place), self.share(numel)
-        found.update(self.second_copy(kind, numel, row))
+        spec, own = self.spec(kind, place), self.share(numel)
+        found.update(self.second_copy(kind, numel, spec))
         if self.ranks_per_loss and not kind.persistent:
             found[Tier.DEVICE] += -(-numel // self.ranks_per_loss) * _FP32
-        if row.optimizer.tier is Tier.DEVICE:
+        if spec.optimizer.tier is Tier.DEVICE:
             if self.accumulates or self.commit is not CommitPolicy.IMMEDIATE or kind.persistent:
                 waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
                 found[Tier.DEVICE] += own * waiting.itemsize
             return found
         found[place.gradients] += self.waiting(kind, numel, place)
-        if self.commit is CommitPolicy.SPECULATIVE and row.optimizer.tier is Tier.HOST:
+        if self.commit is CommitPolicy.SPECULATIVE and spec.optimizer.tier is Tier.HOST:
             found[Tier.HOST] += self.stepped(kind, numel, place)
         return found
 
     def waiting(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
         """Return the bytes of gradients that wait, below the device, for the norm or for more micro-steps."""
-        if self.row(kind, place).optimizer.tier is Tier.DEVICE or not kind.trains:
+        if self.spec(kind, place).optimizer.tier is Tier.DEVICE or not kind.trains:
             return 0
         if self.accumulates:
             return self.share(numel) * _FP32
@@ -169,7 +169,7 @@ class StateFormula:
 
     def stepped(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
         """Return the bytes of master weights and optimizer state that are stepped below the device."""
-        tier, own = self.row(kind, place).optimizer.tier, self.share(numel)
+        tier, own = self.spec(kind, place).optimizer.tier, self.share(numel)
         if tier is Tier.DEVICE or not kind.trains:
             return 0
         return own * kind.precision.master.itemsize + self.moments(own, kind, tier)
@@ -214,7 +214,7 @@ class ModelStates:
         """Return the bytes of a rank's shard of a unit's parameters, as they are transferred."""
         formula = self.formula
         return sum(
-            formula.shard(kind, numel, formula.row(kind, TierPlacement())) for kind, numel in self.units[name].items()
+            formula.shard(kind, numel, formula.spec(kind, TierPlacement())) for kind, numel in self.units[name].items()
         )
 
     def sent(self, name: str, place: TierPlacement) -> int:

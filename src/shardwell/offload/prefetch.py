@@ -34,7 +34,7 @@ class HostToDeviceLink:
         if len(ahead) < self.distance:
             return
         if self._room.admits(ahead[-1], order, self._num_ranks) and ahead[-1].prefetch_to_device():
-            self._record(TraceAction.LIFT, ahead[-1])
+            self._record(TraceAction.HOST_TO_DEVICE, ahead[-1])
 
     def cancel(self) -> None:
         """Drop all copies that were not used."""
@@ -65,7 +65,7 @@ class DiskLink:
         self._order, self._in_use = order, order.last
         for unit in order.following(self.distance):
             if unit.prefetch_from_disk():
-                self._record(TraceAction.READ, unit)
+                self._record(TraceAction.DISK_READ, unit)
 
     def cancel(self) -> None:
         """Drop what was read and not used."""

@@ -51,20 +51,22 @@ def _is_same(one: Any, other: Any) -> bool:
 class SpeculativeState:
     """The memory that a unit's speculative update writes to; a commit swaps it with the live memory."""
 
-    def __init__(self, unit: Unit, shards: list[ParamSlice], states: dict[Tensor, Any], account: MemoryStats) -> None:
+    def __init__(
+        self, unit: Unit, shards: list[ParamSlice], states: dict[Tensor, Any], memory_stats: MemoryStats
+    ) -> None:
         self._shards = shards
         self._masters: dict[ShardedGroup, Tensor] = {
             shard.group: torch.zeros_like(shard.group.master) for shard in shards
         }  # of full groups, including padding
         self.spares = {shard: SpareState(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
         memory = [*self._masters.values(), *(value for spare in self.spares.values() for value in spare.state.values())]
-        self._books = account, unit.name, sum(value.nbytes for value in memory)
-        account.add(StateKind.STAGING, unit.name, Tier.HOST, self._books[2])
+        self._books = memory_stats, unit.name, sum(value.nbytes for value in memory)
+        memory_stats.add(StateKind.STAGING, unit.name, Tier.HOST, self._books[2])
 
     def strike_out(self) -> None:
         """Remove the memory from the statistics. It is freed with the last reference to it."""
-        account, unit, num_bytes = self._books
-        account.remove(StateKind.STAGING, unit, Tier.HOST, num_bytes)
+        memory_stats, unit, num_bytes = self._books
+        memory_stats.remove(StateKind.STAGING, unit, Tier.HOST, num_bytes)
 
     def fits(self, shards: list[ParamSlice]) -> bool:
         """Return whether it was made for these shards; shards can be sliced again."""

@@ -15,8 +15,8 @@ from shardwell.offload.disk_queue import aligned
 class PinnedAllocator:
     """Allocates pinned memory and counts it in the memory statistics."""
 
-    def __init__(self, device: Device, account: MemoryStats) -> None:
-        self._device, self._account = device, account
+    def __init__(self, device: Device, memory_stats: MemoryStats) -> None:
+        self._device, self._account = device, memory_stats
 
     def make(self, num_bytes: int, unit: str = "") -> Tensor:
         """Return a 1D tensor of bytes."""
@@ -34,8 +34,8 @@ class PinnedAllocator:
 class AlignedAllocator(PinnedAllocator):
     """Allocates aligned memory for disk transfers and counts it; it is pinned only if the device takes part."""
 
-    def __init__(self, device: Device, account: MemoryStats, *, pinned: bool = False) -> None:
-        super().__init__(device, account)
+    def __init__(self, device: Device, memory_stats: MemoryStats, *, pinned: bool = False) -> None:
+        super().__init__(device, memory_stats)
         self._is_pinned = pinned
 
     def _allocate(self, num_bytes: int) -> Tensor:

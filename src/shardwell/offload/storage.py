@@ -74,7 +74,7 @@ class TieredStorage:
         self.swapped_masters: SwappedTensors | None = None  # what is stored of the master weights, if it is on disk
         if tier is Tier.DISK and disk is not None and tiers.read_buffers is not None:
             self.swapped_shard = SwappedShard(tiers.read_buffers, SwappedTensors(disk, tiers.stats, unit))
-            self.swapped_shard.chest.register([form.parameters])
+            self.swapped_shard.swapped.register([form.parameters])
         beside = form.beside
         if masters is Tier.DISK and disk is not None and beside is not None:
             if form.form is StorageForm.SEPARATE:  # other forms have slices of a staging buffer only
@@ -101,7 +101,7 @@ class TieredStorage:
     @property
     def swapped_tensors(self) -> list[SwappedTensors]:
         """Return everything that is stored on disk."""
-        shard = [self.swapped_shard.chest] if self.swapped_shard is not None else []
+        shard = [self.swapped_shard.swapped] if self.swapped_shard is not None else []
         return [*shard, *([self.swapped_masters] if self.swapped_masters is not None else [])]
 
     @contextlib.contextmanager

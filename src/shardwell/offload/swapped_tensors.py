@@ -47,10 +47,10 @@ class SwappedTensors:
     """
 
     def __init__(
-        self, tier: DiskTier, account: MemoryStats, unit: str, on_move: Callable[[], None] = lambda: None
+        self, tier: DiskTier, memory_stats: MemoryStats, unit: str, on_move: Callable[[], None] = lambda: None
     ) -> None:
         """`on_move` is called when the tensors get other memory, so that views of them can be made again."""
-        self._tier, self._account, self._unit, self._on_move = tier, account, unit, on_move
+        self._tier, self._account, self._unit, self._on_move = tier, memory_stats, unit, on_move
         self._items: list[_Item] = []
         self._writes: list[DiskTransfer] = []  # writes that may still be in flight
         self._is_free = threading.Semaphore()

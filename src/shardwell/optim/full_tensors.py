@@ -94,7 +94,7 @@ class ShardedFullTensors:
         return SlicePosition(self._shards.numbers[slot.name], slot.shape)
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        if not any(group.row.optimizer.axis for group in self._groups):
+        if not any(group.spec.optimizer.axis for group in self._groups):
             return [sums for _, sums in parts]
         width = _NUM_SUMS
         total = torch.zeros(len(self._shards.numbers), width, dtype=torch.float64, device=self._where)
@@ -130,7 +130,7 @@ class ShardedFullTensors:
         """Yield the parameters of this step that are needed in full, each with the rank of every part."""
         wants_whole: Callable[[dict[str, object]], bool] = self._inner.wants_whole  # type: ignore[attr-defined]
         for group in self._groups:
-            is_split = group.row.optimizer.axis is not None
+            is_split = group.spec.optimizer.axis is not None
             places = [self._comm.shard_index_of(rank) for rank in range(self._comm.mesh.size)]
             held = [list(group.layout.pieces(place)) for place in places] if is_split else []
             for slot in group.layout.slots:

@@ -41,7 +41,7 @@ def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
     assert gradients.result is not None
     gradient = gradients.result[shard.span]
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=wide).double(), shard.group.row.gradients.axis is None
+    return torch.linalg.vector_norm(gradient, dtype=wide).double(), shard.group.spec.gradients.axis is None
 
 
 def sum_of_squares(norms: list[Tensor], device: Device) -> Tensor:

@@ -38,7 +38,7 @@ class GradientView:
     parameter: nn.Parameter
     held: HeldGradient
     gradient: ShardedGradient
-    hangs: bool = False  # since the last backward; the user may have removed it
+    is_attached: bool = False  # since the last backward; the user may have removed it
     leftover: Tensor | None = None  # a gradient from before the engine
 
 
@@ -65,14 +65,14 @@ class NoGradientViews:
         """Return the gradient that autograd has just set."""
         return grad
 
-    def hang_one(self, group: ShardedGroup, index: int) -> None:
+    def attach_one(self, group: ShardedGroup, index: int) -> None:
         """Remove a gradient that the engine has taken over."""
         group.parameters[index].grad = None
 
-    def hang(self) -> None:
+    def attach(self) -> None:
         """Do nothing."""
 
-    def unhang(self, *, has_begun: bool = False) -> None:
+    def detach(self, *, has_begun: bool = False) -> None:
         """Do nothing."""
 
     def clear(self) -> None:
@@ -99,7 +99,7 @@ class GradientViews:
         self._all: list[GradientView] = []
         self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are read before every forward
         self._norms: dict[float, dict[HeldGradient, Tensor]] = {}  # by order of the norm
-        self._hangs = False  # at least one view is in its `p.grad`
+        self._is_attached = False  # at least one view is in its `p.grad`
         self._is_spent = False  # a step of the user's own optimizer used some of them
         self._said: set[str] = set()
         self._has_told = False  # about parameters without gradients
@@ -122,7 +122,7 @@ class GradientViews:
         self.clear()  # those of units that are gone
         self._all = [view for views in self._views.values() for view in views]
         self._parameters = [view.parameter for view in self._all]
-        self._hangs = any(view.hangs for view in self._all)
+        self._is_attached = any(view.is_attached for view in self._all)
         self._is_spent = any(view.held.is_spent for view in self._all)
 
     def _made(self, unit: Unit, group: ShardedGroup, index: int) -> GradientView:
@@ -146,11 +146,11 @@ class GradientViews:
             return incoming
         if incoming is not None:  # autograd made a new tensor of both
             return incoming
-        if view.hangs:  # the user removed the gradient, and autograd began a new one
+        if view.is_attached:  # the user removed the gradient, and autograd began a new one
             self._forget(view)
         return grad
 
-    def hang_one(self, group: ShardedGroup, index: int) -> None:
+    def attach_one(self, group: ShardedGroup, index: int) -> None:
         """Set `p.grad` after the engine has taken a gradient over."""
         view = self._views[group][index]
         parameter = view.parameter
@@ -159,9 +159,9 @@ class GradientViews:
         else:
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.grad = view.gradient
-        view.hangs = self._hangs = True
+        view.is_attached = self._is_attached = True
 
-    def hang(self) -> None:
+    def attach(self) -> None:
         """Set `p.grad` of all parameters whose gradients the engine holds, at the end of a backward."""
         with torch._C.DisableTorchFunctionSubclass():
             for group, views in self._views.items():
@@ -171,16 +171,16 @@ class GradientViews:
                 if all_hang and not self._has_told and not all(gradients.seen):
                     self._tell_of_unseen(views, gradients.seen)
                 for view, seen in zip(views, gradients.seen, strict=True):
-                    if not view.hangs and (seen or all_hang) and view.parameter.grad is None:
+                    if not view.is_attached and (seen or all_hang) and view.parameter.grad is None:
                         view.parameter.grad = view.gradient
-                        view.hangs = self._hangs = True
+                        view.is_attached = self._is_attached = True
         optimizer = self._all[0].unit.optimizer if self._all else None
-        if self._hangs and optimizer is not None:
+        if self._is_attached and optimizer is not None:
             optimizer.hide_slice_gradients()
         self._norms.clear()
 
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
-        if views[0].unit.is_named:
+        if views[0].unit.is_user_unit:
             return  # the user expects it
         self._has_told = True
         names = [view.group.layout.slots[view.index].name for view, was in zip(views, seen, strict=True) if not was]
@@ -193,7 +193,7 @@ class GradientViews:
         )
 
     @torch.no_grad()
-    def unhang(self, *, has_begun: bool = False) -> None:
+    def detach(self, *, has_begun: bool = False) -> None:
         """Remove the views when a backward begins: the engine adds up gradients, and autograd need not.
 
         If the backward has already begun, a tensor in place of a view means nothing yet: it is checked after autograd
@@ -201,11 +201,11 @@ class GradientViews:
         """
         if not has_begun:
             self.take_edits()
-        if not self._hangs:
+        if not self._is_attached:
             return
-        hangs = False
+        is_attached = False
         for view in self._all:
-            if not view.hangs:
+            if not view.is_attached:
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 grad = view.parameter.grad
@@ -215,21 +215,21 @@ class GradientViews:
                 self._forget(view)
             elif grad is view.gradient:
                 view.held.write_back()
-                view.hangs = False
+                view.is_attached = False
                 with torch._C.DisableTorchFunctionSubclass():
                     view.parameter.grad = None
-            hangs = hangs or view.hangs
-        self._hangs = hangs
+            is_attached = is_attached or view.is_attached
+        self._is_attached = is_attached
 
     def clear(self) -> None:
         """Remove all views, because the engine holds no gradients any more."""
         with torch._C.DisableTorchFunctionSubclass():
             for view in self._all:
                 view.parameter.grad = view.leftover = None
-                if view.hangs:
-                    view.hangs = view.held.is_spent = False
+                if view.is_attached:
+                    view.is_attached = view.held.is_spent = False
                     view.held.gathered = None
-        self._hangs = self._is_spent = False
+        self._is_attached = self._is_spent = False
         self._norms.clear()
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class GradientViews:
         """Set the gradients to zero, and return true: a step then uses zeros, as torch's optimizers do."""
         self.take_edits()
         for view in self._all:
-            if view.hangs:
+            if view.is_attached:
                 view.gradient.zero_()
         return True
 
@@ -248,14 +248,14 @@ class GradientViews:
         """
         for view in self._all:
             view.held.forget_whole()
-            view.held.is_spent = view.hangs
+            view.held.is_spent = view.is_attached
             view.leftover = None
         self._is_spent = True
         self._norms.clear()
 
     def _end(self, view: GradientView, is_kept: bool) -> None:
         """End a gradient that a step has used, when a new pass reaches it; `is_kept`: it was not dropped before."""
-        view.held.is_spent = view.hangs = False
+        view.held.is_spent = view.is_attached = False
         if is_kept:
             with torch._C.DisableTorchFunctionSubclass():
                 view.parameter.grad = None
@@ -276,7 +276,7 @@ class GradientViews:
 
         `at_step`: no backward will add to gradients from before the engine, so they are used as they are.
         """
-        grads, has_any = [], self._hangs
+        grads, has_any = [], self._is_attached
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 grad = parameter.grad
@@ -291,9 +291,9 @@ class GradientViews:
         """Take over changes, given what `p.grad` of each parameter is now."""
         if self._is_spent:
             self._end_spent(grads, at_step=at_step)
-        were_dropped = self._hangs
+        were_dropped = self._is_attached
         for view, grad in zip(self._all, grads, strict=True):
-            if view.hangs and grad is not None:
+            if view.is_attached and grad is not None:
                 were_dropped = False
         if were_dropped:
             self._drop_all()
@@ -302,7 +302,7 @@ class GradientViews:
                 if view.held.gathered is not None:
                     view.held.write_back()
             elif grad is None:
-                if view.hangs:
+                if view.is_attached:
                     self._forget(view)
             elif at_step or grad is not view.leftover:
                 self._replace(view, grad)
@@ -310,9 +310,9 @@ class GradientViews:
     def _drop_all(self) -> None:
         """Drop all gradients, because the user has removed all of them."""
         for view in self._all:
-            view.hangs = False
+            view.is_attached = False
             view.held.forget_whole()
-        self._hangs = False
+        self._is_attached = False
         self._norms.clear()
         self._holder.drop_gradients()
 
@@ -329,19 +329,19 @@ class GradientViews:
             if view.held.is_spent and (at_step or grad is not view.gradient):
                 self._end(view, grad is view.gradient)
                 grads[number] = None if grad is view.gradient else grad
-        self._hangs = any(view.hangs for view in self._all)
+        self._is_attached = any(view.is_attached for view in self._all)
         self._is_spent = any(view.held.is_spent for view in self._all)
 
     def _forget(self, view: GradientView) -> None:
         if view.unit.optimizer is not None:
             view.unit.optimizer.executor.gradients_change(view.unit)
         view.group.gradients.forget(view.index)
-        view.hangs = False
+        view.is_attached = False
         view.held.forget_whole()
         self._norms.clear()
 
     def _replace(self, view: GradientView, grad: Tensor) -> None:
-        if view.hangs:
+        if view.is_attached:
             self._forget(view)
         if isinstance(grad, ShardedGradient):  # of another parameter, or an alias of this one
             grad = grad.held.whole()
@@ -377,7 +377,7 @@ class GradientViews:
                 if part is None
                 else _norm(part, order, access.loss_scale, device.torch_device)
             )
-            is_whole.append(view.group.row.gradients.axis is None)
+            is_whole.append(view.group.spec.gradients.axis is None)
         if not parts:
             return {}
         mine = torch.stack(parts)

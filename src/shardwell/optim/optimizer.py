@@ -243,7 +243,7 @@ class ShardedOptimizer(Optimizer):
         self._num_states = len(self.state)
         for unit in self.shards.units:
             for tier, size in bytes_of_state(unit, self.shards, self.state).items():
-                self._context.account.set(StateKind.OPTIMIZER, unit.name, tier, size)
+                self._context.memory_stats.set(StateKind.OPTIMIZER, unit.name, tier, size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, in the format of the inner torch optimizer."""
@@ -287,7 +287,7 @@ class ShardedOptimizer(Optimizer):
             del self.state[tensor]
         for tier in Tier:
             masters = sum(group.master_bytes().get(tier, 0) for group in unit.groups)
-            self._context.account.set(StateKind.OPTIMIZER, unit.name, tier, masters)
+            self._context.memory_stats.set(StateKind.OPTIMIZER, unit.name, tier, masters)
         self._num_states = -1
 
     def move_up(self, free: float) -> list[str]:

@@ -86,7 +86,7 @@ class ParamAccess:
 
     def set_local_master(self, value: Tensor) -> None:
         """Set this rank's part of the master weights; only where no other rank has a copy of it."""
-        if not self._group.row.reshards or self._group.stays_whole:
+        if not self._group.spec.reshards or self._group.stays_unsharded:
             raise ShardwellError(
                 f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
                 "part: use safe_set_full_fp32_param."
@@ -235,7 +235,7 @@ class ParamAccess:
         self._tell()
         gradients = self._group.gradients
         gradients.wait()
-        if gradients.hands_over and self._unit.optimizer is not None:
+        if gradients.accumulates_elsewhere and self._unit.optimizer is not None:
             self._unit.optimizer.executor.reduced(self._unit, at_boundary=False)
         gradients.ensure_readable()
         return gradients.result
@@ -295,7 +295,7 @@ class ParamAccess:
         scalar = self._group.context.device.scalar(0.0, torch.float64)
         if kind:
             scalar.fill_(float(value))
-        world.broadcast(scalar, int(has.argmax()), TrafficKind.GATHER, f"READ {self._slot.name} {key}")
+        world.broadcast(scalar, int(has.argmax()), TrafficKind.ALL_GATHER, f"READ {self._slot.name} {key}")
         return float(scalar)
 
     def _kind_of(self, local: dict[str, Any], key: str) -> float:
@@ -314,11 +314,11 @@ class ParamAccess:
         where = self._group.context.device.torch_device
         mine = text.encode()
         size = torch.tensor([len(mine)], dtype=torch.int64, device=where)
-        world.broadcast(size, source, TrafficKind.GATHER, f"READ {self._slot.name} {what}")
+        world.broadcast(size, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
         letters = torch.zeros(int(size), dtype=torch.uint8, device=where)
         if world.mesh.rank == source and mine:
             letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        world.broadcast(letters, source, TrafficKind.GATHER, f"READ {self._slot.name} {what}")
+        world.broadcast(letters, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
         return bytes(letters.tolist()).decode()
 
     def states(self) -> dict[str, Any]:
@@ -382,7 +382,7 @@ class ParamAccess:
         """Return the full tensor (ND) from the parts of all ranks."""
         group, slot, world = self._group, self._slot, self._group.context.world
         flat = group.context.device.empty(slot.numel, dtype)
-        if group.row.optimizer.axis is None:
+        if group.spec.optimizer.axis is None:
             assert part is not None or slot.numel == 0
             if part is not None:
                 flat.copy_(part)
@@ -393,7 +393,7 @@ class ParamAccess:
                     view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
                     if rank == world.mesh.rank and part is not None:
                         view.copy_(part)
-                    world.broadcast(view, rank, TrafficKind.GATHER, f"READ {slot.name}")
+                    world.broadcast(view, rank, TrafficKind.ALL_GATHER, f"READ {slot.name}")
         return flat.as_strided(slot.shape, slot.stride)
 
     def _checked(self, value: Tensor) -> Tensor:

@@ -281,5 +281,5 @@ def bytes_of_state(unit: Unit, shards: ParamSlices, state: Mapping[Tensor, dict[
     for shard in shards.of(unit):
         for value in list(state.get(shard.tensor, {}).values()):  # a worker thread may be changing it
             if isinstance(value, Tensor | Moment8bit):
-                sizes[shard.group.row.optimizer.tier] += value.nbytes
+                sizes[shard.group.spec.optimizer.tier] += value.nbytes
     return sizes

@@ -62,10 +62,12 @@ class Collectives:
     shard_index: int  # of the shard of a flat buffer that this rank owns
     host_drives_progress: bool  # the host has to start what follows a hop: gloo's threads, and no stream, progress
 
-    def __init__(self, mesh: RankGroup, device: Device, ledger: TrafficStats, scratch: TemporaryBuffers) -> None:
+    def __init__(
+        self, mesh: RankGroup, device: Device, traffic_stats: TrafficStats, temporary: TemporaryBuffers
+    ) -> None:
         self.device, self.links = device, Links(mesh)
-        self._traffic, self._scratch = ledger, scratch
-        self.transport = self.direct = _transport_for(mesh, device, self.links, scratch)
+        self._traffic, self._temporary = traffic_stats, temporary
+        self.transport = self.direct = _transport_for(mesh, device, self.links, temporary)
         self.hops, self.shard_index = None, mesh.rank
         self.host_drives_progress = mesh.backend == "gloo"
         self._spans_nodes = False  # some ranks are on other nodes
@@ -92,7 +94,7 @@ class Collectives:
             self.transport = HierarchicalTransport(
                 hops.inside.direct,
                 hops.across.direct,
-                self._scratch,
+                self._temporary,
                 node_size=node.size,
                 local_rank=node.rank,
                 host_starts_hops=self.host_drives_progress,
@@ -118,7 +120,7 @@ class Collectives:
     # ------------------------------------------------------------------------------------------ moves of flat buffers
 
     def all_gather(
-        self, flat: Tensor, token: str | None, kind: TrafficKind = TrafficKind.GATHER, codec: Codec | None = None
+        self, flat: Tensor, token: str | None, kind: TrafficKind = TrafficKind.ALL_GATHER, codec: Codec | None = None
     ) -> Work:
         """Start the all-gather of `flat` in place; this rank's own shard must be in it already.
 
@@ -127,7 +129,7 @@ class Collectives:
         # A rank that is alone in its node announces it, too: the other ranks expect the token.
         if codec is not None and self.mesh.size > 1 and flat.numel():
             self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.mesh.size), self._from_shards)
-            return quantized.all_gather(self, flat, codec, self._scratch)
+            return quantized.all_gather(self, flat, codec, self._temporary)
         self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.mesh.size, self._from_shards)
         return self.transport.all_gather(flat)
 
@@ -146,8 +148,8 @@ class Collectives:
         that. `keep` is passed the quantised shards of all ranks.
         """
         num_bytes = codec.num_bytes(flat.numel() // self.mesh.size)
-        self._begin(token, flat, TrafficKind.GATHER, num_bytes, self._from_shards)
-        return quantized.all_gather(self, flat, codec, self._scratch, rest, copied, keep)
+        self._begin(token, flat, TrafficKind.ALL_GATHER, num_bytes, self._from_shards)
+        return quantized.all_gather(self, flat, codec, self._temporary, rest, copied, keep)
 
     def reduce_scatter(
         self,
@@ -157,7 +159,7 @@ class Collectives:
         accumulate: bool,
         token: str | None,
         codecs: tuple[Codec, Codec] | None = None,
-        kind: TrafficKind = TrafficKind.REDUCE,
+        kind: TrafficKind = TrafficKind.REDUCE_SCATTER,
         lost: Tensor | None = None,
     ) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is invalid then.
@@ -172,7 +174,7 @@ class Collectives:
                 for (comm, _), num_bytes in zip(path, quantized.bytes_per_peer(path, flat.numel()), strict=True):
                     self._begin(token, flat, kind, num_bytes, comm._from_peers)
                     token = None  # announced once, counted for each hop
-                return quantized.reduce_scatter(path, flat, into, scale, accumulate, self._scratch, lost)
+                return quantized.reduce_scatter(path, flat, into, scale, accumulate, self._temporary, lost)
             self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.mesh.size, self._from_shards)
         return self.transport.reduce_scatter(flat, into, scale, accumulate)
 
@@ -197,7 +199,7 @@ class Collectives:
         sizes = [0 if rank == mesh.rank else tensor.nbytes for rank, tensor in enumerate(incoming)]
         intra_node = sum(size for rank, size in enumerate(sizes) if mesh.is_same_node(rank))
         received = ReceivedParts(intra_node, sum(sizes) - intra_node, num_hops=mesh.size)
-        self._begin(token, None, TrafficKind.STEP, 1, received)
+        self._begin(token, None, TrafficKind.OPTIMIZER, 1, received)
         self.direct.exchange(outgoing, incoming)
 
     def broadcast(
@@ -317,10 +319,10 @@ class Collectives:
         self.mesh.close()
 
 
-def _transport_for(mesh: RankGroup, device: Device, links: Links, scratch: TemporaryBuffers) -> DirectTransport:
+def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:
     """Return the fastest transport for a backend and device."""
     if mesh.size == 1:
         return SingleRankTransport(device)
     if mesh.backend == "gloo" and device.torch_device.type == "cpu":
-        return GlooTransport(mesh, links, scratch)
-    return LibraryTransport(mesh, device, links, scratch)
+        return GlooTransport(mesh, links, temporary)
+    return LibraryTransport(mesh, device, links, temporary)

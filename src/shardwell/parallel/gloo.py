@@ -39,9 +39,9 @@ class GlooTransport:
 
     sends_shards = True
 
-    def __init__(self, mesh: RankGroup, links: Links, scratch: TemporaryBuffers) -> None:
+    def __init__(self, mesh: RankGroup, links: Links, temporary: TemporaryBuffers) -> None:
         self._rank, self._size, self._group = mesh.rank, mesh.size, mesh.group
-        self._links, self._scratch = links, scratch
+        self._links, self._temporary = links, temporary
         self._global_ranks = [mesh.global_rank(rank) for rank in range(mesh.size)]
         self._tag = 0  # of the last collective, the same on all ranks
 
@@ -55,14 +55,14 @@ class GlooTransport:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, which becomes invalid."""
         shards, shard_numel = flat.chunk(self._size), flat.numel() // self._size
         # What the peers send; torch cannot split it into empty parts.
-        received = self._scratch.allocate((self._size - 1) * shard_numel, flat.dtype, StateKind.STAGING, STAGING)
+        received = self._temporary.allocate((self._size - 1) * shard_numel, flat.dtype, StateKind.STAGING, STAGING)
         parts = list(received.split(shard_numel)) if shard_numel else [received] * (self._size - 1)
         mine = shards[self._rank]
         works = self._start_exchange(shards, [*parts[: self._rank], mine, *parts[self._rank :]])
         return Work(
             partial(self.wait, works),
             partial(sum_in_rank_order, [mine, *parts], into, scale, accumulate),
-            partial(self._scratch.free, received),
+            partial(self._temporary.free, received),
         )
 
     def all_to_all(self, sent: Tensor, received: Tensor) -> Work:

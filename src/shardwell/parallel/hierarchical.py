@@ -28,7 +28,7 @@ class HierarchicalTransport:
         self,
         inside: Transport,
         across: Transport,
-        scratch: TemporaryBuffers,
+        temporary: TemporaryBuffers,
         *,
         node_size: int,
         local_rank: int,
@@ -38,7 +38,7 @@ class HierarchicalTransport:
 
         `host_starts_hops`: the host has to start the second hop, because no stream orders it behind the first.
         """
-        self._inside, self._across, self._scratch = inside, across, scratch
+        self._inside, self._across, self._temporary = inside, across, temporary
         self._node_size, self._local_rank, self._host_starts_hops = node_size, local_rank, host_starts_hops
 
     def all_gather(self, flat: Tensor) -> Work:
@@ -51,10 +51,10 @@ class HierarchicalTransport:
 
         The sum of a node is rounded to the dtype of `flat` once, and summed again in fp32 at least.
         """
-        part = self._scratch.allocate(flat.numel() // self._node_size, flat.dtype, StateKind.STAGING, STAGING)
+        part = self._temporary.allocate(flat.numel() // self._node_size, flat.dtype, StateKind.STAGING, STAGING)
         first = self._inside.reduce_scatter(flat, part, 1.0, False)
         second = self._followed(first, partial(self._across.reduce_scatter, part, into, scale, accumulate))
-        return second.then(partial(self._scratch.free, part))
+        return second.then(partial(self._temporary.free, part))
 
     def _followed(self, first: Work, start: Callable[[], Work]) -> Work:
         """Return the work of two hops, the second of which the host or the stream starts."""

@@ -30,8 +30,8 @@ class LibraryTransport:
 
     sends_shards = False
 
-    def __init__(self, mesh: RankGroup, device: Device, links: Links, scratch: TemporaryBuffers) -> None:
-        self._mesh, self._device, self._links, self._scratch = mesh, device, links, scratch
+    def __init__(self, mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> None:
+        self._mesh, self._device, self._links, self._temporary = mesh, device, links, temporary
         self._is_gloo = mesh.backend == "gloo"
 
     def all_gather(self, flat: Tensor) -> Work:
@@ -59,8 +59,8 @@ class LibraryTransport:
             return Work(self._device.reduce_stream.record().wait)
 
     def _reduce_by_all_to_all(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
-        received = self._scratch.allocate(flat.numel(), flat.dtype, StateKind.STAGING, STAGING)
-        free, stream = partial(self._scratch.free, received), self._device.reduce_stream
+        received = self._temporary.allocate(flat.numel(), flat.dtype, StateKind.STAGING, STAGING)
+        free, stream = partial(self._temporary.free, received), self._device.reduce_stream
         with stream.after_current():
             work = self._start(dist.all_to_all_single, received, flat)
             if self._is_gloo:

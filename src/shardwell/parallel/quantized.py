@@ -48,7 +48,7 @@ def all_gather(
     comm: Route,
     flat: Tensor,
     codec: Codec,
-    scratch: TemporaryBuffers,
+    temporary: TemporaryBuffers,
     rest: Tensor | None = None,
     copied: Callable[[], object] | None = None,
     keep: Keep | None = None,
@@ -71,7 +71,7 @@ def all_gather(
             copied()
         return comm.transport.all_gather(memory)
 
-    return decode(comm, flat, codec, bring, scratch, keep)
+    return decode(comm, flat, codec, bring, temporary, keep)
 
 
 def decode(
@@ -79,7 +79,7 @@ def decode(
     flat: Tensor,
     codec: Codec,
     bring: Callable[[Tensor], Work],
-    scratch: TemporaryBuffers,
+    temporary: TemporaryBuffers,
     keep: Keep | None = None,
 ) -> Work:
     """Fill all shards of `flat` from the quantised shards of all ranks.
@@ -88,7 +88,7 @@ def decode(
     """
     shards, stream = flat.view(comm.mesh.size, -1), comm.device.all_gather_stream
     size = codec.num_bytes(shards.shape[1])
-    memory = scratch.allocate(len(shards) * size, torch.uint8, StateKind.STAGING, STAGING)
+    memory = temporary.allocate(len(shards) * size, torch.uint8, StateKind.STAGING, STAGING)
     moved = bring(memory)
 
     def decoded() -> Event:
@@ -99,7 +99,7 @@ def decode(
     def finish() -> None:
         if keep is not None:
             keep(memory)
-        scratch.free(memory)
+        temporary.free(memory)
 
     if comm.host_drives_progress:
         return moved.then(lambda: decoded().wait()).then(finish)
@@ -112,7 +112,7 @@ def reduce_scatter(
     into: Tensor,
     scale: float,
     accumulate: bool,
-    scratch: TemporaryBuffers,
+    temporary: TemporaryBuffers,
     lost: Tensor | None = None,
 ) -> Work:
     """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
@@ -123,14 +123,16 @@ def reduce_scatter(
     (comm, codec), *rest = path
     rows = flat.view(comm.mesh.size, -1)
     size, stream = codec.num_bytes(rows.shape[1]), comm.device.reduce_stream
-    sent, received = (scratch.allocate(len(rows) * size, torch.uint8, StateKind.STAGING, STAGING) for _ in range(2))
+    sent, received = (temporary.allocate(len(rows) * size, torch.uint8, StateKind.STAGING, STAGING) for _ in range(2))
     with stream.after_current():
         if rest or lost is None:
             codec.encode(rows, sent.view(-1, size))
         else:
-            _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), scratch)
+            _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), temporary)
     moved = comm.direct.all_to_all(sent, received)
-    part = scratch.allocate(rows.shape[1], torch.float32, StateKind.STAGING, STAGING) if rest else _wide(into, scratch)
+    part = (
+        temporary.allocate(rows.shape[1], torch.float32, StateKind.STAGING, STAGING) if rest else _wide(into, temporary)
+    )
 
     def add_up() -> Work:
         with _behind(comm, stream):
@@ -139,12 +141,12 @@ def reduce_scatter(
             if not rest and part is not into:
                 into.add_(part) if accumulate else into.copy_(part)
         return (
-            reduce_scatter(rest, part, into, scale, accumulate, scratch, lost) if rest else Work(stream.record().wait)
+            reduce_scatter(rest, part, into, scale, accumulate, temporary, lost) if rest else Work(stream.record().wait)
         )
 
     def give() -> None:
         for memory in (sent, received, *(() if part is into else (part,))):
-            scratch.free(memory)
+            temporary.free(memory)
 
     if comm.host_drives_progress:
         return (moved.then_start(add_up) if rest else moved.then(lambda: add_up().wait())).then(give)
@@ -167,15 +169,15 @@ def residual_numel(path: Sequence[tuple[Route, Codec]], numel: int) -> int:
     return numel
 
 
-def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, scratch: TemporaryBuffers) -> None:
+def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, temporary: TemporaryBuffers) -> None:
     """Quantise `rows` plus the earlier error `lost`; store the new error there, with non-finite values as zero."""
-    total, said = (scratch.allocate(rows.numel(), torch.float32, StateKind.STAGING, STAGING) for _ in range(2))
+    total, said = (temporary.allocate(rows.numel(), torch.float32, StateKind.STAGING, STAGING) for _ in range(2))
     total.view_as(rows).copy_(rows).add_(lost)
     codec.encode(total.view_as(rows), codes)
     codec.decode(codes, said.view_as(rows))
     lost.copy_(total.sub_(said).nan_to_num_(0.0, 0.0, 0.0).view_as(rows))
-    scratch.free(total)
-    scratch.free(said)
+    temporary.free(total)
+    temporary.free(said)
 
 
 def _behind(comm: Route, stream: Stream) -> AbstractContextManager[None]:
@@ -186,8 +188,8 @@ def _behind(comm: Route, stream: Stream) -> AbstractContextManager[None]:
     return stream.after_current() if comm.host_drives_progress else stream.after(Event())
 
 
-def _wide(into: Tensor, scratch: TemporaryBuffers) -> Tensor:
+def _wide(into: Tensor, temporary: TemporaryBuffers) -> Tensor:
     """Return the fp32 tensor to sum into: `into` itself if it is fp32."""
     if into.dtype is torch.float32:
         return into
-    return scratch.allocate(into.numel(), torch.float32, StateKind.STAGING, STAGING)
+    return temporary.allocate(into.numel(), torch.float32, StateKind.STAGING, STAGING)

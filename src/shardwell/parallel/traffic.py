@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 class TrafficKind(enum.Enum):
     """The purpose of received bytes."""
 
-    GATHER = "gather"  # parameters that are unsharded
-    REDUCE = "reduce"  # gradients averaged into shards
+    ALL_GATHER = "gather"  # parameters that are unsharded
+    REDUCE_SCATTER = "reduce"  # gradients averaged into shards
     PUBLISH = "publish"  # updated parameters, or averaged gradients, sent to all ranks
-    STEP = "step"  # matrices that an optimizer needs unsharded
+    OPTIMIZER = "step"  # matrices that an optimizer needs unsharded
     CONTROL = "control"
     SETUP = "setup"
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
-PAYLOAD = (TrafficKind.GATHER, TrafficKind.REDUCE, TrafficKind.PUBLISH, TrafficKind.STEP)
+PAYLOAD = (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER, TrafficKind.PUBLISH, TrafficKind.OPTIMIZER)
 INSIDE, BETWEEN = "inside", "between"  # inside a node; between nodes
 
 

@@ -27,7 +27,7 @@ def frozen_budget(config: Config, units: Sequence[Unit], context: EngineContext)
     asked = config.shardwell.keep_frozen
     if asked != "auto":
         return asked
-    frozen = [group for unit in units for group in unit.releasable if not group.trainable]
+    frozen = [group for unit in units for group in unit.resharding_groups if not group.trainable]
     if not frozen:
         return 0
     return int(available_bytes(context, 0.5)) // max(group.precision.compute.itemsize for group in frozen)

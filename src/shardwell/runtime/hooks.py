@@ -46,7 +46,7 @@ class PreForwardHook(_ModuleHook):
         scheduler.pre_forward(unit)
         if not torch.is_grad_enabled():
             return
-        if unit.releasable:
+        if unit.resharding_groups:
             call.is_hooked = scheduler.saved.push()
         if unit.in_forward > 1:
             return  # the module called itself: its backward ends with the outermost call
@@ -63,7 +63,7 @@ class PostForwardHook(_ModuleHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         scheduler, unit = self._scheduler, self._unit
-        if unit.releasable:
+        if unit.resharding_groups:
             for tensor in tensors_in(output):
                 if _viewed_group(unit, tensor) is not None:  # a view of memory that is about to be freed
                     output = map_tensors(output, partial(_cloned_view, unit))
@@ -76,7 +76,7 @@ class PostForwardHook(_ModuleHook):
         # Gradients that the user set are not divided by the accumulation steps: they must be taken out of `p.grad`
         # before autograd adds to them.
         announces = not unit.name and scheduler.reducer.micro_step.accumulation_steps > 1
-        is_prepared = unit.releasable or unit.is_named or unit.may_be_hidden
+        is_prepared = unit.resharding_groups or unit.is_user_unit or unit.may_be_hidden
         if announces or is_prepared:
             nodes = set()
             for tensor in tensors_in(output):
@@ -148,7 +148,7 @@ def attach(scheduler: Scheduler, unit: Unit) -> list[RemovableHandle]:
 
 def _attach_inside(scheduler: Scheduler, root: Unit) -> list[RemovableHandle]:
     """Hook submodules that hold parameters of the root unit: `generate`, for one, calls parts of a model directly."""
-    owned = {id(parameter) for group in root.releasable for parameter in group.parameters}
+    owned = {id(parameter) for group in root.resharding_groups for parameter in group.parameters}
     handles: list[RemovableHandle] = []
     for module in root.module.modules():
         if module is not root.module and any(id(p) in owned for p in module.parameters()):
@@ -177,7 +177,7 @@ def _viewed_group(unit: Unit, tensor: Tensor) -> ShardedGroup | None:
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
     storage = tensor.untyped_storage()._cdata
-    for group in unit.releasable:
+    for group in unit.resharding_groups:
         if storage == group.flat.tensor.untyped_storage()._cdata:
             return group
     return None

@@ -107,11 +107,11 @@ class Reducer:
             index,
             grad,
             step.scale if scale is None else scale,
-            stays=group.row.reduce_at in step.adds_up,
+            stays=group.spec.reduce_at in step.adds_up,
             is_last=step.at_boundary,
         )
-        self.views.hang_one(group, index)
-        unit.has_news = True
+        self.views.attach_one(group, index)
+        unit.has_new_gradients = True
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """Accumulate a gradient that the user set, as one of this rank: it is averaged over the ranks."""
@@ -155,13 +155,13 @@ class Reducer:
         """Start to average the gradients of a unit's groups that are to be reduced now, or of all its groups."""
         step = self.micro_step
         for group in unit.trainable:
-            reduce_at = group.row.reduce_at
+            reduce_at = group.spec.reduce_at
             if reduce_at not in step.reduces and not all_groups:
                 continue
             if self.in_flight:
                 self.finish(self._reduced_before(group))
             if self.trace is not None:
-                self.trace.add(TraceAction.REDUCE, unit.index)
+                self.trace.add(TraceAction.REDUCE_SCATTER, unit.index)
             by_steps = reduce_at is ReduceAt.MICRO_STEP and not step.paths_differ
             with torch.no_grad(), profiled("REDUCE", unit.name) if is_profiling() else NOT_PROFILED:
                 group.gradients.reduce_scatter(

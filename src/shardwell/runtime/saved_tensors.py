@@ -56,13 +56,13 @@ class SavedViews:
     def take(self, units: Sequence[Unit]) -> None:
         """Look for views of these units from now on."""
         self._groups.clear()
-        self._parameters = {id(p) for unit in units for group in unit.releasable for p in group.parameters}
+        self._parameters = {id(p) for unit in units for group in unit.resharding_groups for p in group.parameters}
         for unit in units:
             self.find(unit)
 
     def find(self, unit: Unit) -> None:
         """Register the storages of a unit's buffers, which may have changed."""
-        for group in unit.releasable:
+        for group in unit.resharding_groups:
             self._groups[group.flat.tensor.untyped_storage()._cdata] = unit, group
 
     # --------------------------------------------------------------------------------------- switching on and off
@@ -111,7 +111,7 @@ class SavedViews:
             if (
                 # otherwise it is the storage of another tensor, at the address of an earlier buffer's storage
                 flat.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-                and group in unit.releasable
+                and group in unit.resharding_groups
                 and tensor.dtype == flat.dtype
                 and not tensor.dtype.is_complex
             ):

@@ -81,7 +81,7 @@ class Scheduler:
         """Schedule these units from now on."""
         self.units = units
         self._by_name = {unit.name: unit for unit in units}
-        self._released = [unit for unit in units if unit.releasable]
+        self._released = [unit for unit in units if unit.resharding_groups]
         self._forward = ExecutionOrder(self._released)
         root = [unit for unit in self._released if not unit.name]  # its outputs are the model's: it comes first
         self._backward = ExecutionOrder(root + [unit for unit in self._released[::-1] if unit.name], is_backward=True)
@@ -172,7 +172,7 @@ class Scheduler:
             self._graph_is_open = True
             if self.observer is not None and not self._in_model:
                 self.observer.part_begins()
-        if unit.releasable or unit.residency is not Residency.UNSHARDED or unit.awaits_update:
+        if unit.resharding_groups or unit.residency is not Residency.UNSHARDED or unit.awaits_update:
             if torch._C._get_tracing_state() is None:
                 self._unshard(unit, self._forward)
             else:
@@ -183,7 +183,7 @@ class Scheduler:
 
     def _pre_recomputation(self, unit: Unit) -> None:
         """Unshard a unit whose forward is recomputed: this is part of its backward."""
-        if not unit.is_brief:
+        if not unit.reshards_in_recompute:
             self.pre_backward(unit, recomputes=True)
             return
         self._enter_graph_task(unit)
@@ -194,12 +194,12 @@ class Scheduler:
     def post_forward(self, unit: Unit) -> None:
         """Reshard a unit after its forward, unless its backward needs it soon."""
         if current_task() != -1:
-            if unit.is_brief:
+            if unit.reshards_in_recompute:
                 unit.in_backward = False
                 self.reshard(unit)
             return
         unit.in_forward = max(unit.in_forward - 1, 0)
-        if unit.releasable and not (self.limits.reuse_distance > 0 and self._used_again_soon(unit)):
+        if unit.resharding_groups and not (self.limits.reuse_distance > 0 and self._used_again_soon(unit)):
             self.reshard(unit)
 
     def abandon_forward(self, unit: Unit) -> None:
@@ -216,7 +216,7 @@ class Scheduler:
         """Unshard a unit, wait for it, and start the prefetch of the units that are expected next."""
         if self._seen:
             self._look_at_seen()
-        if not unit.releasable:
+        if not unit.resharding_groups:
             unit.wait()
             return
         expected = order.visit(unit)
@@ -230,7 +230,7 @@ class Scheduler:
         if unit.residency is not Residency.SHARDED:
             return
         if self.trace is not None:
-            self.record(TraceAction.GATHER, unit)
+            self.record(TraceAction.ALL_GATHER, unit)
         outside = contextlib.nullcontext() if in_transform() is None else outside_transforms()
         with outside, profiled("GATHER", unit.name) if is_profiling() else NOT_PROFILED:
             unit.unshard()
@@ -240,7 +240,7 @@ class Scheduler:
         """Free a unit's unsharded parameters, unless they are still held."""
         if unit.reshard():
             if self.trace is not None:
-                self.record(TraceAction.RELEASE, unit)
+                self.record(TraceAction.RESHARD, unit)
             if unit.is_seen:
                 self._seen.append(unit)
 
@@ -255,7 +255,7 @@ class Scheduler:
     def keep_frozen(self, most: int) -> None:
         """Let frozen parameters stay unsharded from now on, unit after unit, up to `most` elements."""
         for unit in self.units:
-            frozen = sum(group.layout.padded for group in unit.releasable if not group.trainable)
+            frozen = sum(group.layout.padded for group in unit.resharding_groups if not group.trainable)
             if 0 < frozen <= most:
                 unit.keeps_frozen = True
                 most -= frozen
@@ -318,13 +318,13 @@ class Scheduler:
             if self.reducer.in_flight:
                 self.reducer.finish_larger(unit.numel)
         unit.revoke_speculation()  # a graph that is used again saved the values before the update
-        if unit.releasable:
+        if unit.resharding_groups:
             self._unshard(unit, self._backward)
 
     def announce_backward(self, *_grads: Any) -> None:
         """Prepare gradients for the model's backward, before its first operation; it may be called repeatedly."""
         if not self._tasks:
-            self.reducer.views.unhang()
+            self.reducer.views.detach()
 
     def request_unshard(self, unit: Unit) -> None:
         """Unshard a unit of which autograd reads saved tensors, whether or not a hook announced its backward."""
@@ -361,7 +361,7 @@ class Scheduler:
                 unit.check_retention()
         if self._released:
             self._backward.start()
-        self.reducer.views.unhang(has_begun=True)
+        self.reducer.views.detach(has_begun=True)
         if self.observer is not None:
             self.observer.backward_begins()
 
@@ -391,10 +391,10 @@ class Scheduler:
         the next gradient: a unit that is called several times in a forward ends as often, and most of its gradients
         come with the last call.
         """
-        if unit.has_news or (unit.is_named and unit.in_backward):
+        if unit.has_new_gradients or (unit.is_user_unit and unit.in_backward):
             self.reducer.reduce(unit)
-        unit.has_news = unit.in_backward = False
-        if unit.releasable:
+        unit.has_new_gradients = unit.in_backward = False
+        if unit.resharding_groups:
             self.reshard(unit)
 
     def _end_task(self, task: int) -> None:
@@ -402,14 +402,14 @@ class Scheduler:
         for unit in reversed(self.units):
             if unit.task == task:
                 unit.task = -1
-                if unit.in_backward or unit.has_news:
+                if unit.in_backward or unit.has_new_gradients:
                     self.post_backward(unit)
         self._tasks.discard(task)
         step = self.reducer.micro_step
         if step.paths_differ or not step.at_boundary:
             self.reducer.sums_wait = True
         if not self._tasks:
-            self.reducer.views.hang()
+            self.reducer.views.attach()
 
     # ----------------------------------------------------------------------------------------------------- step
 
@@ -419,7 +419,7 @@ class Scheduler:
             for unit in self.units:
                 for group in unit.trainable:
                     if self.reducer.micro_step.paths_differ or group.gradients.state is GradState.PARTIAL:
-                        unit.has_news = True
+                        unit.has_new_gradients = True
             self.end_passes()
 
     def end_passes(self) -> None:

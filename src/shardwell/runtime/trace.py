@@ -15,13 +15,13 @@ from torch.profiler import record_function
 class TraceAction(enum.Enum):
     """An action on a unit. The value is its letter in a token."""
 
-    READ = "D"  # prefetched from NVMe
-    LIFT = "U"  # copied to the device ahead of the all-gather
-    GATHER = "G"  # unsharded by an all-gather
+    DISK_READ = "D"  # prefetched from NVMe
+    HOST_TO_DEVICE = "U"  # copied to the device ahead of the all-gather
+    ALL_GATHER = "G"  # unsharded by an all-gather
     FORWARD = "F"
     BACKWARD = "B"
-    RELEASE = "L"  # resharded
-    REDUCE = "R"  # gradients averaged over the ranks
+    RESHARD = "L"  # resharded
+    REDUCE_SCATTER = "R"  # gradients averaged over the ranks
     STEP = "S"
     PUBLISH = "P"
 

@@ -29,7 +29,7 @@ def outside_trace(unit: Unit) -> Iterator[None]:
 
     A trace keeps the memory of parameters, so a unit that can be released raises.
     """
-    if unit.releasable:
+    if unit.resharding_groups:
         raise ShardwellError(
             f"torch.jit.trace met unit '{unit.name or '(root)'}', whose parameters are whole only while it runs: the "
             "trace would keep memory that is freed. Trace a plain copy of the model with the values of "

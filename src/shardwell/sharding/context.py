@@ -21,8 +21,8 @@ class EngineContext:
     """The device, memory statistics, process groups and lower tiers that all groups of one engine share."""
 
     device: Device
-    account: MemoryStats
-    scratch: TemporaryBuffers
+    memory_stats: MemoryStats
+    temporary: TemporaryBuffers
     comm: dict[Axis, Collectives]
     tiers: TierFactory | None = None  # stores state below the device, if anything is stored there
     roles: MeshRoles = field(init=False)  # the same collectives as in `comm`, by what they are for

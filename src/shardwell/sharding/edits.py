@@ -103,7 +103,7 @@ def look_before_step(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.changes.was_retained:
             unit.check_retention()
-        if unit.misfit:
+        if unit.needs_rebuild:
             raise ModelChangedError(
                 f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
                 "the model after engine.step() or engine.zero_grad()."
@@ -116,7 +116,7 @@ def _fits(one: ReplacedValues) -> bool:
     if one.group.context.device.is_meta:
         return False
     if tuple(data.shape) != slot.shape:
-        one.unit.misfit = True
+        one.unit.needs_rebuild = True
         return False
     if data.dtype != place.dtype or data.device != place.device:
         raise ModelChangedError(
@@ -124,7 +124,7 @@ def _fits(one: ReplacedValues) -> bool:
             f"{place.device}. Convert the model back before it is used, or set another precision in the configuration "
             "('bf16', 'fp16') and call engine.destroy() and initialize again."
         )
-    if one.group.row.reshards:
+    if one.group.spec.reshards:
         raise ModelChangedError(
             f"'{slot.name}' was given other values while it was whole for a moment, and they would be lost: each rank "
             f"holds only its shard of unit '{one.unit.name}'. Change it inside "
@@ -172,7 +172,7 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
         fits = False
         if source is not None:
             parameter.data = parameter.data.to(group.context.device.torch_device).contiguous()
-            group.context.world.broadcast(parameter.data, source, TrafficKind.GATHER, f"WRITE {slot.name}")
+            group.context.world.broadcast(parameter.data, source, TrafficKind.ALL_GATHER, f"WRITE {slot.name}")
     return fits
 
 
@@ -267,12 +267,12 @@ class ChangeWatch:
         is_updated = unit.num_updates != self.gathered_at or unit.is_ahead or unit.pending_update is not None
         if is_updated or not unit.is_unsharded:
             return False
-        return any(is_unlike_its_shard(group) for group in unit.releasable)
+        return any(is_unlike_its_shard(group) for group in unit.resharding_groups)
 
     def _warn(self, unit: Unit, now: list[int], *, is_lost: bool) -> None:
         """Warn once, with the names of the parameters that were changed and will be freed."""
         slots = [slot for group in unit.groups for slot in group.layout.slots]
-        freed = {id(slot) for group in unit.releasable for slot in group.layout.slots}
+        freed = {id(slot) for group in unit.resharding_groups for slot in group.layout.slots}
         changed = zip(slots, now, self._versions, strict=True)
         names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
         if names or is_lost:
@@ -286,7 +286,7 @@ def is_unlike_its_shard(group: ShardedGroup) -> bool:
     The parameters must have been all-gathered unquantised.
     """
     stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.own)]
-    is_on_disk = group.row.parameters.tier is Tier.DISK
+    is_on_disk = group.spec.parameters.tier is Tier.DISK
     if group.is_quantized or not group.all_gather.is_exact or is_on_disk or stored.is_meta:
         return False
     if stored.device != mine.device:

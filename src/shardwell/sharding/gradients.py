@@ -49,20 +49,20 @@ class Gradients:
         name: str,
         unit: str,
         layout: Layout,
-        row: ShardingSpec,
+        spec: ShardingSpec,
         precision: GroupPrecision,
         comm: Collectives,
-        scratch: TemporaryBuffers,
+        temporary: TemporaryBuffers,
     ) -> None:
         self._name, self._unit, self._token = name, unit, f"REDUCE {name}"
-        self._layout, self._row, self._precision = layout, row, precision
-        self._comm, self._scratch = comm, scratch
+        self._layout, self._spec, self._precision = layout, spec, precision
+        self._comm, self._scratch = comm, temporary
         self._own = slice(*layout.shard_range(comm.shard_index))
         self.state = GradState.NONE
         self.result = None
-        self.commit = row.commit  # when an update made from them is committed
+        self.commit = spec.commit  # when an update made from them is committed
         self._elsewhere: Callable[[], None] | None = None  # waits for a result that is in another owner's memory
-        self.hands_over = False  # another owner accumulates the micro-steps
+        self.accumulates_elsewhere = False  # another owner accumulates the micro-steps
         self._handed: tuple[Tensor, float] | None = None  # a micro-step to be accumulated, and its factor
         self._flat: Tensor | None = None  # 1D, padded
         self._filled = [False] * len(layout.slots)  # slots with a gradient in the flat buffer
@@ -154,7 +154,7 @@ class Gradients:
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if not filled:
                 self._flat[slot.offset : slot.end].zero_()
-        if self._row.reduce_codecs is not None:
+        if self._spec.reduce_codecs is not None:
             self._flat[self._layout.numel :].zero_()  # padding shares a quantisation block with values
         if self._scaled_late and scale != self._expected:  # other ranks may have begun with another micro-step
             self._flat.mul_(self._expected / scale)
@@ -162,9 +162,9 @@ class Gradients:
         flat, self._flat = self._flat, None
         if self._precision.wire.dtype not in (None, flat.dtype):
             flat = self._for_the_wire(flat, self._precision.wire.dtype, scale)
-        if self._row.gradients.axis is None:
+        if self._spec.gradients.axis is None:
             self._pending = self._average_whole(flat)
-        elif self.hands_over and accumulates:
+        elif self.accumulates_elsewhere and accumulates:
             self._pending = self._scatter_to_hand_over(flat)
         else:
             self._pending = self._scatter(flat, accumulates)
@@ -190,7 +190,7 @@ class Gradients:
             self.result = self._scratch.allocate(self._layout.shard_numel, dtype, StateKind.GRADIENTS, self._unit)
         elif self.result.dtype.itemsize <= 2 or self._elsewhere is not None:
             self._widen()
-        codecs, residual = self._row.reduce_codecs, self._residual(flat) if self._row.feedback else None
+        codecs, residual = self._spec.reduce_codecs, self._residual(flat) if self._spec.feedback else None
         work = self._comm.reduce_scatter(flat, self.result, self._scale, adds, self._token, codecs, lost=residual)
         return work.then(partial(self._scratch.free, flat))
 
@@ -200,7 +200,7 @@ class Gradients:
             return Work(partial(self._hand, flat, self._scale))
         numel, dtype = self._layout.shard_numel, self._precision.accumulate
         fresh = self._scratch.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
-        codecs, residual = self._row.reduce_codecs, self._residual(flat) if self._row.feedback else None
+        codecs, residual = self._spec.reduce_codecs, self._residual(flat) if self._spec.feedback else None
         work = self._comm.reduce_scatter(flat, fresh, self._scale, False, self._token, codecs, lost=residual)
 
         def finish() -> None:
@@ -222,7 +222,7 @@ class Gradients:
 
     def _residual(self, flat: Tensor) -> Tensor | None:
         """Return the quantisation error (1D) of earlier gradients, which this reduce-scatter adds and replaces."""
-        codecs = self._row.reduce_codecs
+        codecs = self._spec.reduce_codecs
         if codecs is not None and self._lost is None:
             numel = self._comm.residual_numel(flat.numel(), codecs)
             self._lost = QuantizationResidual(numel, self._unit, self._scratch)
@@ -320,7 +320,7 @@ class Gradients:
     def needs_collective(self) -> bool:
         """Whether waiting for work in flight starts a collective that all ranks must start together."""
         hops = self._comm.hops is not None and self._comm.host_drives_progress
-        is_whole = self._row.gradients.axis is None and self._comm.mesh.size > 1
+        is_whole = self._spec.gradients.axis is None and self._comm.mesh.size > 1
         return (self._pending is not None and (is_whole or hops)) or (self._publishing is not None and hops)
 
     def snapshot(self, *, has_sums: bool) -> Tensor:
@@ -331,7 +331,7 @@ class Gradients:
         """
         self.wait()
         self.ensure_readable()
-        numel = self._layout.padded if self._row.gradients.axis is None else self._layout.shard_numel
+        numel = self._layout.padded if self._spec.gradients.axis is None else self._layout.shard_numel
         total = self._comm.device.empty(numel, self.wide).zero_()
         if self.result is not None:
             total.copy_(self.result)
@@ -348,7 +348,7 @@ class Gradients:
             if filled and self._flat is not None:
                 flat[slot.offset : slot.end].copy_(self._flat[slot.offset : slot.end]).mul_(self._scale)
         self._comm.reduce_scatter(flat, flat[self._own], 1.0, False, f"READ {self._name}").wait()
-        if self._row.gradients.axis is None:
+        if self._spec.gradients.axis is None:
             self._comm.all_gather(flat, f"READ {self._name}").wait()
             total.add_(flat)
         else:
@@ -363,7 +363,7 @@ class Gradients:
         self.seen[index] = self._at_boundary[index] = self.is_complete = False
         self._filled[index] = False  # the reduce-scatter counts it as zeros
         slot, first = self._layout.slots[index], 0
-        if self._row.gradients.axis is not None:
+        if self._spec.gradients.axis is not None:
             first = self._own.start
         low, high = max(slot.offset - first, 0), max(slot.end - first, 0)
         if self.result is not None:

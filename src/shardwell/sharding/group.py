@@ -98,21 +98,21 @@ class ShardedGroup:
         name: str,
         unit: str,
         members: list[GroupMember],
-        row: ShardingSpec,
+        spec: ShardingSpec,
         precision: GroupPrecision,
         context: EngineContext,
     ) -> None:
         self.name, self.unit = name, unit
-        self.row, self.context = row, context
+        self.spec, self.context = spec, context
         self.precision = replace(precision, master=torch.float32) if self.is_quantized else precision
         self.trainable = members[0].trainable
-        self.is_stepped_on_host = self.trainable and row.optimizer.tier is not Tier.DEVICE
-        self.stays_whole = False  # unsharded for good, although its spec reshards
+        self.is_stepped_on_host = self.trainable and spec.optimizer.tier is not Tier.DEVICE
+        self.stays_unsharded = False  # unsharded for good, although its spec reshards
         world = context.world.mesh
         self.layout = make_layout([member.spec for member in members], world.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
-        is_split = row.optimizer.axis is not None
+        is_split = spec.optimizer.axis is not None
         self.own = self.layout.shard_range(context.world.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
         # hash of the stored parameters, where they cannot be compared with the master weights at every step
@@ -123,36 +123,36 @@ class ShardedGroup:
         self.offloaded: OffloadedStorage | None = None
         self.spans = [(run, self.slice_master(run.start, run.numel)) for run in self._make_spans()]
         self._take_over(context)
-        is_below = row.parameters.tier is not Tier.DEVICE or Tier.DISK in self._form.master_bytes()
+        is_below = spec.parameters.tier is not Tier.DEVICE or Tier.DISK in self._form.master_bytes()
         if context.tiers is not None and is_below:
-            self.storage = self.offloaded = context.tiers.wrap(self._form, name, unit, row.optimizer.tier)
+            self.storage = self.offloaded = context.tiers.wrap(self._form, name, unit, spec.optimizer.tier)
         self.secondary: SecondaryShard | None = None  # hpZ
-        if row.secondary is not None and row.secondary.axis is not None:
-            self.secondary = SecondaryShard(name, unit, context.comm[row.secondary.axis], context.scratch)
-        if row.reshards:
+        if spec.secondary is not None and spec.secondary.axis is not None:
+            self.secondary = SecondaryShard(name, unit, context.comm[spec.secondary.axis], context.temporary)
+        if spec.reshards:
             self.all_gather = self._make_all_gather()
-        self.gradients = Gradients(name, unit, self.layout, row, precision, context.world, context.scratch)
+        self.gradients = Gradients(name, unit, self.layout, spec, precision, context.world, context.temporary)
 
     def _buffer(self, state: StateKind, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
         entry, is_shard = (state, self.unit, tier), state is StateKind.PARAMETERS
         pinned = is_shard and tier is Tier.HOST
-        return FlatBuffer(self.context.device, self.context.account, entry, numel, dtype, pinned=pinned)
+        return FlatBuffer(self.context.device, self.context.memory_stats, entry, numel, dtype, pinned=pinned)
 
     def _make_part(self, form: StorageForm) -> StoredPart:
         """Allocate this rank's shard; without resharding, its part of the flat buffer is what it stores."""
-        if not self.row.reshards:
+        if not self.spec.reshards:
             return StoredPart(self.flat.tensor[self.own[0] : self.own[1]], self.flat, Tier.DEVICE, is_shard=False)
         is_narrow = form in (StorageForm.SEPARATE, StorageForm.SPLIT_BF16)
         numel, dtype = self.layout.shard_numel, self.precision.compute if is_narrow else self.precision.master
-        if self.row.storage_codec is not None:
-            numel, dtype = self.row.storage_codec.num_bytes(numel), torch.uint8
-        tier = self.row.parameters.tier
+        if self.spec.storage_codec is not None:
+            numel, dtype = self.spec.storage_codec.num_bytes(numel), torch.uint8
+        tier = self.spec.parameters.tier
         shard = self._buffer(StateKind.PARAMETERS, numel, dtype, tier)
         return StoredPart(shard.tensor, shard, tier, is_shard=True)
 
     def _make_storage(self) -> FormStorage:
-        form = form_of(self.row, self.precision, self.trainable)
-        own, tier, dtype = self.own[1] - self.own[0], self.row.optimizer.tier, self.precision.master
+        form = form_of(self.spec, self.precision, self.trainable)
+        own, tier, dtype = self.own[1] - self.own[0], self.spec.optimizer.tier, self.precision.master
         if form is StorageForm.SEPARATE:
             masters = self._buffer(StateKind.OPTIMIZER, own, dtype, tier)
             return SeparateStorage(self._make_part(form), masters, tier, self.precision.compute)
@@ -167,14 +167,14 @@ class ShardedGroup:
         staging = self._buffer(StateKind.STAGING, own, dtype, Tier.DEVICE if part.tier is Tier.DEVICE else Tier.HOST)
         if remainder is not None:
             return SplitStorage(part, staging, remainder, tier)
-        assert self.row.storage_codec is not None
-        return QuantizedStorage(part, staging, self.row.storage_codec)
+        assert self.spec.storage_codec is not None
+        return QuantizedStorage(part, staging, self.spec.storage_codec)
 
     def _make_all_gather(self) -> AllGather:
-        stored_codec, what = self.row.storage_codec, (self.name, self.flat, self.storage)
+        stored_codec, what = self.spec.storage_codec, (self.name, self.flat, self.storage)
         if stored_codec is not None:
             return StoredQuantizedAllGather(*what, stored_codec, self.context, self.secondary)
-        own, codec = slice(*self.own), self.row.all_gather_codec
+        own, codec = slice(*self.own), self.spec.all_gather_codec
         inner = DefaultAllGather(*what, self.context, own)
         if codec is not None:
             inner = QuantizedAllGather(*what, self.context, own, codec)
@@ -199,14 +199,14 @@ class ShardedGroup:
         context.world.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
         edits.note_digest(self)
-        if self.row.reshards:
+        if self.spec.reshards:
             self.flat.free()
             released.release(self.parameters)
 
     @property
     def is_quantized(self) -> bool:
         """Whether the parameters are stored quantised."""
-        return self.row.storage_codec is not None
+        return self.spec.storage_codec is not None
 
     def take_in(self, index: int, values: Tensor) -> None:
         """Copy `values` into a parameter whose memory was replaced, and make it a view again.
@@ -218,7 +218,7 @@ class ShardedGroup:
         self.views.make_view(index).copy_(values)
         first, last = max(slot.offset, start), min(slot.end, end)
         if (
-            isinstance(self._form, SplitStorage) and not self.row.reshards and first < last
+            isinstance(self._form, SplitStorage) and not self.spec.reshards and first < last
         ):  # part of it is in this rank's shard
             changed = before[first - slot.offset : last - slot.offset] != self.flat.tensor[first:last]
             self._form.zero_remainder(first - start, changed)
@@ -242,7 +242,7 @@ class ShardedGroup:
         Where a 16-bit value did not change, the master weight keeps its lower half. Stored quantised values are
         quantised again.
         """
-        self.context.world.broadcast(self.flat.tensor, source, TrafficKind.GATHER, f"WRITE {self.name}")
+        self.context.world.broadcast(self.flat.tensor, source, TrafficKind.ALL_GATHER, f"WRITE {self.name}")
         self.invalidate_secondary()
         compute = self.flat.tensor[slice(*self.own)].to(self.master.device)
         with self.swapped_in(changes=True):
@@ -266,7 +266,7 @@ class ShardedGroup:
         if self.flat.present and self._form.part.is_shard:
             with self.swapped_in():
                 narrow(self.at_rest.to(self.flat.tensor.device), self.flat.tensor[slice(*self.own)])
-        if self.flat.present and self.row.optimizer.axis is not None:
+        if self.flat.present and self.spec.optimizer.axis is not None:
             self.context.world.all_gather(self.flat.tensor, f"WRITE {self.name}", TrafficKind.SETUP).wait()
 
     def regather_quantized(self) -> None:
@@ -329,7 +329,7 @@ class ShardedGroup:
 
     def keep_unsharded(self) -> None:
         """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
-        self.stays_whole = True
+        self.stays_unsharded = True
         self.invalidate_secondary()
         self.secondary = self.all_gather.secondary = None
         if self.offloaded is not None:
@@ -373,8 +373,8 @@ class ShardedGroup:
     # ---------------------------------------------------------------------------------------------- the optimizer
 
     def _make_spans(self) -> list[ParamGroupSpan]:
-        layout = self.layout if self.row.optimizer.axis is not None else replace(self.layout, num_shards=1)
-        return layout.runs(self.context.world.shard_index if self.row.optimizer.axis is not None else 0)
+        layout = self.layout if self.spec.optimizer.axis is not None else replace(self.layout, num_shards=1)
+        return layout.runs(self.context.world.shard_index if self.spec.optimizer.axis is not None else 0)
 
     def relabel(self, labels: list[int]) -> None:
         """Assign the parameters to these parameter groups; no optimizer may know the spans yet."""
@@ -395,7 +395,7 @@ class ShardedGroup:
 
     def commit_by(self, commit: CommitPolicy) -> None:
         """Change the commit policy from now on."""
-        self.row = replace(self.row, commit=commit)
+        self.spec = replace(self.spec, commit=commit)
         self.gradients.commit = commit
 
     def move_masters_up(self) -> None:
@@ -404,7 +404,7 @@ class ShardedGroup:
         masters = self._buffer(StateKind.OPTIMIZER, before.master.numel(), before.master.dtype)
         with self.open_master() as master:
             masters.tensor.copy_(master)
-        self.row = replace(self.row, optimizer=replace(self.row.optimizer, tier=Tier.DEVICE))
+        self.spec = replace(self.spec, optimizer=replace(self.spec.optimizer, tier=Tier.DEVICE))
         self.is_stepped_on_host = False
         self.commit_by(CommitPolicy.AFTER_NORM)
         self._form = before.with_separate_masters(masters, Tier.DEVICE, self.precision.compute)
@@ -439,4 +439,4 @@ class ShardedGroup:
     @property
     def may_be_edited_apart(self) -> bool:
         """Whether a change of a parameter leaves its master weight unchanged."""
-        return self._form.form is StorageForm.SEPARATE and not self.row.reshards
+        return self._form.form is StorageForm.SEPARATE and not self.spec.reshards

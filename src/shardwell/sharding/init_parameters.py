@@ -49,14 +49,14 @@ class InitRegistry:
     """The registry of the parameters of `zero.Init`; only those of one module are unsharded at a time."""
 
     def __init__(self, where: torch.device, settings: Config, rest: InitStorage) -> None:
-        device, account, ledger = Device(where, keep_pages=False), MemoryStats(), TrafficStats()
-        scratch = TemporaryBuffers(device, account)
+        device, memory_stats, traffic_stats = Device(where, keep_pages=False), MemoryStats(), TrafficStats()
+        temporary = TemporaryBuffers(device, memory_stats)
         world = world_mesh(where)
-        comm = Collectives(world, device, ledger, scratch)
+        comm = Collectives(world, device, traffic_stats, temporary)
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
         self.agreement.advice, self.agreement.probe = _ADVICE, comm.links.probe
-        tiers = rest.open_tiers(device, account, scratch) if rest.tier is Tier.DISK else None
-        self.context = EngineContext(device, account, scratch, {Axis.WORLD: comm}, tiers)
+        tiers = rest.open_tiers(device, memory_stats, temporary) if rest.tier is Tier.DISK else None
+        self.context = EngineContext(device, memory_stats, temporary, {Axis.WORLD: comm}, tiers)
         self.rest = rest
         self.is_open = False  # a `zero.Init` context is open
         self._whole: list[InitParameter] = []
@@ -172,7 +172,7 @@ class InitParameter:
     def _buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = False) -> FlatBuffer:
         context = self._registry.context
         entry = StateKind.PARAMETERS, self._name, tier
-        return FlatBuffer(context.device, context.account, entry, numel, dtype, pinned=pinned)
+        return FlatBuffer(context.device, context.memory_stats, entry, numel, dtype, pinned=pinned)
 
     @property
     def agreement(self) -> Agreement:

@@ -35,7 +35,7 @@ class StoredQuantizedAllGather:
         world, flat, codec = self._context.world, self._flat, self._codec
         if self.secondary is not None and self.secondary.is_there:
             flat.allocate()
-            return quantized.decode(world, flat.tensor, codec, self.secondary.gather, self._context.scratch)
+            return quantized.decode(world, flat.tensor, codec, self.secondary.gather, self._context.temporary)
         stream = self._context.device.all_gather_stream
         with contextlib.ExitStack() as stack:
             source = stack.enter_context(self._storage.reading(stream))

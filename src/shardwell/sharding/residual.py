@@ -17,9 +17,9 @@ from shardwell.memory import StateKind, TemporaryBuffers
 class QuantizationResidual:
     """The quantisation error of one group's gradients."""
 
-    def __init__(self, numel: int, unit: str, scratch: TemporaryBuffers) -> None:
-        self._scratch = scratch
-        self._both = scratch.allocate(2 * numel, torch.bfloat16, StateKind.GRADIENTS, unit).zero_()
+    def __init__(self, numel: int, unit: str, temporary: TemporaryBuffers) -> None:
+        self._scratch = temporary
+        self._both = temporary.allocate(2 * numel, torch.bfloat16, StateKind.GRADIENTS, unit).zero_()
         self._now, self._before = self._both.chunk(2) if numel else (self._both, self._both)
         self._factor = 1.0  # converts the error to gradients
         self._has_begun = False

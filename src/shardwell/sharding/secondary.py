@@ -37,9 +37,9 @@ class SecondaryShard:
     It is in the compute dtype, or quantised if the parameters are stored quantised.
     """
 
-    def __init__(self, name: str, unit: str, comm: Collectives, scratch: TemporaryBuffers) -> None:
+    def __init__(self, name: str, unit: str, comm: Collectives, temporary: TemporaryBuffers) -> None:
         self._name, self._unit = name, unit
-        self._comm, self._scratch = comm, scratch
+        self._comm, self._scratch = comm, temporary
         self._kept: Tensor | None = None
 
     @property

@@ -55,8 +55,8 @@ class StatePlacement:
         return where if self.tier is Tier.DEVICE else f"{where}, on the {self.tier.value}"
 
 
-WHOLE = StatePlacement(None)
-SPLIT = StatePlacement(Axis.WORLD)
+REPLICATED = StatePlacement(None)
+SHARDED = StatePlacement(Axis.WORLD)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class ShardingSpec:
 
 
 STAGES: dict[int, ShardingSpec] = {
-    0: ShardingSpec(parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE, reduce_at=ReduceAt.BOUNDARY),
-    1: ShardingSpec(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.BOUNDARY),
-    2: ShardingSpec(parameters=WHOLE, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
-    3: ShardingSpec(parameters=SPLIT, gradients=SPLIT, optimizer=SPLIT, reduce_at=ReduceAt.MICRO_STEP),
+    0: ShardingSpec(parameters=REPLICATED, gradients=REPLICATED, optimizer=REPLICATED, reduce_at=ReduceAt.BOUNDARY),
+    1: ShardingSpec(parameters=REPLICATED, gradients=SHARDED, optimizer=SHARDED, reduce_at=ReduceAt.BOUNDARY),
+    2: ShardingSpec(parameters=REPLICATED, gradients=SHARDED, optimizer=SHARDED, reduce_at=ReduceAt.MICRO_STEP),
+    3: ShardingSpec(parameters=SHARDED, gradients=SHARDED, optimizer=SHARDED, reduce_at=ReduceAt.MICRO_STEP),
 }
 
 
@@ -137,7 +137,7 @@ def spec_for(
     persistent: bool = False,
     num_ranks: int = 2,
     shard_at_world_one: bool = False,
-    wish: SpecOverrides | None = None,
+    overrides: SpecOverrides | None = None,
 ) -> ShardingSpec:
     """Return the spec of a group at `stage`.
 
@@ -145,24 +145,24 @@ def spec_for(
     world does not split anything: parameters are then stored unsharded, in the same number of bytes. They are stored
     sharded all the same if `shard_at_world_one` is set, or if they are quantised, which takes fewer bytes.
     """
-    wish = wish or SpecOverrides()
-    row = STAGES[stage]
+    overrides = overrides or SpecOverrides()
+    spec = STAGES[stage]
     if not persistent:  # offload does not pay for small parameters
-        row = replace(row, optimizer=replace(row.optimizer, tier=wish.optimizer_tier), commit=wish.commit)
-        row = replace(row, gradients=replace(row.gradients, tier=wish.gradient_tier))
-    if row.reshards and not persistent:
-        row = replace(row, parameters=replace(row.parameters, tier=wish.parameter_tier))
-    if not persistent and row.gradients.axis is not None:
-        row = replace(row, reduce_codecs=wish.reduce_codecs, feedback=wish.feedback)
-    if row.reshards and not persistent:
-        travels = wish.gather_codec if wish.rest_codec is None else None
-        row = replace(row, all_gather_codec=travels, storage_codec=wish.rest_codec)
-    if row.reshards and wish.second_copy_in_node:
-        row = replace(row, secondary=StatePlacement(Axis.NODE))
-    alone = num_ranks == 1 and not shard_at_world_one and row.storage_codec is None
-    if row.reshards and (persistent or alone) and row.parameters.tier is Tier.DEVICE:
-        row = replace(row, parameters=WHOLE, secondary=None, all_gather_codec=None)
-    return row
+        spec = replace(spec, optimizer=replace(spec.optimizer, tier=overrides.optimizer_tier), commit=overrides.commit)
+        spec = replace(spec, gradients=replace(spec.gradients, tier=overrides.gradient_tier))
+    if spec.reshards and not persistent:
+        spec = replace(spec, parameters=replace(spec.parameters, tier=overrides.parameter_tier))
+    if not persistent and spec.gradients.axis is not None:
+        spec = replace(spec, reduce_codecs=overrides.reduce_codecs, feedback=overrides.feedback)
+    if spec.reshards and not persistent:
+        travels = overrides.gather_codec if overrides.rest_codec is None else None
+        spec = replace(spec, all_gather_codec=travels, storage_codec=overrides.rest_codec)
+    if spec.reshards and overrides.second_copy_in_node:
+        spec = replace(spec, secondary=StatePlacement(Axis.NODE))
+    alone = num_ranks == 1 and not shard_at_world_one and spec.storage_codec is None
+    if spec.reshards and (persistent or alone) and spec.parameters.tier is Tier.DEVICE:
+        spec = replace(spec, parameters=REPLICATED, secondary=None, all_gather_codec=None)
+    return spec
 
 
 @dataclass(frozen=True)

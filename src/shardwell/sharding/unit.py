@@ -85,20 +85,22 @@ class Unit:
     """A module and its groups, with their residency."""
 
     # precomputed from the groups by `_sort`
-    releasable: list[ShardedGroup]  # groups that are resharded
+    resharding_groups: list[ShardedGroup]  # groups that are resharded
     numel: int  # elements that an all-gather fills
 
     def __init__(self, index: int, one: UnitSpec, groups: list[ShardedGroup]) -> None:
         self.index, self.name, self.module, self.groups = index, one.name, one.module, groups
-        self.is_brief = one.is_tile  # recomputation does not keep it for its backward: it is all-gathered again
-        self.is_named = one.is_named  # as a leaf by the user: ranks may use different parts of it, or none
+        self.reshards_in_recompute = (
+            one.is_tile
+        )  # recomputation does not keep it for its backward: it is all-gathered again
+        self.is_user_unit = one.is_user_unit  # as a leaf by the user: ranks may use different parts of it, or none
         self.trainable = [group for group in groups if group.trainable]
         self.parameters = [parameter for group in groups for parameter in group.parameters]
         publishes = groups and groups[0].context.world.mesh.size > 1
-        self._published = [group for group in self.trainable if group.row.publishes and publishes]
+        self._published = [group for group in self.trainable if group.spec.publishes and publishes]
         self.keeps_frozen = False  # frozen groups stay unsharded after their first all-gather
         self._sort()
-        self.residency = Residency.SHARDED if self.releasable else Residency.UNSHARDED
+        self.residency = Residency.SHARDED if self.resharding_groups else Residency.UNSHARDED
         self.owner: UnitOwner | None = None  # None before a scheduler has adopted it
         self.is_dismantled = False  # its parameters get another owner: what happens to them is no edit of the user
         self.in_forward = 0  # running forwards that hold it
@@ -109,10 +111,10 @@ class Unit:
         self.is_retained = False  # code outside its module may still use it
         self._is_rounded = False  # the all-gather was quantised
         self._has_warned_of_views = False
-        self.misfit = False  # a parameter was given another shape
+        self.needs_rebuild = False  # a parameter was given another shape
         self.num_updates = 0  # updates of its parameters since it was built
         self.changes = edits.ChangeWatch(self.parameters)
-        self.has_news = False  # gradients arrived in this backward
+        self.has_new_gradients = False  # gradients arrived in this backward
         self.task = -1  # the autograd graph task it was last used in: when that ends, so does its backward
         self._pending: list[Work] = []
         self.pending_update: PendingUpdate | None = None  # an update in flight
@@ -125,14 +127,16 @@ class Unit:
 
     def _sort(self) -> None:
         """Compute what follows from which groups are resharded."""
-        self.releasable = [group for group in self.groups if group.row.reshards and not group.stays_whole]
-        self.numel = sum(group.layout.padded for group in self.releasable)
-        self._released = [parameter for group in self.releasable for parameter in group.parameters]
-        self._unsharded = [p for group in self.trainable if group not in self.releasable for p in group.parameters]
+        self.resharding_groups = [group for group in self.groups if group.spec.reshards and not group.stays_unsharded]
+        self.numel = sum(group.layout.padded for group in self.resharding_groups)
+        self._released = [parameter for group in self.resharding_groups for parameter in group.parameters]
+        self._unsharded = [
+            p for group in self.trainable if group not in self.resharding_groups for p in group.parameters
+        ]
         self._with_values = [parameter for parameter in self._unsharded if parameter.numel()]
-        self._is_speculative = any(group.row.commit is CommitPolicy.SPECULATIVE for group in self.trainable)
-        self._has_codec = any(group.row.all_gather_codec for group in self.releasable)
-        self._offloaded = [group for group in self.releasable if group.offloaded is not None]
+        self._is_speculative = any(group.spec.commit is CommitPolicy.SPECULATIVE for group in self.trainable)
+        self._has_codec = any(group.spec.all_gather_codec for group in self.resharding_groups)
+        self._offloaded = [group for group in self.resharding_groups if group.offloaded is not None]
         self.can_prefetch_to_device = any(group.can_prefetch_to_device for group in self._offloaded)
 
     @property
@@ -154,13 +158,13 @@ class Unit:
     def is_seen(self) -> bool:
         """Whether the unit was resharded while views of it exist, so that its memory stays."""
         found = False
-        for group in self.releasable:
+        for group in self.resharding_groups:
             found = found or (group.flat.is_seen and group.is_seen)
         return found
 
     def free_unseen(self) -> None:
         """Free the memory of a resharded unit that no view uses any more."""
-        for group in self.releasable if self.residency is Residency.SHARDED else ():
+        for group in self.resharding_groups if self.residency is Residency.SHARDED else ():
             group.reshard()
 
     # The methods below are idempotent: a second call in the same state does nothing, and its result says so.
@@ -179,7 +183,7 @@ class Unit:
         self._is_rounded = self._has_codec and not exact
         self.changes.gathered_at = self.num_updates
         try:
-            for group in self.releasable:
+            for group in self.resharding_groups:
                 stays = self.keeps_frozen and not group.trainable
                 self._pending.append(group.all_gather(exact=exact or stays))
         except BaseException:
@@ -203,9 +207,9 @@ class Unit:
         for one in pending:
             with contextlib.suppress(Exception):  # the first error is the one that counts
                 one.wait()
-        if self.releasable:
+        if self.resharding_groups:
             # copies that were started may still write
-            self.releasable[0].context.device.all_gather_stream.record().wait()
+            self.resharding_groups[0].context.device.all_gather_stream.record().wait()
             self._free_unsharded()
 
     def wait(self) -> None:
@@ -226,17 +230,17 @@ class Unit:
 
     def reshard(self) -> bool:
         """Free the unsharded parameters unless the unit is held; true if anything was freed."""
-        if self.residency is Residency.SHARDED or not self.releasable or self.is_held:
+        if self.residency is Residency.SHARDED or not self.resharding_groups or self.is_held:
             return False
         # a caller that reshards does not read the values
         if self.residency is Residency.UNSHARDING or not self._is_hidden:
             self.wait()
         if self.keeps_frozen:
-            for group in self.releasable:
+            for group in self.resharding_groups:
                 if not group.trainable and group.all_gather.is_exact:
                     group.keep_unsharded()
             self._sort()
-            if not self.releasable:
+            if not self.resharding_groups:
                 return False
         self._free_unsharded()
         return True
@@ -244,12 +248,12 @@ class Unit:
     def _free_unsharded(self) -> None:
         self.changes.check(self)
         if self._was_opened:
-            for group in self.releasable:
+            for group in self.resharding_groups:
                 group.detach_leaked_views()
         self._was_opened = False
         self.residency = Residency.SHARDED
         released.release(self._released)
-        for group in self.releasable:
+        for group in self.resharding_groups:
             group.reshard()
 
     def retain(self) -> None:
@@ -381,7 +385,7 @@ class Unit:
         With `arrival` the update itself is still in flight: users of the unit wait for that first.
         """
         groups = self._published
-        if self.releasable:
+        if self.resharding_groups:
             if arrival is not None:  # without one, an earlier update may still be in flight
                 self.pending_update, self.awaits_update = arrival, True
             for group in groups:  # persistent groups of a resharded unit: they must be complete before any read
@@ -471,7 +475,7 @@ class Unit:
                 self.opened -= 1
                 self.reshard()
             else:
-                self.misfit = True  # it stays open, and the engine rebuilds it before it is used again
+                self.needs_rebuild = True  # it stays open, and the engine rebuilds it before it is used again
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         for group in self.groups:

@@ -62,7 +62,7 @@ class UnitSpec:
     module: nn.Module
     parameters: list[tuple[str, nn.Parameter]]
     is_tile: bool = False
-    is_named: bool = False  # by the user, as a leaf
+    is_user_unit: bool = False  # by the user, as a leaf
 
 
 def wrap_model(model: nn.Module, wanted: LeafRules | None = None) -> list[UnitSpec]:
