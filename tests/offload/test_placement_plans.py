@@ -17,19 +17,11 @@ from torch import nn
 import shardwell
 from shardwell.config import load
 from shardwell.memory import Tier
-from shardwell.offload.placement import (
-    Bytes,
-    GroupKey,
-    ModelStates,
-    StateFormula,
-    TierPlacement,
-    plan,
-    tier_ladder,
-    total,
-)
+from shardwell.offload import budget
+from shardwell.offload.placement import plan, tier_ladder
 from shardwell.optim.factory import factory_for
-from shardwell.runtime import budget
 from shardwell.sharding import GroupPrecision
+from shardwell.sharding.model_states import Bytes, GroupKey, ModelStates, StateFormula, TierPlacement, total
 from shardwell.sharding.spec import CommitPolicy
 from tests.support.placements import DEVICE, DISK, HOST
 

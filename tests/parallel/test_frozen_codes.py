@@ -15,11 +15,11 @@ from shardwell.config import load
 from shardwell.kernels.quantize import Codec
 from shardwell.kernels.quantize_stably import quantize_stably
 from shardwell.memory import StateKind, Tier
-from shardwell.offload.placement import GroupKey as Sort
-from shardwell.offload.placement import StateFormula, TierPlacement
 from shardwell.parallel import TrafficKind
 from shardwell.sharding import GroupPrecision
 from shardwell.sharding.layout import even_part
+from shardwell.sharding.model_states import GroupKey as Sort
+from shardwell.sharding.model_states import StateFormula, TierPlacement
 from tests.support.frozen_codes import ON, all_codes, below, build, groups, run, same_tensors, start, step
 from tests.support.internals import groups_of
 from tests.support.live_bytes import live_bytes

@@ -16,9 +16,9 @@ import shardwell
 from shardwell.config import load
 from shardwell.engine import autotune
 from shardwell.engine.autotune import COPIES, GRADIENTS, WEIGHTS, Timing
-from shardwell.offload.placement import GroupKey as Group
 from shardwell.parallel import RankGroup, TrafficKind
 from shardwell.sharding import GroupPrecision
+from shardwell.sharding.model_states import GroupKey as Group
 from tests.support.models import Gpt, zero
 from tests.support.ranks import Ranks
 from tests.support.zeropp_auto import AUTO, ON, trained, trained_if

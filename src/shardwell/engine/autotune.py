@@ -23,10 +23,10 @@ from shardwell.config import Config
 from shardwell.kernels.quantize import BLOCK, Codec
 from shardwell.memory import StateKind
 from shardwell.memory.statistics import human
-from shardwell.offload.placement import GroupKey as GroupKind
-from shardwell.offload.placement import ModelStates
 from shardwell.parallel import TrafficKind, Work
 from shardwell.sharding import EngineContext
+from shardwell.sharding.model_states import GroupKey as GroupKind
+from shardwell.sharding.model_states import ModelStates
 
 WORTH_IT = 0.9  # of the time without the feature
 _MOST = 1 << 20  # elements of a shard

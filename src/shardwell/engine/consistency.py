@@ -62,19 +62,6 @@ def once_built(engine: Engine) -> dict[str, Section]:
     }
 
 
-def at_a_refit(cuts: Sequence[UnitSpec]) -> dict[str, Section]:
-    """Describe the model as it is now."""
-    return {
-        "parameter": {
-            repr(
-                name
-            ): f"{_kind(parameter)}{'' if parameter.requires_grad else ', frozen'} in unit '{one.name or '(root)'}'"
-            for one in cuts
-            for name, parameter in one.parameters
-        }
-    }
-
-
 def at_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:
     """Describe what decides which tensors are read, and where they are stored."""
     units = {

@@ -20,7 +20,7 @@ from shardwell.engine.compilation import compile_units, uncompiled
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import Join, joined
-from shardwell.engine.precision import autocast_of, loss_scale_of, mixed_dtype
+from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
 from shardwell.engine.startup_report import print_progress
 from shardwell.engine.teardown import DESTROYED, ModelBefore
 from shardwell.engine.units import UnitInfo, describe_units
@@ -28,17 +28,18 @@ from shardwell.engine.unsupported_uses import StepCallWatch, ready_for_accelerat
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
-from shardwell.offload.plan import STEPS_UNTIL_KNOWN, OffloadPlan
 from shardwell.optim import ShardedOptimizer
 from shardwell.parallel import Agreement, TrafficReport, TrafficStats
 from shardwell.runtime.budget import frozen_budget
 from shardwell.runtime.hooks import ModelFingerprint, attach, remove
+from shardwell.runtime.precision import autocast_of, loss_scale_of, mixed_dtype
 from shardwell.runtime.pytree import CopiedInputs, map_tensors, mover
 from shardwell.runtime.rebuild import UnitBuilder, refit
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.runtime.trace import Trace
 from shardwell.sharding import EngineContext
 from shardwell.sharding.edits import look
+from shardwell.sharding.model_states import OffloadPlan
 
 
 class Engine(nn.Module):
@@ -218,7 +219,7 @@ class Engine(nn.Module):
         if self.global_steps == 1:
             self._scheduler.keep_frozen(frozen_budget(self.config, self._scheduler.units, self._context))
         if self.global_steps == STEPS_UNTIL_KNOWN and self.config.zero_optimization.offload_optimizer.ratio == "auto":
-            self.offload = self.offload.fill_device(self.optimizer, self._context)
+            self.offload = move_up(self.offload, self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
         if self.config.steps_per_print and self.global_steps % self.config.steps_per_print == 0:

@@ -22,9 +22,9 @@ from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
 from shardwell.engine.module_buffers import place_buffers
+from shardwell.engine.offload_setup import add_links, plan_states, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
-from shardwell.engine.precision import dtype_of, mixed_dtype, settle_precision
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
@@ -32,9 +32,6 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.memory.device import default_device
-from shardwell.offload.placement import GroupKey, ModelStates, StateFormula
-from shardwell.offload.plan import OffloadPlan, commit_policy, open_disk, plan_offload, settle_commit
-from shardwell.offload.prefetch import offload_links
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
@@ -44,6 +41,8 @@ from shardwell.parallel.collectives import NodeHops
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.parallel.roles import ranks_per_node
+from shardwell.runtime.commit_policy import commit_policy, settle_commit
+from shardwell.runtime.precision import dtype_of, mixed_dtype, settle_precision
 from shardwell.runtime.prefetch import PrefetchLimits
 from shardwell.runtime.rebuild import UnitBuilder
 from shardwell.runtime.reducer import MicroStep
@@ -51,6 +50,7 @@ from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for, wrap_model
 from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
+from shardwell.sharding.model_states import GroupKey, ModelStates, OffloadPlan, StateFormula
 from shardwell.sharding.parameter_views import GroupMember
 from shardwell.sharding.spec import CommPrecision, SpecOverrides
 from shardwell.sharding.wrap import LeafRules
@@ -139,8 +139,8 @@ def _engine(
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     context = _open_nodes(context, settings, traffic_stats, agreement)
-    offload = plan_offload(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
-    context = _with_tiers(context, settings, offload)
+    offload = plan_states(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
+    context = with_tiers(context, settings, offload)
     before = ModelBefore(model)
     units = build_units(cuts, settings, recipe, context, offload)
     kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
@@ -201,11 +201,10 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
             limits.live,
             needed,
         )
-    read_buffers = context.tiers.read_buffers if context.tiers is not None else None
     num_ranks = context.world.mesh.size
     paths_differ = settings.shardwell.find_unused_parameters and num_ranks > 1
     scheduler = Scheduler(units, limits, MicroStep(num_ranks, settings.gradient_accumulation_steps or 1, paths_differ))
-    scheduler.links += offload_links(scheduler.room, num_ranks, read_buffers, scheduler.record)
+    add_links(scheduler, context)
     return scheduler
 
 
@@ -274,22 +273,6 @@ def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
             world.local_world_size,
         )
     return replace(world, node_size=min(ranks_per_node, world.size))
-
-
-def _with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -> EngineContext:
-    """Return the context with what stores state below the device, if any of it is stored there."""
-    disk = None if context.device.is_meta else open_disk(settings)
-    if disk is None and not any(place.depth for place in offload.places.values()):
-        return context
-    from shardwell.offload.storage import OffloadTiers
-
-    tiers = OffloadTiers(context.device, context.memory_stats, context.temporary, context.world.mesh.size, disk)
-    if disk is not None and context.world.agreement is not None:
-        disk.tell = context.world.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
-    block = settings.zero_optimization.offload_param
-    if disk is not None and block.device == "nvme":
-        tiers.read_parameters_into(block.buffer_count)
-    return replace(context, tiers=tiers)
 
 
 def build_units(
@@ -426,7 +409,7 @@ def _places(
 ) -> _Placements:
     persistent = persistent_in(cuts, settings.zero_optimization)
     states = _states(cuts, settings, recipe, context, persistent, trained)
-    return _Placements(persistent, offload.again(states, settings))
+    return _Placements(persistent, replan_states(offload, states, settings))
 
 
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:

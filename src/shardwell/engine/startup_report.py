@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwell.config import Config, Note, remarks, told
-from shardwell.engine.precision import mixed_dtype
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.statistics import MemoryReport, human
-from shardwell.offload.plan import OffloadPlan
+from shardwell.runtime.precision import mixed_dtype
+from shardwell.sharding.model_states import OffloadPlan
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine

@@ -152,7 +152,10 @@ class TemporaryBuffers:
 
     def allocate(self, numel: int, dtype: torch.dtype, state: StateKind, unit: str) -> Tensor:
         """Return an uninitialised tensor."""
-        return self.adopt(self._device.empty(numel, dtype), state, unit)
+        tensor = self._device.empty(numel, dtype)
+        self._out[id(tensor)] = tensor, state, unit
+        self._stats.add(state, unit, Tier.DEVICE, numel * dtype.itemsize)
+        return tensor
 
     def adopt(self, tensor: Tensor, state: StateKind, unit: str) -> Tensor:
         """Count a tensor that was allocated elsewhere, as if it had been allocated here."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from shardwell.memory.statistics import Tier
-from shardwell.offload.cores import update_cores
 
 _KEEP_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt keys
@@ -240,13 +239,13 @@ class Device:
         mine = min(self.capacity_bytes(), free / num_ranks + torch.cuda.memory_reserved(self.torch_device))
         return max(0.0, mine - torch.cuda.memory_allocated(self.torch_device))
 
-    def update_cores(self) -> list[int] | None:
-        """Return the cores that update optimizer state on the host; None: as many threads as torch has, on any core."""
+    def local_gpu_buses(self) -> tuple[int, list[str]] | None:
+        """Return this rank's index on its machine and the PCI addresses of all GPUs there; None where there is none."""
         if not self.is_cuda:
             return None
         num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         rank = int(os.environ.get("LOCAL_RANK", "0")) % num_ranks
-        return update_cores(rank, [_bus_of(other % torch.cuda.device_count()) for other in range(num_ranks)])
+        return rank, [_bus_of(other % torch.cuda.device_count()) for other in range(num_ranks)]
 
     def random_state(self) -> Tensor | None:
         """Return the state of the device's random generator; None if it has none of its own."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwell.errors import ShardwellError
 from shardwell.kernels import Moment8bit
 from shardwell.memory import Event
+from shardwell.offload.cores import update_cores
 from shardwell.offload.cpu_kernels import kernel_for
 from shardwell.offload.early_update import EarlyExecutor, Norm, has_all_gradients
 from shardwell.offload.host_updates import HostUpdateQueue
@@ -67,7 +68,8 @@ def host_updates(
                 stacklevel=2,
             )
         return None
-    cores = context.device.update_cores()
+    buses = context.device.local_gpu_buses()
+    cores = None if buses is None else update_cores(*buses)  # None: as many threads as torch has, on any core
     threads = torch.get_num_threads() if cores is None else len(cores)
     kernel = kernel_for(inner, threads, eight_bits=eight_bits, beside_gpu=context.device.is_cuda)
     groups = [group for unit in mine for group in unit.trainable if group.is_stepped_on_host]

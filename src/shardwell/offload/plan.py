@@ -7,87 +7,48 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwell.config import Config
-from shardwell.engine.precision import is_scaled
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device, Tier
 from shardwell.memory.limits import free_host_bytes
 from shardwell.memory.statistics import human
+from shardwell.offload.budget import bytes_by_path, tier_budgets
 from shardwell.offload.disk import AioSettings, DiskTier
 from shardwell.offload.disk_file import free_bytes
 from shardwell.offload.grad_swap import NUM_SLOTS
 from shardwell.offload.optimizer_swap import FEWEST_SEATS
-from shardwell.offload.placement import Bytes, ModelStates, TierPlacement, plan, table, tier_ladder, total
-from shardwell.optim import OptimizerFactory, ShardedOptimizer
+from shardwell.offload.placement import plan, table, tier_ladder
+from shardwell.optim import ShardedOptimizer
 from shardwell.parallel.mesh import RankGroup
-from shardwell.runtime.budget import available_bytes, bytes_by_path, tier_budgets
+from shardwell.runtime.budget import available_bytes
+from shardwell.runtime.commit_policy import commit_policy
 from shardwell.sharding import EngineContext, UnitSpec
+from shardwell.sharding.model_states import Bytes, ModelStates, OffloadPlan, TierPlacement, total
 from shardwell.sharding.spec import CommitPolicy
 
-STEPS_UNTIL_KNOWN = 3  # steps until the peak memory of the device is known
 _FILL = 0.75  # share of the device memory that was never used so far, for optimizer state
 _SHARE = 0.5  # share of the free host memory, for speculation
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-_ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
-
-_COMMITS = {  # by the words of the configuration
-    "at_once": CommitPolicy.IMMEDIATE,
-    "after_norm": CommitPolicy.AFTER_NORM,
-    "shadow": CommitPolicy.SPECULATIVE,
-    "auto": CommitPolicy.AUTO,
-}
 
 
-@dataclass(frozen=True)
-class OffloadPlan:
-    """The tier of each unit, and the commit policy of units whose optimizer state is stored on the host or on disk."""
+def replan(before: OffloadPlan, states: ModelStates, settings: Config) -> OffloadPlan:
+    """Return the plan for a model that has changed since. New units are stored on the lowest tier allowed."""
+    policy = commit_policy(settings)
+    if settings.shardwell.placement == "auto":
+        places = {name: before.places.get(name, deepest(settings)) for name in states.units}
+    else:
+        asked = _asked(states, settings)
+        places = {name: _like(place, before.places.get(name)) for name, place in asked.items()}
+    return OffloadPlan(
+        {name: before.commits.get(name, policy) for name in _below(places)}, places, states, before.above
+    )
 
-    commits: dict[str, CommitPolicy]  # by the name of the unit
-    places: dict[str, TierPlacement]
-    states: ModelStates
-    above: CommitPolicy = CommitPolicy.AFTER_NORM  # the policy of units whose optimizer state is stored on the device
 
-    def commit_of(self, name: str) -> CommitPolicy:
-        """Return the commit policy of a unit."""
-        return self.commits.get(name, self.above)
-
-    def again(self, states: ModelStates, settings: Config) -> OffloadPlan:
-        """Return the plan for a model that has changed since. New units are stored on the lowest tier allowed."""
-        policy = commit_policy(settings)
-        if settings.shardwell.placement == "auto":
-            places = {name: self.places.get(name, deepest(settings)) for name in states.units}
-        else:
-            asked = _asked(states, settings)
-            places = {name: _like(place, self.places.get(name)) for name, place in asked.items()}
-        return OffloadPlan(
-            {name: self.commits.get(name, policy) for name in _below(places)}, places, states, self.above
-        )
-
-    def fill_device(self, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:
-        """Move optimizer state to the device, as much as it has room for, the same on all ranks."""
-        moved = optimizer.move_up(available_bytes(context, _FILL))
-        commits = {name: commit for name, commit in self.commits.items() if name not in moved}
-        raised = {name: self.places[name]._replace(optimizer=Tier.DEVICE) for name in moved}
-        return replace(self, commits=commits, places=self.places | raised)
-
-    def at_rest(self) -> Bytes:
-        """Return the bytes of parameters, master weights and optimizer state on each tier of this rank.
-
-        Optimizer state counts even before the first step creates it.
-        """
-        return self.states.at_rest(self.places)
-
-    def __str__(self) -> str:
-        commits = Counter(self.commits.values())
-        policies = ", ".join(f"{commits[commit]} {commit.value}" for commit in CommitPolicy if commits[commit])
-        tiers = Counter(place.optimizer for place in self.places.values())
-        units = ", ".join(f"{tiers[tier]} {_ON[tier]}" for tier in Tier if tiers[tier])
-        held = self.at_rest()
-        sizes = ", ".join(f"{human(held[tier])} {_ON[tier]}" for tier in Tier if held[tier])
-        updates = f"updates on the host, by unit: {policies}" if policies else "no updates on the host"
-        waiting = [name for name, place in self.places.items() if place.gradient_tier is Tier.DISK]
-        num_waiting = sum(self.states.waiting(name, self.places[name]) > 0 for name in waiting)
-        deep = f"; gradients that wait on disk: of {num_waiting} units" if num_waiting else ""
-        return f"{updates}; units by optimizer state: {units}; at rest on each rank: {sizes}{deep}"
+def fill_device(before: OffloadPlan, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:
+    """Move optimizer state to the device, as much as it has room for, the same on all ranks; return the new plan."""
+    moved = optimizer.move_up(available_bytes(context, _FILL))
+    commits = {name: commit for name, commit in before.commits.items() if name not in moved}
+    raised = {name: before.places[name]._replace(optimizer=Tier.DEVICE) for name in moved}
+    return replace(before, commits=commits, places=before.places | raised)
 
 
 def deepest(settings: Config) -> TierPlacement:
@@ -325,45 +286,6 @@ def _asked(states: ModelStates, settings: Config) -> dict[str, TierPlacement]:
         above = _that_fit(states.shares(), zero.offload_param.max_in_cpu)
         places |= {name: places[name]._replace(parameters=Tier.HOST) for name in above}
     return places
-
-
-def settle_commit(settings: Config, recipe: OptimizerFactory | None) -> Config:
-    """Return the configuration with "after_norm", the only policy for an optimizer whose steps use collectives.
-
-    Each rank decides alone whether a unit can be updated before the norm: it may lack a gradient that other ranks have.
-    """
-    own = settings.shardwell
-    may_go_ahead = own.placement == "auto" or settings.zero_optimization.offload_optimizer.device != "none"
-    if recipe is None or own.commit == "after_norm" or not may_go_ahead or not recipe.is_collective():
-        return settings
-    if own.commit != "auto":
-        raise ConfigError(
-            f'shardwell.commit "{own.commit}" is for optimizers that step each element alone. In the steps of this one '
-            'ranks meet, and which units can go ahead of the norm may differ between them: use "auto" or "after_norm"'
-        )
-    told = {"shardwell.commit": 'auto -> "after_norm" (ranks meet in the steps of the optimizer)'}
-    chosen = own.model_copy(update={"commit": "after_norm"})
-    return settings.with_origins({**settings.origins, **told}, {"shardwell": chosen})
-
-
-def commit_policy(settings: Config) -> CommitPolicy:
-    """Return when updates on the host commit. State on disk has no speculative state in memory.
-
-    "auto" is never immediate where a step may be skipped, because an immediate update cannot be skipped.
-    """
-    needs = {"gradient_clipping": settings.gradient_clipping > 0, "a loss scale": is_scaled(settings)}
-    waits = [name for name, is_on in needs.items() if is_on]
-    asked = settings.shardwell.commit
-    if asked == "at_once" and waits:
-        raise ConfigError(
-            f'shardwell.commit "at_once" contradicts {" and ".join(waits)}: the norm of all gradients must be known '
-            'before anything is updated; use "auto", "after_norm" or "shadow"'
-        )
-    if asked == "auto":
-        return CommitPolicy.AFTER_NORM if waits or settings.shardwell.nonfinite == "skip" else CommitPolicy.AUTO
-    zero = settings.zero_optimization
-    on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
-    return CommitPolicy.AFTER_NORM if on_disk and asked == "shadow" else _COMMITS[asked]
 
 
 def _that_fit(sizes: dict[str, float] | dict[str, int], free: float) -> set[str]:

@@ -130,7 +130,8 @@ class ShardedOptimizer(Optimizer):
         for unit in units:
             for group in unit.trainable:
                 group.gradients.wait()
-                group.invalidate_secondary()  # all: updates before a failed step may differ by rank
+                if group.secondary is not None:
+                    group.invalidate_secondary()  # of all: updates before a failed step may differ by rank
         was_used: bool | Tensor = False
         together = False
         try:

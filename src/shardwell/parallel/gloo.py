@@ -164,6 +164,7 @@ def wait_all(
     except IndexError:
         waiter = _WaitThread()
     check: Callable[[], None] | None = None
+    error: Exception | None = None
     is_over = False
     waiter.tasks.put(works)
     try:
@@ -176,12 +177,14 @@ def wait_all(
         try:
             is_over = is_over or waiter.done.acquire(timeout=_GRACE)
         finally:
-            if is_over:
-                waiter.free()
-            else:
+            if not is_over:
                 abandon(signal)
         raise
-    if (error := waiter.free()) is not None:
+    finally:
+        if is_over:  # the thread is available to other callers, but not before its error was read
+            error, waiter.error = waiter.error, None
+            _idle.append(waiter)
+    if error is not None:
         raise error
 
 
@@ -194,12 +197,6 @@ class _WaitThread:
         self.done.acquire()
         self.error: Exception | None = None
         threading.Thread(target=self._serve, name="shardwell waits", daemon=True).start()
-
-    def free(self) -> Exception | None:
-        """Make the thread, which is done, available to other callers; return what a work raised."""
-        error, self.error = self.error, None
-        _idle.append(self)
-        return error
 
     def _serve(self) -> None:
         while True:

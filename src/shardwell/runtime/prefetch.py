@@ -1,12 +1,12 @@
-"""Prefetch: which unit is expected next, and the chain of links that start its way to the device ahead of its use.
+"""Prefetch: which unit is expected next, whether its all-gather may start ahead of its use, and what comes before that.
 
-The chain always has the link that starts all-gathers. Where parameters are stored below the device, `offload/` adds
-links that copy shards to the device and read them from disk. A wrong prediction only costs time.
+Where parameters are stored below the device, `offload/` adds links that copy shards to the device and read them from
+disk ahead of the all-gather. A wrong prediction only costs time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -87,8 +87,8 @@ class PrefetchLink(Protocol):
 class DeviceRoom:
     """Decides whether a unit may be on the device ahead of its use; all ranks decide alike."""
 
-    def __init__(self, limits: PrefetchLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: PrefetchLimits, num_ranks: int) -> None:
+        self._limits, self._num_ranks = limits, num_ranks
         self.units: Sequence[Unit] = ()
         self._total = 0  # elements of all units
 
@@ -96,6 +96,14 @@ class DeviceRoom:
         """Count these units from now on."""
         self.units = units
         self._total = sum(unit.numel for unit in units)
+
+    def may_prefetch(self, unit: Unit, order: ExecutionOrder) -> bool:
+        """Return whether to start the all-gather of a unit ahead of its use.
+
+        It is not started before an update: waiting for that here would delay work that can already run.
+        """
+        may_wait = unit.awaits_update if self._num_ranks > 1 else not unit.is_up_to_date
+        return unit.residency is Residency.SHARDED and not may_wait and self.admits(unit, order)
 
     def admits(self, unit: Unit, order: ExecutionOrder, num_parts: int = 1) -> bool:
         """Return whether there is room for a sharded unit, or for one of `num_parts` equal parts of it."""
@@ -108,24 +116,3 @@ class DeviceRoom:
             if other.residency is not Residency.SHARDED:
                 live += other.numel
         return live + unit.numel // num_parts <= self._limits.live
-
-
-class AllGatherLink:
-    """The link that starts the all-gather of the next unit while the one in use computes."""
-
-    distance = 1
-
-    def __init__(self, room: DeviceRoom, num_ranks: int, unshard: Callable[[Unit], None]) -> None:
-        """Create the link; `unshard` starts the all-gather of a unit."""
-        self._room, self._num_ranks, self._unshard = room, num_ranks, unshard
-
-    def start(self, expected: Unit | None, order: ExecutionOrder) -> None:
-        """Start the all-gather, unless an update comes first: waiting here would delay work that can already run."""
-        if expected is None:
-            return
-        may_wait = expected.awaits_update if self._num_ranks > 1 else not expected.is_up_to_date
-        if expected.residency is Residency.SHARDED and not may_wait and self._room.admits(expected, order):
-            self._unshard(expected)
-
-    def cancel(self) -> None:
-        """Do nothing: an all-gather that was started is finished, because it is the same on all ranks."""

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwell.engine.consistency import at_a_refit
 from shardwell.errors import ModelChangedError
 from shardwell.optim import OptimizerFactory, ShardedOptimizer
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.param_access import ParamAccess
-from shardwell.parallel.consistency import check_alike
+from shardwell.parallel.consistency import Section, check_alike
 from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
 from shardwell.sharding.edits import look_closely
 
@@ -57,7 +56,7 @@ def refit(
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
     if units and (len(fitting) < len(cuts) or before.keys() != fitting):
-        check_alike(units[0].groups[0].context.world, "refit", at_a_refit(cuts))
+        check_alike(units[0].groups[0].context.world, "refit", _described(cuts))
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
     present = {id(p) for one in cuts for _, p in one.parameters}
@@ -168,3 +167,14 @@ def _give_back(unit: Unit, remembered: dict[int, dict[str, Any]]) -> None:
             for parameter in group.parameters:
                 for key, value in remembered.get(id(parameter), {}).items():
                     ParamAccess(parameter).set_state(key, value)
+
+
+def _described(cuts: Sequence[UnitSpec]) -> dict[str, Section]:
+    """Describe the model as it is now, for a comparison between ranks."""
+    found = {}
+    for one in cuts:
+        for name, parameter in one.parameters:
+            kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            frozen = "" if parameter.requires_grad else ", frozen"
+            found[repr(name)] = f"{kind}{frozen} in unit '{one.name or '(root)'}'"
+    return {"parameter": found}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import BackwardError, ReleasedParameterError
-from shardwell.runtime.prefetch import AllGatherLink, DeviceRoom, ExecutionOrder, PrefetchLimits, PrefetchLink
+from shardwell.runtime.prefetch import DeviceRoom, ExecutionOrder, PrefetchLimits, PrefetchLink
 from shardwell.runtime.reducer import MicroStep, Reducer
 from shardwell.runtime.saved_tensors import SavedViews
 from shardwell.runtime.trace import NOT_PROFILED, Trace, TraceAction, is_profiling, profiled
@@ -61,8 +61,8 @@ class Scheduler:
 
     def __init__(self, units: Sequence[Unit], limits: PrefetchLimits, micro_step: MicroStep) -> None:
         self.limits = limits
-        self.room = DeviceRoom(limits)
-        self.links: list[PrefetchLink] = [AllGatherLink(self.room, micro_step.num_averaged, self._start_unshard)]
+        self.room = DeviceRoom(limits, micro_step.num_averaged)
+        self.links: list[PrefetchLink] = []  # bring shards to the device ahead of all-gathers, where they are below it
         self.trace: Trace | None = None
         self.reducer = Reducer(micro_step)
         self.reducer.drop_gradients = self.discard_backward
@@ -222,6 +222,8 @@ class Scheduler:
         expected = order.visit(unit)
         self._start_unshard(unit)
         unit.wait()
+        if expected is not None and self.room.may_prefetch(expected, order):
+            self._start_unshard(expected)
         for link in self.links:
             link.start(expected, order)
 
@@ -317,7 +319,8 @@ class Scheduler:
                 self.record(TraceAction.BACKWARD, unit)
             if self.reducer.in_flight:
                 self.reducer.finish_larger(unit.numel)
-        unit.revoke_speculation()  # a graph that is used again saved the values before the update
+        if unit.pending_update is not None:
+            unit.revoke_speculation()  # a graph that is used again saved the values before the update
         if unit.resharding_groups:
             self._unshard(unit, self._backward)
 

@@ -1,0 +1,75 @@
+"""What `initialize` asks of `offload/`, which is imported only where a configuration names a tier below the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwell.config import Config
+from shardwell.optim import ShardedOptimizer
+from shardwell.runtime.scheduler import Scheduler
+from shardwell.sharding import EngineContext, UnitSpec
+from shardwell.sharding.model_states import ModelStates, OffloadPlan
+
+STEPS_UNTIL_KNOWN = 3  # steps until the peak memory of the device is known
+_WITHOUT_OFFLOAD = (("auto", "fp32", "auto"), ("after_norm", "fp32", "auto"))  # commit, moments, gradients
+
+
+def uses_offload(settings: Config) -> bool:
+    """Return whether states may be stored below the device, or an option asks for what only offloading has."""
+    own, zero = settings.shardwell, settings.zero_optimization
+    is_on_device = zero.offload_optimizer.device == zero.offload_param.device == "none" and own.placement != "auto"
+    return not is_on_device or (own.commit, own.moments, own.gradients) not in _WITHOUT_OFFLOAD
+
+
+def plan_states(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
+    """Return where the states of all units are stored; raise if they do not fit there."""
+    if not uses_offload(settings):
+        return OffloadPlan.on_device(states)
+    from shardwell.offload.plan import plan_offload
+
+    return plan_offload(states, cuts, settings, context)
+
+
+def with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -> EngineContext:
+    """Return the context with what stores state below the device, if any of it is stored there."""
+    if not uses_offload(settings):
+        return context
+    from shardwell.offload.plan import open_disk
+
+    disk = None if context.device.is_meta else open_disk(settings)
+    if disk is None and not any(place.depth for place in offload.places.values()):
+        return context
+    from shardwell.offload.storage import OffloadTiers
+
+    tiers = OffloadTiers(context.device, context.memory_stats, context.temporary, context.world.mesh.size, disk)
+    if disk is not None and context.world.agreement is not None:
+        disk.tell = context.world.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
+    block = settings.zero_optimization.offload_param
+    if disk is not None and block.device == "nvme":
+        tiers.read_parameters_into(block.buffer_count)
+    return replace(context, tiers=tiers)
+
+
+def replan_states(before: OffloadPlan, states: ModelStates, settings: Config) -> OffloadPlan:
+    """Return the plan for a model that has changed since."""
+    if not uses_offload(settings):
+        return OffloadPlan.on_device(states)
+    from shardwell.offload.plan import replan
+
+    return replan(before, states, settings)
+
+
+def add_links(scheduler: Scheduler, context: EngineContext) -> None:
+    """Append the links of the prefetch chain that bring shards to the device."""
+    if context.tiers is not None:
+        from shardwell.offload.prefetch import offload_links
+
+        num_ranks, buffers = context.world.mesh.size, context.tiers.read_buffers
+        scheduler.links += offload_links(scheduler.room, num_ranks, buffers, scheduler.record)
+
+
+def move_up(before: OffloadPlan, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:
+    """Move optimizer state to the device, as much as it has room for, the same on all ranks; return the new plan."""
+    from shardwell.offload.plan import fill_device
+
+    return fill_device(before, optimizer, context)

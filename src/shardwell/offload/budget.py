@@ -1,0 +1,74 @@
+"""Bytes that are free on the tiers for an engine, and on the disks of its paths. All ranks get the same answer."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from shardwell.config import Config
+from shardwell.memory import Device, Tier
+from shardwell.memory.limits import free_host_bytes
+from shardwell.offload.disk_file import free_bytes
+from shardwell.sharding import EngineContext, released
+from shardwell.sharding.init_parameters import InitParameter
+
+
+def tier_budgets(
+    config: Config, context: EngineContext, parameters: Iterable[nn.Parameter], paths: Sequence[Path], floor: int
+) -> dict[Tier, float]:
+    """Return the bytes that a rank may fill on each tier: the user's limits, or a share of what is free.
+
+    What is free is that of the rank with the least. Memory of the model's own parameters counts as free, because it is
+    freed as soon as the units are built. Where the device is the CPU, the device tier has the `floor`, the bytes that
+    must be there, unless the user says otherwise.
+    """
+    budget, device, local_world_size = config.shardwell.memory, context.device, context.world.mesh.local_world_size
+    held = _held(parameters, device)
+    above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
+    available = free_host_bytes(local_world_size) * budget.host
+    found = {
+        Tier.DEVICE: _or(budget.device, above),
+        Tier.HOST: _or(budget.host, available + local_world_size * held[Tier.HOST]) / local_world_size,
+        Tier.DISK: _or(budget.disk, budget.disk * free_on(paths)) / local_world_size,
+    }
+    if device.is_meta:
+        return found
+    return {tier: context.world.all_reduce_min(size, "ROOM") for tier, size in found.items()}
+
+
+def _or(budget: float, measured: float) -> float:
+    """Return a budget in bytes: that is `measured` for one that is a share of the free bytes, a number up to 1."""
+    return measured if 0 < budget <= 1 else float(budget)
+
+
+def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
+    """Return the bytes per tier of parameters that are in no unit yet."""
+    found: Counter[Tier] = Counter()
+    for parameter in parameters:
+        keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
+        if isinstance(keeper, InitParameter):
+            tier, size = keeper.at_rest
+            found[tier if device.is_cuda or tier is Tier.DISK else Tier.HOST] += size
+        elif keeper is None and not parameter.is_meta:
+            found[Tier.DEVICE if parameter.is_cuda else Tier.HOST] += parameter.nbytes
+    return found
+
+
+def bytes_by_path(num_bytes: int, paths: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Return the bytes that go to the file system of each path.
+
+    A path that does not exist is left out, for the code that opens it to report.
+    """
+    drives = Counter(os.stat(path).st_dev for path in paths if path.exists())
+    return [(p, num_bytes * drives[os.stat(p).st_dev] // len(paths)) for p in paths if p.exists()]
+
+
+def free_on(paths: Sequence[Path]) -> float:
+    """Return the bytes that fit when they are striped over the paths; infinite if the free space of none is known."""
+    unit = 1 << 40
+    available_bytes = [(free_bytes(path), part) for path, part in bytes_by_path(unit, paths)]
+    return min((unit * free / part for free, part in available_bytes if free is not None), default=float("inf"))

@@ -1,0 +1,32 @@
+"""What a plain run does not import: a feature that is off costs nothing, not even its modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.command import environment
+
+PROGRAM = """
+import sys, torch, shardwell
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+zero = {"stage": int(sys.argv[1]), "stage3_param_persistence_threshold": 0}
+config = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "gradient_clipping": 1.0}
+engine, *_ = shardwell.initialize(model=model, config={**config, "shardwell": {"shard_at_world_one": True}})
+for _ in range(2):
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+engine.save_checkpoint(sys.argv[2])
+engine.load_checkpoint(sys.argv[2])
+print(*[name for name in sys.modules if name.startswith("shardwell.offload")])
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_without_offloading_does_not_import_it(tmp_path: object, stage: int) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(stage), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
