@@ -16,8 +16,8 @@ import shardwell
 from shardwell.config import load
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Tier
+from shardwell.offload import budget
 from shardwell.offload.placement import plan
-from shardwell.runtime import budget
 from shardwell.sharding import ShardedGroup
 from shardwell.sharding.model_states import TierPlacement
 from tests.support.checkpoint_legs import everything

@@ -19,6 +19,7 @@ from shardwell.config import load
 from shardwell.memory import Tier
 from shardwell.offload import budget
 from shardwell.offload.placement import plan, tier_ladder
+from shardwell.offload.plan import deepest
 from shardwell.optim.factory import factory_for
 from shardwell.sharding import GroupPrecision
 from shardwell.sharding.model_states import Bytes, GroupKey, ModelStates, StateFormula, TierPlacement, total
@@ -189,3 +190,9 @@ def test_bytes_that_fit_on_striped_drives(tmp_path: Path, monkeypatch: pytest.Mo
     assert budget.free_on([tmp_path / "one"]) == 1000
     assert budget.free_on(list(free)) == 600  # one file system: all of it goes there
     assert math.isinf(budget.free_on([tmp_path / "gone"]))
+
+
+def test_gradients_wait_on_disk_only_where_optimizer_state_is_there() -> None:
+    for device, expected in (("cpu", Tier.HOST), ("nvme", Tier.DISK), ("none", Tier.DEVICE)):
+        settings = load({"zero_optimization": {"offload_optimizer": {"device": device, "nvme_path": "."}}})
+        assert deepest(settings).gradient_tier is expected

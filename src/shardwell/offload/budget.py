@@ -30,6 +30,8 @@ def tier_budgets(
     held = _held(parameters, device)
     above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
     available = free_host_bytes(local_world_size) * budget.host
+    if not device.has_device_memory:  # what must be on the device is in the same memory
+        available = max(0.0, available - local_world_size * floor)
     found = {
         Tier.DEVICE: _or(budget.device, above),
         Tier.HOST: _or(budget.host, available + local_world_size * held[Tier.HOST]) / local_world_size,

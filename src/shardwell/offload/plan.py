@@ -57,7 +57,8 @@ def deepest(settings: Config) -> TierPlacement:
     Gradients wait on disk where optimizer state is stored there, unless the configuration keeps them on the host.
     """
     zero = settings.zero_optimization
-    gradients = Tier.HOST if settings.shardwell.gradients == "host" else Tier.DISK
+    may_wait_on_disk = zero.offload_optimizer.device == "nvme" and settings.shardwell.gradients != "host"
+    gradients = Tier.DISK if may_wait_on_disk else Tier.HOST
     return TierPlacement(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device], gradients)
 
 
@@ -169,7 +170,9 @@ def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
-    free = {Tier.HOST: free_host_bytes(mesh.local_world_size) / mesh.local_world_size}
+    # Where the device is the CPU, activations and gradients of the running unit take of the same memory.
+    share = 1.0 if device.has_device_memory else min(settings.shardwell.memory.host, 1.0)
+    free = {Tier.HOST: share * free_host_bytes(mesh.local_world_size) / mesh.local_world_size}
     needed = total(states.needs(name, place) for name, place in places.items())
     if settings.shardwell.gradients == "auto":
         places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
