@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwell import kernels
+from shardwell.config.field_types import CodecKind
 from shardwell.errors import ShardwellError
 from shardwell.kernels import quantize_host
 from shardwell.kernels.quantize import BLOCK, Codec, Kind
+from shardwell.kernels.quantized_format import PACKING, SHARE
 from tests.support.codec_cases import KINDS, LENGTHS, MAKERS, TYPES, huge, likely, same
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -221,3 +224,17 @@ def test_without_the_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(quantize_host, "run", None)
     codec, source = Codec("int4"), torch.tensor([7.0, -3.0])
     assert torch.equal(decoded(codec, encoded(codec, source), 2), source)
+
+
+def test_the_configuration_knows_every_kind() -> None:
+    assert get_args(CodecKind) == get_args(Kind) == tuple(PACKING) == tuple(SHARE)
+
+
+def test_a_kind_without_a_kernel_is_done_by_torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, values = Codec("int8"), torch.randn(1000)
+    expected, found = (torch.empty(codec.num_bytes(1000), dtype=torch.uint8) for _ in range(2))
+    codec.encode(values, expected)
+    monkeypatch.setattr(quantize_host, "KINDS", ("int4", "fp8"))
+    monkeypatch.setattr(quantize_host, "encode", None)
+    codec.encode(values, found)
+    assert torch.equal(found, expected)

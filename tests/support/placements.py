@@ -106,9 +106,9 @@ def born(path: str, remote: str) -> dict[str, Any]:
     peak = watch.peak - watch.start
     keepers = [released.owner_of(parameter) for parameter in model.parameters()]
     at_rest = [keeper.at_rest for keeper in keepers]
-    disk = keepers[0]._nursery.context.disk
+    disk = keepers[0]._registry.context.disk
     reserved = 0 if disk is None else disk.num_bytes
-    books = keepers[0]._nursery.context.memory_stats.report().now
+    books = keepers[0]._registry.context.memory_stats.report().now
     with shardwell.zero.GatheredParameters(model.parameters()):
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine = shardwell.initialize(model=model, config=config).engine

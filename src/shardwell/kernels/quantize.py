@@ -73,7 +73,7 @@ class Codec:
         if not out.is_contiguous():
             raise ShardwellError(f"out: found strides {list(out.stride())}, expected contiguous memory")
         if out.numel() > 0 and not out.is_meta:
-            _kernels(out.device).encode(self.kind, source, out)
+            _kernels(self.kind, out.device).encode(self.kind, source, out)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Dequantise rows: (..., num_bytes(m)) of bytes into (..., m) of fp32, bf16 or fp16.
@@ -82,7 +82,7 @@ class Codec:
         """
         self._check("out", out, "data", data, data.device)
         if out.numel() > 0 and not out.is_meta:
-            _kernels(out.device).decode(self.kind, data, out)
+            _kernels(self.kind, out.device).decode(self.kind, data, out)
 
     def decode_sum(self, data: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
         """Write, or add, `factor` times the sum of k messages: (k, ..., num_bytes(m)) of bytes into (..., m) of fp32.
@@ -94,7 +94,7 @@ class Codec:
         self._check("out", out, "data", data[0], data.device, torch.float32)
         check_alignment("data", data)
         if out.numel() > 0 and not out.is_meta:
-            _kernels(out.device).decode_sum(self.kind, data, out, factor, add)
+            _kernels(self.kind, out.device).decode_sum(self.kind, data, out, factor, add)
 
     def error_bound(self, source: Tensor) -> Tensor:
         """Return how far the dequantised fp32 value may be from each element: fp32, in the shape of the source.
@@ -125,11 +125,12 @@ class Codec:
         check_alignment(data_name, data)
 
 
-def _kernels(device: torch.device) -> CodecKernels:
+def _kernels(kind: Kind, device: torch.device) -> CodecKernels:
+    """Return the kernels of a device; the torch reference for a kind that has none there."""
     if device.type == "cuda":
         from shardwell.kernels import quantize_triton
 
-        return quantize_triton
-    if device.type == "cpu" and kernels.compiled() is not None:
+        return quantize_triton if kind in quantize_triton.KINDS else quantize_reference
+    if device.type == "cpu" and kind in quantize_host.KINDS and kernels.compiled() is not None:
         return quantize_host
     return quantize_reference

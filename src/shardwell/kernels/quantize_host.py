@@ -7,9 +7,9 @@ from torch import Tensor
 
 from shardwell import kernels
 from shardwell.kernels.library import Library, QuantizedRows
-from shardwell.kernels.quantized_format import SHARE, Kind, rows_of
+from shardwell.kernels.quantized_format import Kind, rows_of
 
-_KINDS: tuple[Kind, ...] = tuple(SHARE)  # the index is the number in the library
+KINDS: tuple[Kind, ...] = ("int8", "int4", "fp8")  # with a kernel; the index is the number in native/shardwell_native.h
 
 
 def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
@@ -40,7 +40,7 @@ def run(
     library = library or kernels.compiled()
     assert library is not None
     for rows in rows_of(values, data):
-        call = QuantizedRows(kind=_KINDS.index(kind), factor=factor, add=add)
+        call = QuantizedRows(kind=KINDS.index(kind), factor=factor, add=add)
         call.take(rows.values, rows.data)
         call.num_messages, call.message_stride = messages
         library.code(name, call, threads or torch.get_num_threads())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwell.kernels.quantized_format import ALIGNMENT, BLOCK, LEAST_SCALE, SHARE, Kind, num_code_bytes
+from shardwell.kernels.quantized_format import ALIGNMENT, BLOCK, LEAST_SCALE, SHARE, Kind, num_code_bytes, packed_bytes
 
 _CHUNK = 2**18  # elements at a time, so that temporaries stay small
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
@@ -76,7 +76,7 @@ def _parts(kind: Kind, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 def _bytes_of(kind: Kind, codes: Tensor, span: slice) -> Tensor:
     """Return the codes of elements that begin at a block."""
-    return codes[..., slice(span.start // 2, -(-span.stop // 2)) if kind == "int4" else span]
+    return codes[..., packed_bytes(kind, span.start) : packed_bytes(kind, span.stop)]
 
 
 def _blocks(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from triton.language.extra import libdevice
 
 from shardwell.kernels.quantized_format import BLOCK, SHARE, Kind, num_blocks, num_code_bytes, num_scale_bytes, rows_of
 
+KINDS: tuple[Kind, ...] = ("int8", "int4", "fp8")  # with a kernel
 _BLOCKS = 8  # blocks of a program: as many as have 16 bytes of scales, or a multiple
 _ENCODING_WARPS, _DECODING_WARPS = 2, 4
 _FEW = 8  # number of messages up to which a kernel is specialised: all of them are read at the same time

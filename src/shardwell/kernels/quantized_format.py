@@ -26,6 +26,8 @@ BLOCK = 256  # elements that share a scale
 ALIGNMENT = 16  # bytes
 # 1 / the largest code (127, 7, 448), in fp32 and rounded down: values that codes can represent exactly get that scale.
 SHARE: dict[Kind, float] = {"int8": 0x1020408 * 2.0**-31, "int4": 0x1249248 * 2.0**-27, "fp8": 0x1249248 * 2.0**-33}
+# Elements that share bytes, and the number of these bytes.
+PACKING: dict[Kind, tuple[int, int]] = {"int8": (1, 1), "int4": (2, 1), "fp8": (1, 1)}
 LEAST_SCALE = 2.0**-116  # of a block that is not stored as zeros: below it, subnormal numbers would matter
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +38,13 @@ def num_blocks(numel: int) -> int:
 
 def num_code_bytes(kind: Kind, numel: int) -> int:
     """Return the bytes of a row's codes, with padding."""
-    return _padded(-(-numel // 2) if kind == "int4" else numel)
+    return _padded(packed_bytes(kind, numel))
+
+
+def packed_bytes(kind: Kind, numel: int) -> int:
+    """Return the bytes of a row's codes, without padding."""
+    elements, num_bytes = PACKING[kind]
+    return -(-numel // elements) * num_bytes
 
 
 def num_scale_bytes(numel: int) -> int:
