@@ -24,8 +24,9 @@ from shardwell.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from shardwell.checkpoint.adapters import WEIGHTS, adapters_of, files_of, merge
 from shardwell.checkpoint.files import Entry, stream
 from shardwell.checkpoint.folder import Folder
-from shardwell.checkpoint.manifest import FilePiece, Manifest, TensorRecord
+from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.parsing import failing
+from shardwell.checkpoint.pieces import FilePiece, TensorRecord
 from shardwell.checkpoint.sources.base import MODEL, STATE, Source, StoredTensor
 from shardwell.checkpoint.sources.reading import Progress, in_order, parts, weights
 from shardwell.checkpoint.sources.safetensors import CONFIG, INDEX, SINGLE

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwell.checkpoint.rank_contents import aliases_of, buffers_of
+from shardwell.checkpoint.boxes import Box, Region, order_of, reordered, stride_in_order
+from shardwell.checkpoint.rank_contents import aliases_of, buffers_of, is_part
 from shardwell.checkpoint.reader import room
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, ShardwellSource, Source
-from shardwell.checkpoint.sources.reading import into
+from shardwell.checkpoint.sources.base import StoredTensor
+from shardwell.checkpoint.sources.reading import into, region_into
 from shardwell.errors import CheckpointError
 from shardwell.memory.device import prefault
 from shardwell.memory.limits import free_host_bytes
@@ -115,7 +117,7 @@ class CheckpointLoader:
 
     def _check(self, strict: bool) -> None:
         """Raise unless every parameter is stored in its shape. All ranks come to the same result."""
-        slots = {slot.name: (slot.shape, group.trainable) for group in self._groups for slot in group.layout.slots}
+        slots = {slot.name: (slot.box[0], group.trainable) for group in self._groups for slot in group.layout.slots}
         slots.update({name: (tuple(buffer.shape), True) for name, buffer in self._buffers.items()})
         may_lack_frozen = bool(self._source.values.get("frozen_excluded"))
         missing = []
@@ -221,6 +223,10 @@ class CheckpointLoader:
     def _read(self, request: ReadRequest) -> Tensor:
         """Return the slice as 1D, in the parameter's own memory order."""
         stored = self._source.tensors[request.name]
+        if is_part(request.slot):
+            flat = room(request.numel, stored.dtype, self._source.where)
+            self._read_box_into(request, stored, flat)
+            return flat
         if _same_order(request.slot, stored.order):
             return self._source.read(request.name, request.start, request.start + request.numel)
         full = self._source.read(request.name, 0, stored.numel).as_strided(stored.shape, stored.order)
@@ -228,8 +234,24 @@ class CheckpointLoader:
         flat.as_strided(request.slot.shape, request.slot.stride).copy_(full)
         return flat[request.start : request.start + request.numel]
 
+    def _read_box_into(self, request: ReadRequest, stored: StoredTensor, flat: Tensor) -> None:
+        """Fill a tensor with a slice of a parameter that is a box of the stored tensor."""
+        slot, order = request.slot, order_of(stored.order)
+        box = Box(reordered(slot.box[1], order), reordered(slot.shape, order))
+        stride = stride_in_order(slot.shape, order)  # of the box, if its elements are in the stored order
+        if _same_order(slot, stride):
+            region = Region(box, request.start, request.start + request.numel)
+            region_into(self._source, request.name, region, flat)
+            return
+        full, mine = (room(slot.numel, stored.dtype, self._source.where) for _ in range(2))
+        region_into(self._source, request.name, Region(box, 0, box.numel), full)
+        mine.as_strided(slot.shape, slot.stride).copy_(full.as_strided(slot.shape, stride))
+        flat.copy_(mine[request.start : request.start + request.numel])
+
     def _read_into(self, request: ReadRequest, flat: Tensor) -> None:
-        if _same_order(request.slot, self._source.tensors[request.name].order):
+        if is_part(request.slot):
+            self._read_box_into(request, self._source.tensors[request.name], flat)
+        elif _same_order(request.slot, self._source.tensors[request.name].order):
             into(self._source, request.name, request.start, flat)
         else:
             flat.copy_(self._read(request))

@@ -6,6 +6,8 @@ a checkpoint that any other number wrote, each only the ranges that it needs.
     tensor w, 12 elements   | piece 0 (5)         | piece 1 (7)                 |
     in files                rank0: key "w"        rank1: key "w"
 
+A manifest has version 1, and version 2 if a tensor is in pieces of boxes, which readers of version 1 do not know.
+
 The content of a manifest is not trusted: file names must be plain names, pieces must tile their tensor, and no tensor
 may have more bytes than the files that hold it.
 """
@@ -15,13 +17,10 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from shardwell.checkpoint.checksums import ALGORITHM, CHECKSUM, CHECKSUMS
 from shardwell.checkpoint.files import FileRecord
@@ -37,66 +36,16 @@ from shardwell.checkpoint.parsing import (
     parse_shape,
     show,
 )
+from shardwell.checkpoint.pieces import BoxPiece, FilePiece, TensorRecord, check_size, check_tiling, merged
 from shardwell.errors import CheckpointError
-from shardwell.sharding.layout import dense_stride, product
+from shardwell.sharding.layout import dense_stride
 
 VERSION = 1
+BOX_VERSION = 2  # with pieces of boxes
 NAME = "manifest.json"
 MAX_BYTES = 2**30  # of a manifest
 MAX_DEPTH = 64  # of objects and lists inside `values`
 MAX_NAME = 200  # bytes of a file name: the limit of file systems, less the length that temporary names add
-
-
-@dataclass(frozen=True)
-class FilePiece:
-    """A range of a tensor's elements, which a file holds under a key."""
-
-    file: str
-    key: str
-    start: int  # first element, counted from the tensor's start
-    numel: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.numel
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """A tensor, and the pieces that hold it. An empty tensor has none."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]  # the order of the flat elements in memory
-    kind: str  # "parameter", "state:exp_avg"
-    pieces: tuple[FilePiece, ...]  # in order
-
-    @property
-    def numel(self) -> int:
-        return product(self.shape)
-
-
-class FileExtent(NamedTuple):
-    """Elements `first` to `last` (excluded) of the tensor that a file holds under a key."""
-
-    file: str
-    key: str
-    first: int
-    last: int
-
-
-def plan(record: TensorRecord, start: int, stop: int) -> list[FileExtent]:
-    """Return the extents to read for elements `start` to `stop` of a tensor, in order."""
-    if not 0 <= start <= stop <= record.numel:
-        raise CheckpointError(f"a {record.kind} of {record.numel} elements: asked for {start} to {stop}")
-    extents: list[FileExtent] = []
-    index = max(bisect_right(record.pieces, start, key=lambda piece: piece.start) - 1, 0)
-    while start < stop:
-        piece = record.pieces[index]
-        last = min(stop, piece.end)
-        extents.append(FileExtent(piece.file, piece.key, start - piece.start, last - piece.start))
-        start, index = last, index + 1
-    return extents
 
 
 @dataclass(frozen=True)
@@ -106,7 +55,11 @@ class Manifest:
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)  # JSON: counters, configuration, versions and the like
-    version: int = VERSION
+
+    @property
+    def version(self) -> int:
+        """The version of the format that can express this manifest."""
+        return BOX_VERSION if any(record.is_boxed for record in self.tensors.values()) else VERSION
 
     def to_json(self, where: str = NAME, *, part: bool = False) -> str:
         """Return ASCII text that `from_json` accepts; raise if the manifest is invalid."""
@@ -129,9 +82,10 @@ class Manifest:
         content = parse_json(text, where)
         if not isinstance(content, dict):
             raise CheckpointError(f"{where}: expected a JSON object at the top, found {show(content)}")
-        if type(content.get("version")) is not int or content["version"] != VERSION:
+        version = content.get("version")
+        if type(version) is not int or version not in (VERSION, BOX_VERSION):
             raise CheckpointError(
-                f"{where}: version: expected {VERSION}, found {show(content.get('version'))}; "
+                f"{where}: version: expected {VERSION} or {BOX_VERSION}, found {show(version)}; "
                 "it was written by another version of shardwell, or is no manifest"
             )
         fields = _fields(content, ("version", "tensors", "files", "values", "checksum"), where)
@@ -144,6 +98,11 @@ class Manifest:
             for name, raw in _object(fields["files"], f"{where}: files").items()
         }
         manifest = Manifest(tensors, files, _object(fields["values"], f"{where}: values"))
+        if manifest.version != version:
+            boxes = "with" if manifest.version == BOX_VERSION else "without"
+            raise CheckpointError(
+                f"{where}: version: expected {manifest.version} for a manifest {boxes} boxes, found {version}"
+            )
         manifest.check(where, part=part)
         expected = content.pop("checksum")
         if _checksum(_canonical(content)) != expected:
@@ -155,6 +114,7 @@ class Manifest:
         """Merge the manifests of all ranks. Values that several of them have must agree, and the pieces must tile."""
         tensors: dict[str, TensorRecord] = {}
         pieces: dict[str, list[FilePiece]] = {}
+        boxed: set[str] = set()
         files: dict[str, FileRecord] = {}
         values: dict[str, Any] = {}
         for part in parts:
@@ -166,27 +126,26 @@ class Manifest:
             for name, tensor in part.tensors.items():
                 _check_same(tensors.setdefault(name, tensor), tensor, f"{where}: tensors[{show(name)}]")
                 pieces.setdefault(name, []).extend(tensor.pieces)
+                if tensor.is_boxed:
+                    boxed.add(name)
             for key, value in part.values.items():
                 if _canonical(values.setdefault(key, value)) != _canonical(value):
                     raise CheckpointError(f"{where}: values.{key}: ranks disagree; save it under a key of its own")
-        tensors = {
-            name: TensorRecord(
-                first.dtype,
-                first.shape,
-                first.stride,
-                first.kind,
-                tuple(sorted(pieces[name], key=lambda piece: piece.start)),
-            )
-            for name, first in tensors.items()
-        }
-        merged = Manifest(tensors, files, values)
-        merged.check(where)
-        return merged
+        whole = Manifest(
+            {
+                name: merged(first, pieces[name], f"{where}: tensors[{show(name)}]")
+                if name in boxed
+                else replace(first, pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
+                for name, first in tensors.items()
+            },
+            files,
+            values,
+        )
+        whole.check(where)
+        return whole
 
     def check(self, where: str = NAME, *, part: bool = False) -> None:
         """Raise unless the manifest is valid."""
-        if self.version != VERSION:
-            raise CheckpointError(f"{where}: version: expected {VERSION}, found {show(self.version)}")
         for name, record in self.files.items():
             _check_file(name, record, f"{where}: files[{show(name)}]")
         rest = {name: record.size for name, record in self.files.items()}  # bytes that no piece has claimed yet
@@ -195,7 +154,7 @@ class Manifest:
             entry = f"{where}: tensors[{show(name)}]"
             _check_text(name, entry)
             _check_tensor(tensor, entry)
-            _check_tiling(tensor, entry, part)
+            check_tiling(tensor, entry, part)
             for index, piece in enumerate(tensor.pieces):
                 _check_place(piece, self.files, used, entry, index)
                 rest[piece.file] -= piece.numel * tensor.dtype.itemsize
@@ -203,6 +162,8 @@ class Manifest:
                     raise CheckpointError(
                         f"{entry}.pieces[{index}]: more bytes than {piece.file} has ({self.files[piece.file].size})"
                     )
+            if tensor.is_boxed:
+                _check_has_blocks(tensor, self.files, entry)
         _check_json(self.values, f"{where}: values", MAX_DEPTH)
 
 
@@ -237,13 +198,13 @@ def _check_file(name: Any, record: FileRecord, where: str) -> None:
         raise CheckpointError(f"{where}: expected the plain name of a data file, without directories")
     if record.algorithm != ALGORITHM:
         raise CheckpointError(f"{where}.algorithm: expected {show(ALGORITHM)}, found {show(record.algorithm)}")
-    _check_size(record.size, f"{where}.size")
+    check_size(record.size, f"{where}.size")
     _check_checksum(record.header, f"{where}.header")
     for key, checksum in record.checksums.items():
         if not is_text(key) or not is_text(checksum) or not CHECKSUM.fullmatch(checksum):
             _check_text(key, f"{where}.checksums")
             _check_checksum(checksum, f"{where}.checksums[{show(key)}]")
-    _check_size(record.block, f"{where}.block")
+    check_size(record.block, f"{where}.block")
     if record.blocks and not record.block:
         raise CheckpointError(f"{where}.block: expected the bytes of a block, found 0")
     for key, sums in record.blocks.items():
@@ -268,28 +229,6 @@ def _check_tensor(record: TensorRecord, where: str) -> None:
         raise CheckpointError(f'{where}.kind: expected a word such as "parameter"')
 
 
-def _check_tiling(record: TensorRecord, where: str, part: bool) -> None:
-    reached = 0
-    for index, piece in enumerate(record.pieces):
-        if not is_size(piece.start) or not is_size(piece.numel):  # messages are made only if needed: pieces are many
-            _check_size(piece.start, f"{where}.pieces[{index}].start")
-            _check_size(piece.numel, f"{where}.pieces[{index}].numel")
-        if piece.numel == 0 or piece.end > record.numel:
-            raise CheckpointError(
-                f"{where}.pieces[{index}]: elements {piece.start} to {piece.end} of {record.numel}; "
-                "expected at least one, and none beyond the end"
-            )
-        if piece.start < reached:
-            raise CheckpointError(
-                f"{where}.pieces[{index}]: starts at element {piece.start}, but the pieces before it reach {reached}"
-            )
-        if piece.start > reached and not part:
-            raise CheckpointError(f"{where}.pieces[{index}]: elements {reached} to {piece.start} are in no piece")
-        reached = piece.end
-    if reached < record.numel and not part:
-        raise CheckpointError(f"{where}.pieces: elements {reached} to {record.numel} are in no piece")
-
-
 def _check_place(
     piece: FilePiece, files: Mapping[str, FileRecord], used: set[tuple[str, str]], where: str, index: int
 ) -> None:
@@ -301,6 +240,13 @@ def _check_place(
     if place in used:
         raise CheckpointError(f"{where}.pieces[{index}].key: {show(piece.key)} in {piece.file} is claimed twice")
     used.add(place)
+
+
+def _check_has_blocks(record: TensorRecord, files: Mapping[str, FileRecord], where: str) -> None:
+    """Raise if a file that holds pieces of boxes lacks checksums of blocks, which all writers of boxes know."""
+    for index, piece in enumerate(record.pieces):
+        if not files[piece.file].block:
+            raise CheckpointError(f"{where}.pieces[{index}]: {piece.file} has no checksums of blocks")
 
 
 def _check_same(first: TensorRecord, other: TensorRecord, where: str) -> None:
@@ -339,11 +285,6 @@ def _check_scalar(value: Any, where: str) -> None:
         raise CheckpointError(f"{where}: expected a JSON value, found {type(value).__name__}")
 
 
-def _check_size(value: Any, where: str) -> None:
-    if not is_size(value):
-        raise CheckpointError(f"{where}: expected a whole number from 0 to 2**63, found {show(value)}")
-
-
 def _check_text(value: Any, where: str) -> None:
     if not is_text(value):
         raise CheckpointError(f"{where}: expected a string, found {show(value)}")
@@ -366,7 +307,7 @@ def _content(manifest: Manifest) -> dict[str, Any]:
                 "shape": record.shape,
                 "stride": record.stride,
                 "kind": record.kind,
-                "pieces": [(piece.file, piece.key, piece.start, piece.numel) for piece in record.pieces],
+                "pieces": _content_of_pieces(record),
             }
             for name, record in manifest.tensors.items()
         },
@@ -382,6 +323,12 @@ def _content(manifest: Manifest) -> dict[str, Any]:
         },
         "values": _plain(manifest.values),
     }
+
+
+def _content_of_pieces(record: TensorRecord) -> list[tuple[Any, ...]]:
+    if record.is_boxed:
+        return [astuple(piece) for piece in record.pieces]
+    return [(piece.file, piece.key, piece.start, piece.numel) for piece in record.pieces]
 
 
 def _plain(value: Any) -> Any:
@@ -401,11 +348,14 @@ def _checksum(text: str) -> str:
 
 def _read_tensor(raw: Any, where: str) -> TensorRecord:
     fields = _fields(raw, ("dtype", "shape", "stride", "kind", "pieces"), where)
-    pieces = []
-    for index, piece in enumerate(_list(fields["pieces"], f"{where}.pieces")):
-        if not isinstance(piece, list) or len(piece) != 4:
-            raise CheckpointError(f"{where}.pieces[{index}]: expected a list of 4, found {show(piece)}")
-        pieces.append(FilePiece(*piece))
+    found = _list(fields["pieces"], f"{where}.pieces")
+    is_boxed = bool(found) and isinstance(found[0], list) and len(found[0]) == 6
+    length = 6 if is_boxed else 4
+    pieces: list[FilePiece] = []
+    for index, piece in enumerate(found):
+        if not isinstance(piece, list) or len(piece) != length:
+            raise CheckpointError(f"{where}.pieces[{index}]: expected a list of {length}, found {show(piece)}")
+        pieces.append(_read_box_piece(piece, f"{where}.pieces[{index}]") if is_boxed else FilePiece(*piece))
     return TensorRecord(
         parse_dtype(fields["dtype"], where),
         parse_shape(fields["shape"], where),
@@ -413,6 +363,12 @@ def _read_tensor(raw: Any, where: str) -> TensorRecord:
         fields["kind"],
         tuple(pieces),
     )
+
+
+def _read_box_piece(raw: list[Any], where: str) -> BoxPiece:
+    file, key, start, numel, offsets, sizes = raw
+    corner, lengths = tuple(_list(offsets, f"{where}.offsets")), tuple(_list(sizes, f"{where}.sizes"))
+    return BoxPiece(file, key, start, numel, corner, lengths)
 
 
 def _read_file(raw: Any, where: str) -> FileRecord:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwell.checkpoint.boxes import order_of, stride_in_order
 from shardwell.checkpoint.files import Entry
-from shardwell.checkpoint.manifest import FilePiece, TensorRecord
+from shardwell.checkpoint.pieces import BoxPiece, FilePiece, TensorRecord
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE
 from shardwell.kernels import Moment8bit
 from shardwell.optim import ShardedOptimizer
@@ -34,12 +35,29 @@ class SavedPiece:
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the full tensor
     stride: tuple[int, ...]
-    start: int  # its first element in the full tensor
+    start: int  # its first element in the full tensor, or in the box
     numel: int
     read: Callable[[], Tensor]  # 1D, in place; valid until the next slice is read
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # offsets and sizes, if it is a slice of a box
+
+    @classmethod
+    def of(
+        cls, slot: Slot, name: str, kind: str, dtype: torch.dtype, where: tuple[int, int], read: Callable[[], Tensor]
+    ) -> SavedPiece:
+        """Return a slice of a parameter; `where` is its first element in the parameter, and its length."""
+        if not is_part(slot):
+            return cls(name, kind, dtype, slot.shape, slot.stride, *where, read)
+        shape, offsets = slot.box
+        return cls(
+            name, kind, dtype, shape, stride_in_order(shape, order_of(slot.stride)), *where, read, (offsets, slot.shape)
+        )
 
     def record(self, file: str) -> TensorRecord:
-        pieces = (FilePiece(file, self.name, self.start, self.numel),) if self.numel else ()
+        pieces: tuple[FilePiece, ...] = ()
+        if self.numel and self.box is not None:
+            pieces = (BoxPiece(file, self.name, self.start, self.numel, *self.box),)
+        elif self.numel:
+            pieces = (FilePiece(file, self.name, self.start, self.numel),)
         return TensorRecord(self.dtype, self.shape, self.stride, self.kind, pieces)
 
     @property
@@ -105,11 +123,11 @@ class RankContents:
         dtype = group.precision.master
         for slot, at, start, numel in self._share(group):
             read = self._reader_of_masters(group, at, numel)
-            part = SavedPiece(MODEL + slot.name, "parameter", dtype, slot.shape, slot.stride, start, numel, read)
-            self.parts[part.name] = part
+            name = MODEL + slot.name
+            self.parts[name] = SavedPiece.of(slot, name, "parameter", dtype, (start, numel), read)
         for slot in group.layout.slots:
-            if not slot.numel and self._rank == 0:
-                self.add(MODEL + slot.name, "parameter", torch.empty(slot.shape, dtype=dtype, device="cpu"))
+            if not slot.numel and self._rank == 0 and 0 in slot.box[0]:  # else it is an empty box of what others save
+                self.add(MODEL + slot.name, "parameter", torch.empty(slot.box[0], dtype=dtype, device="cpu"))
 
     def _share(self, group: ShardedGroup) -> Iterator[tuple[Slot, int, int, int]]:
         """Yield this rank's slices: slot, first element in its masters, first element in the parameter, length."""
@@ -154,7 +172,12 @@ class RankContents:
     ) -> None:
         """Add one entry of the optimizer state; `where` is the first element in the parameter and the length."""
         name = f"{STATE}{slot.name}/{key}"
-        self.parts[name] = SavedPiece(name, "state", dtype, slot.shape, slot.stride, *where, read)
+        self.parts[name] = SavedPiece.of(slot, name, "state", dtype, where, read)
+
+
+def is_part(slot: Slot) -> bool:
+    """Tell whether a parameter is a box of a larger tensor."""
+    return slot.global_shape is not None and slot.global_shape != slot.shape
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Reads tensors from a source: in place, in parts, in order, or in full."""
+"""Reads tensors from a source: in place, in parts, in order, in full, or regions of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from shardwell.checkpoint.boxes import Region, full_region, order_of, overlaps, reads, reordered
+from shardwell.checkpoint.checksums import BLOCK
+from shardwell.checkpoint.reader import room
 from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import contiguous_stride
 
 PART = 2**22  # elements of one read
+STAGE = 2**24  # bytes of one read whose elements do not lie together in the destination
 Progress = Callable[[int], object]  # called with the bytes read since the last call
 
 
@@ -36,6 +40,47 @@ def into(source: Source, name: str, start: int, flat: Tensor) -> None:
         source.read_into(name, start, flat)
     else:
         flat.copy_(source.read(name, start, start + flat.numel()))
+
+
+@runtime_checkable
+class RegionRead(Protocol):
+    """A source that knows how to read a region of a tensor."""
+
+    def read_region(self, name: str, target: Region, flat: Tensor) -> None: ...
+
+
+def region_into(source: Source, name: str, target: Region, flat: Tensor) -> None:
+    """Fill a 1D tensor on the CPU with a region of a tensor, whose dimensions are in the stored order."""
+    stored = source.tensors[name]
+    if flat.dtype != stored.dtype:
+        same = room(flat.numel(), stored.dtype, f"{source.where}: tensor {name!r}")
+        region_into(source, name, target, same)
+        flat.copy_(same)
+    elif isinstance(source, RegionRead):
+        source.read_region(name, target, flat)
+    else:
+        everything = full_region(reordered(stored.shape, order_of(stored.order)))
+        gather(target, everything, flat, lambda first, out: into(source, name, first, out))
+
+
+def gather(target: Region, piece: Region, flat: Tensor, read: Callable[[int, Tensor], object]) -> int:
+    """Fill the elements of a target region that a piece has; return how many these are.
+
+    `flat` holds the elements of the target, and `read(first, out)` fills a tensor with elements of the piece. Elements
+    that are close together in the piece are read at once: they share the blocks that are read for their checksums.
+    """
+    found = overlaps(target, piece)
+    for batch in reads(found, STAGE // flat.itemsize, BLOCK // flat.itemsize):
+        first, last = batch[0].in_source, batch[-1].source_end
+        if len(batch) == 1 and batch[0].is_run:
+            read(first, flat[batch[0].in_target :][: last - first])
+            continue
+        staged = room(last - first, flat.dtype, "a region of a tensor")
+        read(first, staged)
+        for one in batch:
+            place = flat.as_strided(one.sizes, one.target_stride, flat.storage_offset() + one.in_target)
+            place.copy_(staged.as_strided(one.sizes, one.source_stride, one.in_source - first))
+    return sum(one.numel for one in found)
 
 
 def parts(source: Source, name: str, progress: Progress | None = None, limit: int | None = None) -> Iterator[Tensor]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shardwell.checkpoint.manifest import FileExtent, Manifest, plan
+from shardwell.checkpoint.boxes import Region, full_region, order_of, reordered
+from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.pieces import BoxPiece, TensorRecord, check_range, plan
 from shardwell.checkpoint.reader import Reader, room
 from shardwell.checkpoint.sources.base import StoredTensor
+from shardwell.checkpoint.sources.reading import gather
 from shardwell.errors import CheckpointError
 
 
@@ -39,25 +43,56 @@ class ShardwellSource:
         return sum(reader.bytes_beside for reader in self._readers.values())
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        extents = self._plan(name, start, stop)
-        return self._fill(extents, room(stop - start, self.tensors[name].dtype, f"{self.where}: tensor {name!r}"))
+        record = self._find(name)
+        check_range(record, start, stop)
+        flat = room(stop - start, record.dtype, f"{self.where}: tensor {name!r}")
+        self.read_into(name, start, flat)
+        return flat
 
     def read_into(self, name: str, start: int, flat: Tensor) -> None:
         """Fill a tensor of the stored dtype with elements from `start` on."""
-        self._fill(self._plan(name, start, start + flat.numel()), flat)
-
-    def _plan(self, name: str, start: int, stop: int) -> list[FileExtent]:
-        if name not in self._manifest.tensors:
-            raise CheckpointError(f"{self.where}: tensor {name!r}: not in this checkpoint")
-        return plan(self._manifest.tensors[name], start, stop)
-
-    def _fill(self, extents: list[FileExtent], flat: Tensor) -> Tensor:
+        record, stop = self._find(name), start + flat.numel()
+        if record.is_boxed:
+            check_range(record, start, stop)
+            self._fill_from_boxes(name, record, Region(_all_of(record).box, start, stop), flat)
+            return
         at = 0
-        for one in extents:
+        for one in plan(record, start, stop):
             numel = one.last - one.first
             self._reader(one.file).read_into(one.key, one.first, flat[at : at + numel])
             at += numel
-        return flat
+
+    def read_region(self, name: str, target: Region, flat: Tensor) -> None:
+        """Fill a tensor of the stored dtype with a region, whose dimensions are in the stored order."""
+        record = self._find(name)
+        if record.is_boxed:
+            self._fill_from_boxes(name, record, target, flat)
+        else:
+            gather(target, _all_of(record), flat, lambda first, out: self.read_into(name, first, out))
+
+    def _fill_from_boxes(self, name: str, record: TensorRecord, target: Region, flat: Tensor) -> None:
+        num_filled = 0
+        for one in record.boxes:
+            for piece, held in one.touching(target):
+                num_filled += gather(target, held, flat, partial(self._read_piece, name, piece))
+        if num_filled != flat.numel():
+            raise CheckpointError(
+                f"{self.where}: tensor {name!r}: {flat.numel()} elements wanted, {num_filled} are in its pieces"
+            )
+
+    def _read_piece(self, name: str, piece: BoxPiece, first: int, out: Tensor) -> None:
+        reader = self._reader(piece.file)
+        held = reader.entries[piece.key].numel
+        if held != piece.numel:
+            raise CheckpointError(
+                f"{reader.path}: tensor {name!r}: {held} elements under {piece.key!r}; the manifest says {piece.numel}"
+            )
+        reader.read_into(piece.key, first, out)
+
+    def _find(self, name: str) -> TensorRecord:
+        if name not in self._manifest.tensors:
+            raise CheckpointError(f"{self.where}: tensor {name!r}: not in this checkpoint")
+        return self._manifest.tensors[name]
 
     def _reader(self, file: str) -> Reader:
         with self._lock:
@@ -69,3 +104,7 @@ class ShardwellSource:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+
+
+def _all_of(record: TensorRecord) -> Region:
+    return full_region(reordered(record.shape, order_of(record.stride)))
