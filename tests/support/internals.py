@@ -36,7 +36,7 @@ def trainable_groups_of(engine: shardwell.Engine) -> list[ShardedGroup]:
 
 def collectives_of(engine: shardwell.Engine) -> Collectives:
     """Return the collectives over all ranks."""
-    return engine._context.world
+    return engine._context.roles.all
 
 
 def device_of(engine: shardwell.Engine) -> Device:

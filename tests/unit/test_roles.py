@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from shardwell.parallel import Axis
 from tests.support.models import zero
 from tests.support.ranks import Ranks
 
@@ -18,13 +17,12 @@ def roles_with(block: dict[str, int]) -> dict[str, object]:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3, zero_optimization=block)).engine
-    context, roles = engine._context, engine._context.roles
+    roles = engine._context.roles
     found = {
-        "one axis": all(role is context.world for role in (roles.shard, roles.data, roles.all)),
+        "one axis": all(role is roles.all for role in (roles.shard, roles.data)),
         "replicates": roles.replicate is not None,
         "secondary": None if roles.secondary is None else roles.secondary.mesh.size,
-        "is the node's": roles.secondary is context.comm.get(Axis.NODE),
-        "agreement": roles.agreement is context.world.agreement,
+        "agreement": roles.agreement is roles.all.agreement,
         "size": roles.all.mesh.size,
     }
     engine.destroy()
@@ -36,7 +34,6 @@ def test_a_single_rank_has_one_group_for_all_roles() -> None:
         "one axis": True,
         "replicates": False,
         "secondary": None,
-        "is the node's": True,
         "agreement": True,
         "size": 1,
     }
@@ -48,6 +45,6 @@ def two_engines() -> list[dict[str, object]]:
 
 
 def test_a_secondary_shard_is_the_only_role_with_a_group_of_its_own(ranks: Ranks) -> None:
-    plain = {"one axis": True, "replicates": False, "is the node's": True, "agreement": True, "size": 4}
+    plain = {"one axis": True, "replicates": False, "agreement": True, "size": 4}
     for found in ranks.run(4, two_engines):
         assert found == [{**plain, "secondary": None}, {**plain, "secondary": 2}]

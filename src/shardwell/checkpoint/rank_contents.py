@@ -131,7 +131,7 @@ class RankContents:
 
     def _share(self, group: ShardedGroup) -> Iterator[tuple[Slot, int, int, int]]:
         """Yield this rank's slices: slot, first element in its masters, first element in the parameter, length."""
-        place = group.context.world.shard_index
+        place = group.context.roles.shard.shard_index
         first = group.layout.shard_range(place)[0] - group.own[0]
         for piece in group.layout.pieces(place):
             yield piece.slot, first + piece.in_shard, piece.in_parameter, piece.numel

@@ -86,7 +86,7 @@ def autotune(settings: Config, context: EngineContext, states: ModelStates) -> C
     if not chosen:
         return settings
     told = {key: f"auto -> {json.dumps(choice.value)} ({choice.why})" for key, choice in chosen.items()}
-    if context.world.mesh.rank == 0:
+    if context.roles.all.mesh.rank == 0:
         logging.getLogger("shardwell").info("%s", "; ".join(f"{key}: {text}" for key, text in told.items()))
     origins = {**settings.origins, **{f"{_BLOCK}.{key}": text for key, text in told.items()}}
     values = {key: choice.value for key, choice in chosen.items()}
@@ -133,7 +133,7 @@ class Autotuner:
 
         `encoded` says whether all-gathers over all ranks are quantised.
         """
-        found, hops = self._largest(3, lambda _: True), self.context.world.hops
+        found, hops = self._largest(3, lambda _: True), self.context.roles.shard.hops
         if isinstance(found, str):
             return AutotuneChoice(1, found)
         if hops is None:
@@ -153,17 +153,17 @@ class Autotuner:
     def _split(self) -> list[TrialShard]:
         """Return the shard of each group that is not unsharded on every rank."""
         groups = [group for kinds in self.states.units.values() for group in kinds.items()]
-        size = self.context.world.mesh.size
+        size = self.context.roles.shard.mesh.size
         return [TrialShard(kind, -(-numel // size)) for kind, numel in groups if numel and not kind.persistent]
 
     def _largest(self, least_stage: int, travels: Callable[[GroupKind], bool]) -> TrialShard | str:
         """Return the largest shard that `travels`, or the reason why nothing is measured."""
-        stage, world = self.settings.zero_optimization.stage, self.context.world
-        if world.mesh.size == 1:
+        stage, shard = self.settings.zero_optimization.stage, self.context.roles.shard
+        if shard.mesh.size == 1:
             return "one rank"
         if stage < least_stage:
             return f"stage {stage}"
-        if world.mesh.backend == "fake" or world.device.is_meta:
+        if shard.mesh.backend == "fake" or shard.device.is_meta:
             return "simulated ranks"
         found = [shard for shard in self._split() if travels(shard.kind)]
         return max(found, key=lambda shard: shard.numel) if found else "nothing travels so"
@@ -173,10 +173,10 @@ class Autotuner:
         device = self.context.device
         if not device.is_cuda:
             return None
-        world = self.context.world
+        shard = self.context.roles.shard
         mine = sum(shard.numel * shard.kind.precision.compute.itemsize for shard in self._split())
-        room = world.all_reduce_min(_ROOM * device.available_bytes(), _TOKEN)
-        needed = mine * world.mesh.size / ranks_per_copy
+        room = shard.all_reduce_min(_ROOM * device.available_bytes(), _TOKEN)
+        needed = mine * shard.mesh.size / ranks_per_copy
         return f"copies of {human(needed)}, and room for {human(room)}" if needed > room else None
 
     # ---------------------------------------------------------------------------------------- the collectives
@@ -186,14 +186,14 @@ class Autotuner:
         return Codec(self.settings.shardwell.codecs.weights)
 
     def _gather(self, codec: Codec | None) -> Move:
-        return lambda flat: self.context.world.all_gather(flat, None, TrafficKind.SETUP, codec)
+        return lambda flat: self.context.roles.shard.all_gather(flat, None, TrafficKind.SETUP, codec)
 
     def _reduce(self, dtype: torch.dtype, codecs: tuple[Codec, Codec] | None) -> Move:
-        world, temporary = self.context.world, self.context.temporary
+        shard, temporary = self.context.roles.shard, self.context.temporary
 
         def move(flat: Tensor) -> Work:
-            into = temporary.allocate(flat.numel() // world.mesh.size, dtype, StateKind.STAGING, _PROBE)
-            reduced = world.reduce_scatter(flat, into, 1 / world.mesh.size, False, None, codecs, TrafficKind.SETUP)
+            into = temporary.allocate(flat.numel() // shard.mesh.size, dtype, StateKind.STAGING, _PROBE)
+            reduced = shard.reduce_scatter(flat, into, 1 / shard.mesh.size, False, None, codecs, TrafficKind.SETUP)
             return reduced.then(lambda: temporary.free(into))
 
         return move
@@ -212,7 +212,7 @@ class Autotuner:
 
     def _affordable(self, move: Move, dtype: torch.dtype, most: int) -> int:
         """Return the elements of a shard that are transferred in about the time allowed."""
-        numel = min(most, max(BLOCK, _FIRST // self.context.world.mesh.size))
+        numel = min(most, max(BLOCK, _FIRST // self.context.roles.shard.mesh.size))
         self._seconds(move, dtype, numel)  # the first collective takes longer
         while numel < most and _GROWTH * self._slowest(self._seconds(move, dtype, numel)) < _PATIENCE:
             numel = min(most, _GROWTH * numel)
@@ -220,10 +220,10 @@ class Autotuner:
 
     def _seconds(self, move: Move, dtype: torch.dtype, numel: int) -> float:
         """Return the seconds of a collective on this rank, if all ranks begin at the same time."""
-        world, device, temporary = self.context.world, self.context.device, self.context.temporary
-        flat = temporary.allocate(numel * world.mesh.size, dtype, StateKind.STAGING, _PROBE)
+        shard, device, temporary = self.context.roles.shard, self.context.device, self.context.temporary
+        flat = temporary.allocate(numel * shard.mesh.size, dtype, StateKind.STAGING, _PROBE)
         flat.fill_(1)
-        world.barrier(_TOKEN)
+        shard.barrier(_TOKEN)
         device.now().synchronize()
         begin = time.perf_counter()
         move(flat).wait()
@@ -233,4 +233,4 @@ class Autotuner:
         return seconds
 
     def _slowest(self, seconds: float) -> float:
-        return -self.context.world.all_reduce_min(-seconds, _TOKEN)
+        return -self.context.roles.shard.all_reduce_min(-seconds, _TOKEN)

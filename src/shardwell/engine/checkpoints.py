@@ -48,11 +48,11 @@ class EngineCheckpoints:
 
     def __init__(self, engine: Engine) -> None:
         self._context = context = engine._context
-        self._world = context.world
+        self._all = context.roles.all
         self.saves_in_background = False  # or has done so: `check` may raise an error
         self._without_optimizer = False  # a checkpoint was saved or loaded before there was an optimizer
         self._saver = Saver(
-            self._world.mesh.rank, self._world.mesh.size, engine._agreement.store, context.device, context.memory_stats
+            self._all.mesh.rank, self._all.mesh.size, engine._agreement.store, context.device, context.memory_stats
         )
 
     def meet(self, optimizer: Optimizer) -> None:
@@ -118,12 +118,11 @@ class EngineCheckpoints:
 
     def _patience_in_background(self) -> float:
         """Return the seconds to wait for other ranks: one that has failed may still be writing, and succeed."""
-        has_failed = self._world.agreement is not None and self._world.agreement.has_failed
-        return LITTLE_PATIENCE if has_failed else PATIENCE
+        return LITTLE_PATIENCE if self._context.roles.agreement.has_failed else PATIENCE
 
     def _patience_of_all(self) -> Callable[[], float]:
         """Return a function that raises if a rank has failed: when all ranks wait, none must wait for a failed one."""
-        look_at_peers = self._world.links.poll_failures()
+        look_at_peers = self._all.links.poll_failures()
 
         def look() -> float:
             look_at_peers()
@@ -142,9 +141,9 @@ class EngineCheckpoints:
 
     def wait(self) -> None:
         """Wait until a save in the background has ended; raise its error, or that a rank has exited."""
-        gone = self._saver.wait(self._world.links.find_gone)
+        gone = self._saver.wait(self._all.links.find_gone)
         if gone is not None:
-            raise self._world.links.lost(gone) from gone
+            raise self._all.links.lost(gone) from gone
 
     def check(self) -> None:
         """Raise the error of a save in the background."""
@@ -205,7 +204,7 @@ class EngineCheckpoints:
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
             asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
-            check_alike(self._world, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
+            check_alike(self._all, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
             self._same(tag, "load_checkpoint: tag")
             root = self._named(given, "load_dir")
             source = self._open(root, tag)
@@ -232,7 +231,7 @@ class EngineCheckpoints:
         if must_exist:
             raise CheckpointError(f"{nothing_in(root)}, and strict=True asked for one")
         words = f"{nothing_in(root)}: training begins from scratch. Pass strict=True to have an error instead."
-        if self._world.mesh.rank == 0:
+        if self._all.mesh.rank == 0:
             logging.getLogger("shardwell").warning("%s", words)
         warnings.warn(words, stacklevel=4)  # on all ranks: filters may make it an error
 
@@ -357,7 +356,7 @@ class EngineCheckpoints:
         """
         with self._context.failing_together(name, common=(CheckpointError,)):
             try:
-                self._world.barrier(name)
+                self._all.barrier(name)
             except DivergenceError as error:
                 words = f"All ranks must call {name}, with the same tag: this one has called {name}({given!r})."
                 raise DivergenceError(f"{error} {words}") from None
@@ -365,10 +364,10 @@ class EngineCheckpoints:
 
     def _same(self, given: Any, what: str) -> None:
         """Raise on all ranks if one of them has another value than rank 0."""
-        first = _share(self._world, repr(given))
+        first = _share(self._all, repr(given))
         problem = None
         if first != repr(given):
-            problem = CheckpointError(f"{what}: rank 0 has {first}, and rank {self._world.mesh.rank} has {given!r}")
+            problem = CheckpointError(f"{what}: rank 0 has {first}, and rank {self._all.mesh.rank} has {given!r}")
         self._agree(problem)
 
     def _named(self, given: Any, argument: str) -> str:
@@ -389,23 +388,23 @@ class EngineCheckpoints:
     def _from_rank_0_or_none(self, ask: Callable[[], str | None]) -> str | None:
         """Return what `ask` returns on rank 0; if it raises there, all ranks raise the error."""
         words = _NONE
-        if self._world.mesh.rank == 0:
+        if self._all.mesh.rank == 0:
             try:
                 text = ask()
                 words = _NONE if text is None else _TEXT + text
             except Exception as error:
                 words = _ERROR + _words(error)
-        words = _share(self._world, words)
+        words = _share(self._all, words)
         if words.startswith(_ERROR):
             raise CheckpointError(words.removeprefix(_ERROR))
         return None if words == _NONE else words.removeprefix(_TEXT)
 
     def _agree(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them has a problem."""
-        world = self._world
-        first = int(world.all_reduce_min(world.mesh.size if problem is None else world.mesh.rank, "CHECK"))
-        if first < world.mesh.size:
-            words = _share(world, _words(problem) if problem is not None else "", first)
+        everyone = self._all
+        first = int(everyone.all_reduce_min(everyone.mesh.size if problem is None else everyone.mesh.rank, "CHECK"))
+        if first < everyone.mesh.size:
+            words = _share(everyone, _words(problem) if problem is not None else "", first)
             if isinstance(problem, CheckpointError):
                 raise problem
             raise CheckpointError(_words(problem) if problem is not None else f"rank {first}: {words}") from problem
@@ -415,16 +414,16 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _share(world: Collectives, text: str, source: int = 0) -> str:
+def _share(everyone: Collectives, text: str, source: int = 0) -> str:
     """Broadcast the text of `source` to every rank."""
-    device = world.device.torch_device
+    device = everyone.device.torch_device
     mine = text.encode()
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
-    world.broadcast(size, source, TrafficKind.SETUP, "TEXT")
+    everyone.broadcast(size, source, TrafficKind.SETUP, "TEXT")
     letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if world.mesh.rank == source and mine:
+    if everyone.mesh.rank == source and mine:
         letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    world.broadcast(letters, source, TrafficKind.SETUP, "TEXT")
+    everyone.broadcast(letters, source, TrafficKind.SETUP, "TEXT")
     return bytes(letters.cpu().numpy()).decode()
 
 

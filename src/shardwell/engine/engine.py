@@ -213,7 +213,7 @@ class Engine(nn.Module):
         finally:
             self._scheduler.reducer.clear()
             self._scheduler.end_retention()
-            self._context.world.end_step()
+            self._context.roles.all.end_step()
         self.global_steps += 1
         self.global_samples += self._samples_per_step
         if self.global_steps == 1:
@@ -303,11 +303,11 @@ class Engine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        return self._context.world.mesh.size
+        return self._context.roles.all.mesh.size
 
     @property
     def global_rank(self) -> int:
-        return self._context.world.mesh.rank
+        return self._context.roles.all.mesh.rank
 
     def train_batch_size(self) -> int:
         """Return the number of samples of one optimizer step over all ranks and micro-steps."""

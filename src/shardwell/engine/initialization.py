@@ -36,7 +36,7 @@ from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.user_optimizer import watch_optimizers
-from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats, start_process_group
+from shardwell.parallel import Agreement, Collectives, MeshRoles, TrafficStats, start_process_group
 from shardwell.parallel.collectives import NodeHops
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
@@ -118,8 +118,8 @@ def initialize(
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
-        check_alike(context.world, "initialize", once_built(engine))
-        context.world.end_step()
+        check_alike(context.roles.all, "initialize", once_built(engine))
+        context.roles.all.end_step()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
@@ -132,13 +132,12 @@ def _engine(
     traffic_stats: TrafficStats,
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
-    agreement = context.world.agreement
-    assert agreement is not None
+    agreement = context.roles.agreement
     cuts = _cut(model, settings)
-    check_alike(context.world, "initialize", before_building(settings, model, cuts, recipe))
+    check_alike(context.roles.all, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
-    context = _open_nodes(context, settings, traffic_stats, agreement)
+    context = _open_nodes(context, settings)
     offload = plan_states(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = with_tiers(context, settings, offload)
     before = ModelBefore(model)
@@ -194,14 +193,14 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
     limits = PrefetchLimits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     below = [unit.numel for unit in units if unit.resharding_groups and unit.name]
     needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root stays unsharded
-    if context.world.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
+    if context.roles.all.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
         logging.getLogger("shardwell").warning(
             "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
             "since that takes up to %d whole parameters. Raise it to that, or set 0 if this is meant.",
             limits.live,
             needed,
         )
-    num_ranks = context.world.mesh.size
+    num_ranks = context.roles.data.mesh.size
     paths_differ = settings.shardwell.find_unused_parameters and num_ranks > 1
     scheduler = Scheduler(units, limits, MicroStep(num_ranks, settings.gradient_accumulation_steps or 1, paths_differ))
     add_links(scheduler, context)
@@ -214,39 +213,28 @@ def _context(
     memory_stats, traffic_stats = MemoryStats(), TrafficStats()
     temporary = TemporaryBuffers(home, memory_stats)
     everyone = Collectives(world, home, traffic_stats, temporary)
-    routes = {Axis.WORLD: everyone}
-
-    def cut_links() -> None:
-        for route in routes.values():
-            route.abort_links()
-
-    agreement.time_limit, agreement.cut_links = settings.shardwell.divergence_timeout, cut_links
-    everyone.agreement, agreement.probe = agreement, everyone.links.probe
+    agreement.time_limit, everyone.agreement = settings.shardwell.divergence_timeout, agreement
+    roles = MeshRoles.for_one_axis(everyone)
+    agreement.probe, agreement.cut_links = everyone.links.probe, roles.abort_links
     nodes = replace(world, node_size=ranks_per_node(everyone))
     hops = None
     if nodes.has_nodes:
-        inside, across = (
-            Collectives(mesh, home, traffic_stats, temporary) for mesh in (node_mesh(nodes), across_mesh(nodes))
-        )
-        inside.agreement = across.agreement = agreement
-        hops = NodeHops(inside, across)
+        hops = NodeHops(everyone.over(node_mesh(nodes)), everyone.over(across_mesh(nodes)))
     everyone.use_nodes(nodes, hops)
     asked = settings.zero_optimization.zero_hpz_partition_size
     if asked != "auto" and _ranks_per_copy(settings, world.size):
         everyone.set_nodes(_with_nodes(nodes, asked))
-    return EngineContext(home, memory_stats, temporary, routes), traffic_stats
+    return EngineContext(home, memory_stats, temporary, roles), traffic_stats
 
 
-def _open_nodes(
-    context: EngineContext, settings: Config, traffic_stats: TrafficStats, agreement: Agreement
-) -> EngineContext:
+def _open_nodes(context: EngineContext, settings: Config) -> EngineContext:
     """Return the context with this rank's node, if its ranks hold a secondary shard of the parameters (hpZ)."""
-    mesh = context.world.mesh
-    if _ranks_per_copy(settings, mesh.size):
-        route = Collectives(node_mesh(mesh), context.device, traffic_stats, context.temporary)
-        route.agreement = agreement
-        context.comm[Axis.NODE] = route  # in place: the links that a failing rank cuts are found there
-    return replace(context)  # with the roles of what it has now
+    shard = context.roles.shard
+    if not _ranks_per_copy(settings, shard.mesh.size):
+        return context
+    roles = replace(context.roles, secondary=shard.over(node_mesh(shard.mesh)))
+    roles.agreement.cut_links = roles.abort_links
+    return replace(context, roles=roles)
 
 
 def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
@@ -255,11 +243,11 @@ def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
     return smallest_node(num_ranks, asked) if asked != "auto" and asked > 1 and num_ranks > 1 else 0
 
 
-def _ranks_per_loss(settings: Config, world: Collectives) -> int:
+def _ranks_per_loss(settings: Config, shard: Collectives) -> int:
     """Return over how many ranks the residual of quantised gradients is split; 0 if it is not kept."""
     if not (settings.zero_optimization.zero_quantized_gradients and settings.shardwell.codecs.feedback):
         return 0
-    return world.hops.inside.mesh.size if world.hops is not None else int(world.mesh.size > 1)
+    return shard.hops.inside.mesh.size if shard.hops is not None else int(shard.mesh.size > 1)
 
 
 def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
@@ -305,7 +293,7 @@ def _groups(
     zero, own = settings.zero_optimization, settings.shardwell
     place = places.offload.places[one.name]
     overrides = SpecOverrides(
-        second_copy_in_node=Axis.NODE in context.comm,
+        second_copy_in_node=context.roles.secondary is not None,
         parameter_tier=place.parameters,
         optimizer_tier=place.optimizer,
         gradient_tier=place.gradient_tier,
@@ -316,12 +304,12 @@ def _groups(
         feedback=own.codecs.feedback,
     )
     groups = []
-    kinds = _kinds(one, settings, recipe, context.world.mesh.size, places.persistent, trained)
+    kinds = _kinds(one, settings, recipe, context.roles.data.mesh.size, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
         spec = spec_for(
             zero.stage,
             persistent=kind.persistent,
-            num_ranks=context.world.mesh.size,
+            num_ranks=context.roles.shard.mesh.size,
             shard_at_world_one=own.shard_at_world_one,
             overrides=overrides.of(kind.precision.compute, kind.trains),
         )
@@ -340,14 +328,14 @@ def _kinds(
     one: UnitSpec,
     settings: Config,
     recipe: OptimizerFactory | None,
-    num_ranks: int,
+    num_averaged: int,
     persistent: set[int],
     trained: Set[int] = frozenset(),
 ) -> dict[GroupKey, list[GroupMember]]:
     """Return the parameters of a unit by the group that they belong to."""
     mixed = mixed_dtype(settings)
     accumulate = dtype_of(settings.data_types.grad_accum_dtype)
-    wire = _wire(settings, num_ranks)
+    wire = _wire(settings, num_averaged)
     kinds: defaultdict[GroupKey, list[GroupMember]] = defaultdict(list)
     for name, parameter in one.parameters:
         label = recipe.label(parameter) if recipe is not None else NO_LABEL
@@ -368,25 +356,25 @@ def _states(
     trained: Set[int] = frozenset(),
 ) -> ModelStates:
     """Return the sizes of the model's states."""
-    num_ranks = context.world.mesh.size
+    num_shards, num_averaged = context.roles.shard.mesh.size, context.roles.data.mesh.size
     units = {
         one.name: {
             kind: sum(member.parameter.numel() for member in members)
-            for kind, members in _kinds(one, settings, recipe, num_ranks, persistent, trained).items()
+            for kind, members in _kinds(one, settings, recipe, num_averaged, persistent, trained).items()
         }
         for one in cuts
     }
     formula = StateFormula(
         settings.zero_optimization.stage,
-        num_ranks,
+        num_shards,
         settings.shardwell.shard_at_world_one,
         recipe.num_states if recipe is not None else 0,
         settings.shardwell.moments == "8bit",
         settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
-        _ranks_per_copy(settings, num_ranks),
+        _ranks_per_copy(settings, num_shards),
         _rest_codec(settings),
-        _ranks_per_loss(settings, context.world),
+        _ranks_per_loss(settings, context.roles.shard),
     )
     return ModelStates(units, formula)
 
@@ -443,8 +431,8 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _wire(settings: Config, num_ranks: int) -> CommPrecision:
-    predivide = float(num_ranks) if settings.prescale_gradients else settings.gradient_predivide_factor
+def _wire(settings: Config, num_averaged: int) -> CommPrecision:
+    predivide = float(num_averaged) if settings.prescale_gradients else settings.gradient_predivide_factor
     return CommPrecision(dtype_of(settings.communication_data_type), predivide)
 
 

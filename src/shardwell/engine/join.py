@@ -45,17 +45,17 @@ class Join:
 
     def _ask(self, *, has_data: bool) -> bool:
         """Return whether any rank has data. All ranks ask at the same time."""
-        world = self._engine._context.world
+        everyone = self._engine._context.roles.all
         has_nothing = not has_data and self._batch is None
-        counts = torch.tensor([has_data, has_nothing], dtype=torch.float64, device=world.device.torch_device)
-        world.all_reduce_sum(counts, "JOIN")
+        counts = torch.tensor([has_data, has_nothing], dtype=torch.float64, device=everyone.device.torch_device)
+        everyone.all_reduce_sum(counts, "JOIN")
         num_with, num_with_nothing = (int(count) for count in counts.tolist())
         if num_with and num_with_nothing:
             raise ShardwellError(
-                f"{num_with_nothing} of {world.mesh.size} ranks had no batch at all inside `engine.join()`: they have "
-                "nothing to repeat while the others train. Give each rank one batch at least."
+                f"{num_with_nothing} of {everyone.mesh.size} ranks had no batch at all inside `engine.join()`: they "
+                "have nothing to repeat while the others train. Give each rank one batch at least."
             )
-        self._engine._scheduler.reducer.average_over(world.mesh.size if self._divides_by_all else max(num_with, 1))
+        self._engine._scheduler.reducer.average_over(everyone.mesh.size if self._divides_by_all else max(num_with, 1))
         return num_with > 0
 
     def shadow(self) -> None:

@@ -24,9 +24,9 @@ def place_buffers(
         found |= suffixes
         casts = dtype is not None and buffer.is_floating_point() and not suffixes
         buffer.data = buffer.data.to(context.device.torch_device, dtype if casts else None)
-        context.world.broadcast(buffer.data, token=f"SETUP {name}")
+        context.roles.data.broadcast(buffer.data, token=f"SETUP {name}")
     missed = [suffix for suffix in kept if suffix not in found]
-    if dtype is not None and kept_by_user and missed and context.world.mesh.rank == 0:
+    if dtype is not None and kept_by_user and missed and context.roles.all.mesh.rank == 0:
         known = ", ".join(name for name, buffer in model.named_buffers() if buffer.is_floating_point()) or "none"
         logging.getLogger("shardwell").warning(
             "shardwell.keep_fp32_buffers: no buffer's name ends with %s; the floating ones are: %s",

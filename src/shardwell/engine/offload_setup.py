@@ -41,9 +41,9 @@ def with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -
         return context
     from shardwell.offload.storage import OffloadTiers
 
-    tiers = OffloadTiers(context.device, context.memory_stats, context.temporary, context.world.mesh.size, disk)
-    if disk is not None and context.world.agreement is not None:
-        disk.tell = context.world.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
+    tiers = OffloadTiers(context.device, context.memory_stats, context.temporary, context.roles.shard.mesh.size, disk)
+    if disk is not None:
+        disk.tell = context.roles.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
     block = settings.zero_optimization.offload_param
     if disk is not None and block.device == "nvme":
         tiers.read_parameters_into(block.buffer_count)
@@ -64,7 +64,7 @@ def add_links(scheduler: Scheduler, context: EngineContext) -> None:
     if context.tiers is not None:
         from shardwell.offload.prefetch import offload_links
 
-        num_ranks, buffers = context.world.mesh.size, context.tiers.read_buffers
+        num_ranks, buffers = context.roles.shard.mesh.size, context.tiers.read_buffers
         scheduler.links += offload_links(scheduler.room, num_ranks, buffers, scheduler.record)
 
 

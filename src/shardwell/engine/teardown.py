@@ -72,5 +72,4 @@ class ModelBefore:
 
 def _can_gather(context: EngineContext) -> bool:
     """Return whether all ranks can be expected to take part: not if one has failed, or this one is about to."""
-    has_failed = context.world.agreement is not None and context.world.agreement.has_failed
-    return not has_failed and sys.exc_info()[0] is None
+    return not context.roles.agreement.has_failed and sys.exc_info()[0] is None

@@ -251,6 +251,6 @@ class AutoCommit:
         self._log(level, f"updates wait for the norm from now on, because {self._conflict}; after")
 
     def _log(self, level: int, what: str) -> None:
-        if self._context.world.mesh.rank == 0:
+        if self._context.roles.all.mesh.rank == 0:
             text = '"commit": "auto": %s a backward and its step in %d steps'
             logging.getLogger("shardwell").log(level, text, what, self._num_plain)

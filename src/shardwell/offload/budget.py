@@ -26,7 +26,7 @@ def tier_budgets(
     freed as soon as the units are built. Where the device is the CPU, the device tier has the `floor`, the bytes that
     must be there, unless the user says otherwise.
     """
-    budget, device, local_world_size = config.shardwell.memory, context.device, context.world.mesh.local_world_size
+    budget, device, local_world_size = config.shardwell.memory, context.device, context.roles.all.mesh.local_world_size
     held = _held(parameters, device)
     above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
     available = free_host_bytes(local_world_size) * budget.host
@@ -39,7 +39,7 @@ def tier_budgets(
     }
     if device.is_meta:
         return found
-    return {tier: context.world.all_reduce_min(size, "ROOM") for tier, size in found.items()}
+    return {tier: context.roles.all.all_reduce_min(size, "ROOM") for tier, size in found.items()}
 
 
 def _or(budget: float, measured: float) -> float:

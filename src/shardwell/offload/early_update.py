@@ -345,7 +345,7 @@ class PartialUpdateReport:
                 counts[int(is_updated), number] += 1
         counts = counts.to(self._context.device.torch_device)
         if self._noted:
-            self._context.world.all_reduce_sum(counts, "AFTERMATH")
+            self._context.roles.all.all_reduce_sum(counts, "AFTERMATH")
         left, updated = counts.tolist()
         return left, updated
 

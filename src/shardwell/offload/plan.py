@@ -107,7 +107,8 @@ def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, co
     if not found.fits(free):
         raise ShardwellError(
             f"the model does not fit where shardwell.placement may put it. Needed on each of "
-            f"{context.world.mesh.size} rank(s): {table(found.needed, free)}. {_remedy(found.needed, free, settings)}"
+            f"{context.roles.all.mesh.size} rank(s): {table(found.needed, free)}. "
+            f"{_remedy(found.needed, free, settings)}"
         )
     places = {name: rungs[rung] for name, rung in zip(states.units, found.rungs, strict=True)}
     policy, below = commit_policy(settings), _below(places)
@@ -166,7 +167,7 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
 
 def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext) -> OffloadPlan:
     """Place a share of the units where the offload blocks say."""
-    mesh, device = context.world.mesh, context.device
+    mesh, device = context.roles.all.mesh, context.device
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
@@ -201,7 +202,7 @@ def _with_gradients_above(
     waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
     if not any(waiting.values()):
         return {}
-    least = free if context.device.is_meta else context.world.all_reduce_min(free, "ROOM")
+    least = free if context.device.is_meta else context.roles.all.all_reduce_min(free, "ROOM")
     return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
 
 

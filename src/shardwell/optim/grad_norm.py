@@ -98,7 +98,7 @@ class GradNorm:
         for one in self.summed:
             one.append_to(parts)
         total = torch.cat(parts)
-        self._context.world.all_reduce_sum(total, "NORM")
+        self._context.roles.all.all_reduce_sum(total, "NORM")
         for place, one in enumerate(self.summed, start=1 + len(seen)):
             one.take_sum(total[place])
         self.unseen = set()
@@ -130,7 +130,7 @@ class HyperparameterCheck:
         """Append the checksum; if the ranks' differed at the last step, raise an error on all ranks."""
         if self._later is not None:
             (later, checksum), self._later = self._later, None
-            if float(later.get()) != checksum * self._context.world.mesh.size:
+            if float(later.get()) != checksum * self._context.roles.all.mesh.size:
                 self._raise_difference()
         numbers: list[float] = []
         for group in self._optimizer.param_groups:
@@ -152,11 +152,12 @@ class HyperparameterCheck:
         """Take the sum; where the host need not wait for it, it is compared now."""
         if self._reads_later:
             self._later = self._context.device.read_async(total), self._checksum
-        elif total.item() != self._checksum * self._context.world.mesh.size:
+        elif total.item() != self._checksum * self._context.roles.all.mesh.size:
             self._raise_difference()
 
     def _raise_difference(self) -> NoReturn:
-        check_alike(self._context.world, "step", {"optimizer's": self._words()})  # raises, unless they are alike again
+        # This raises, unless they are alike again.
+        check_alike(self._context.roles.all, "step", {"optimizer's": self._words()})
         raise DivergenceError("ranks took the last step with different learning rates. Set the same on all of them.")
 
     def _words(self) -> dict[str, str]:
@@ -171,7 +172,7 @@ class HyperparameterCheck:
 
 def hyperparameter_checks(context: EngineContext, optimizer: Optimizer) -> list[HyperparameterCheck]:
     """Return the check of an optimizer, if there are other ranks, and they are real."""
-    agreement = context.world.agreement
+    agreement = context.roles.agreement
     is_on = agreement is not None and agreement.store is not None
     return [HyperparameterCheck(context, optimizer)] if is_on else []
 
@@ -215,7 +216,7 @@ class OverflowCheck:
 
         `describe_partial` is `UpdateExecutor.describe_partial`.
         """
-        self._device, self._is_first_rank = context.device, context.world.mesh.rank == 0
+        self._device, self._is_first_rank = context.device, context.roles.all.mesh.rank == 0
         self._slices, self._scale, self._policy = slices, scale, policy
         self._describe_partial = describe_partial
         self.pending: AsyncScalar | None = None  # a norm that the host has not read yet

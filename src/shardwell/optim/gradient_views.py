@@ -94,7 +94,7 @@ class GradientViews:
 
     def __init__(self, context: EngineContext, holder: GradientHolder) -> None:
         self._context, self._holder = context, holder
-        self._has_peers = context.world.mesh.size > 1
+        self._has_peers = context.roles.all.mesh.size > 1
         self._views: dict[ShardedGroup, list[GradientView]] = {}
         self._all: list[GradientView] = []
         self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are read before every forward
@@ -387,16 +387,16 @@ class GradientViews:
 
     def _over_ranks(self, mine: Tensor, order: float) -> Tensor:
         """Return the norms of full gradients from the norms of the parts of all ranks."""
-        world = self._context.world
-        if world.mesh.size == 1:
+        shard = self._context.roles.shard
+        if shard.mesh.size == 1:
             return mine
         if order == float("inf"):
-            rows = mine.new_zeros(world.mesh.size, mine.numel())
-            rows[world.mesh.rank] = mine
-            world.all_reduce_sum(rows, "GRADIENT NORMS")
+            rows = mine.new_zeros(shard.mesh.size, mine.numel())
+            rows[shard.mesh.rank] = mine
+            shard.all_reduce_sum(rows, "GRADIENT NORMS")
             return rows.amax(0)
         total = mine.clone() if order == 0 else mine**order
-        world.all_reduce_sum(total, "GRADIENT NORMS")
+        shard.all_reduce_sum(total, "GRADIENT NORMS")
         return total if order == 0 else total ** (1 / order)
 
 

@@ -260,7 +260,7 @@ class ShardedOptimizer(Optimizer):
         """Load the result of `state_dict` of the same rank, world size and stage. All ranks must call it."""
         for unit in self.shards.units:
             unit.wait()
-        check_cut(self.inner, state_dict, self._context.world)
+        check_cut(self.inner, state_dict, self._context.roles.all)
         type(self.inner).load_state_dict(self.inner, state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.executor.adopt_states()

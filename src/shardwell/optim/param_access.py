@@ -222,7 +222,7 @@ class ParamAccess:
         flags = [gradients.has_any and gradients.seen[self._index], self._waits, gradients.is_discarded]
         if not device.is_meta:
             total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
-            self._group.context.world.all_reduce_sum(total, f"READ {self._slot.name} gradient")
+            self._group.context.roles.all.all_reduce_sum(total, f"READ {self._slot.name} gradient")
             flags = [number > 0 for number in total.tolist()]
         if flags[2]:
             gone()
@@ -278,11 +278,11 @@ class ParamAccess:
     def _state(self, key: str) -> Any:
         """Return one state entry; a value that is neither a full tensor nor a number is in `KeptEntries`."""
         local = self.local_state()
-        world = self._group.context.world
+        shard = self._group.context.roles.shard
         where = self._group.context.device.torch_device
-        has = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
-        has[world.mesh.rank] = kind = self._kind_of(local, key)
-        world.all_reduce_sum(has, f"READ {self._slot.name} {key}")
+        has = torch.zeros(shard.mesh.size, dtype=torch.float64, device=where)
+        has[shard.mesh.rank] = kind = self._kind_of(local, key)
+        shard.all_reduce_sum(has, f"READ {self._slot.name} {key}")
         if not bool(has.any()):
             return None
         value: Any = local.get(key)
@@ -295,7 +295,7 @@ class ParamAccess:
         scalar = self._group.context.device.scalar(0.0, torch.float64)
         if kind:
             scalar.fill_(float(value))
-        world.broadcast(scalar, int(has.argmax()), TrafficKind.ALL_GATHER, f"READ {self._slot.name} {key}")
+        shard.broadcast(scalar, int(has.argmax()), TrafficKind.ALL_GATHER, f"READ {self._slot.name} {key}")
         return float(scalar)
 
     def _kind_of(self, local: dict[str, Any], key: str) -> float:
@@ -310,25 +310,25 @@ class ParamAccess:
 
     def _share_text(self, text: str, source: int, what: str) -> str:
         """Broadcast a text of one rank."""
-        world = self._group.context.world
+        shard = self._group.context.roles.shard
         where = self._group.context.device.torch_device
         mine = text.encode()
         size = torch.tensor([len(mine)], dtype=torch.int64, device=where)
-        world.broadcast(size, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
+        shard.broadcast(size, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
         letters = torch.zeros(int(size), dtype=torch.uint8, device=where)
-        if world.mesh.rank == source and mine:
+        if shard.mesh.rank == source and mine:
             letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        world.broadcast(letters, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
+        shard.broadcast(letters, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
         return bytes(letters.tolist()).decode()
 
     def states(self) -> dict[str, Any]:
         """Return the full state, for `set_state`. Its names must be the same on all ranks that have a part."""
-        world = self._group.context.world
+        shard = self._group.context.roles.shard
         where = self._group.context.device.torch_device
         names = "\n".join(sorted(self.local_state()))
-        size = torch.zeros(world.mesh.size, dtype=torch.float64, device=where)
-        size[world.mesh.rank] = len(names.encode())
-        world.all_reduce_sum(size, f"READ {self._slot.name} names")
+        size = torch.zeros(shard.mesh.size, dtype=torch.float64, device=where)
+        size[shard.mesh.rank] = len(names.encode())
+        shard.all_reduce_sum(size, f"READ {self._slot.name} names")
         if not bool(size.any()):
             return {}
         told = self._share_text(names, int(size.argmax()), "names")
@@ -380,20 +380,20 @@ class ParamAccess:
 
     def _assemble(self, dtype: torch.dtype, part: Tensor | None) -> Tensor:
         """Return the full tensor (ND) from the parts of all ranks."""
-        group, slot, world = self._group, self._slot, self._group.context.world
+        group, slot, shard = self._group, self._slot, self._group.context.roles.shard
         flat = group.context.device.empty(slot.numel, dtype)
         if group.spec.optimizer.axis is None:
             assert part is not None or slot.numel == 0
             if part is not None:
                 flat.copy_(part)
             return flat.as_strided(slot.shape, slot.stride)
-        for rank in range(world.mesh.size):
-            for piece in group.layout.pieces(world.shard_index_of(rank)):
+        for rank in range(shard.mesh.size):
+            for piece in group.layout.pieces(shard.shard_index_of(rank)):
                 if piece.slot is slot:
                     view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
-                    if rank == world.mesh.rank and part is not None:
+                    if rank == shard.mesh.rank and part is not None:
                         view.copy_(part)
-                    world.broadcast(view, rank, TrafficKind.ALL_GATHER, f"READ {slot.name}")
+                    shard.broadcast(view, rank, TrafficKind.ALL_GATHER, f"READ {slot.name}")
         return flat.as_strided(slot.shape, slot.stride)
 
     def _checked(self, value: Tensor) -> Tensor:

@@ -75,6 +75,12 @@ class Collectives:
         self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with element count and dtype
         self.set_nodes(mesh)
 
+    def over(self, mesh: RankGroup) -> Collectives:
+        """Return collectives of the same engine over another group of ranks."""
+        other = Collectives(mesh, self.device, self._traffic, self._temporary)
+        other.agreement = self.agreement
+        return other
+
     def set_nodes(self, mesh: RankGroup) -> None:
         """Set the mesh of the same ranks with other nodes, by which received bytes are counted."""
         num_local = mesh.num_local_peers

@@ -21,7 +21,7 @@ _USUAL_TIMEOUT = 1800.0  # seconds: torch's default
 class Axis(enum.Enum):
     """The set of ranks that a tensor is sharded over."""
 
-    WORLD = "world"  # over all ranks
+    SHARD = "shard"  # over all ranks that ZeRO splits states over
     NODE = "node"  # over the ranks of one node; every node holds a copy
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere

@@ -26,6 +26,21 @@ class MeshRoles:
         assert world.agreement is not None, "set the agreement of the collectives first"
         return cls(world, None, world, world, secondary, world.agreement)
 
+    def collectives(self) -> list[Collectives]:
+        """Return the collectives of all roles, each of them once."""
+        roles = (self.shard, self.replicate, self.data, self.all, self.secondary)
+        return list(dict.fromkeys(role for role in roles if role is not None))
+
+    def abort_links(self) -> None:
+        """Break this rank's links in all groups, so that peers waiting for it wake up with an error."""
+        for collectives in self.collectives():
+            collectives.abort_links()
+
+    def close(self) -> None:
+        """Destroy the process groups of all roles."""
+        for collectives in self.collectives():
+            collectives.close()
+
 
 def ranks_per_node(world: Collectives) -> int:
     """Return the ranks per node that the launchers report, after an all-reduce: all ranks get the same answer.

@@ -10,7 +10,7 @@ from shardwell.sharding import EngineContext, Unit
 
 def available_bytes(context: EngineContext, share: float) -> float:
     """Return a share of the free device bytes of the rank that has the fewest."""
-    return context.world.all_reduce_min(share * context.device.free_bytes(), "ROOM")
+    return context.roles.all.all_reduce_min(share * context.device.free_bytes(), "ROOM")
 
 
 def frozen_budget(config: Config, units: Sequence[Unit], context: EngineContext) -> int:

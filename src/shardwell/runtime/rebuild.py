@@ -56,7 +56,7 @@ def refit(
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
     if units and (len(fitting) < len(cuts) or before.keys() != fitting):
-        check_alike(units[0].groups[0].context.world, "refit", _described(cuts))
+        check_alike(units[0].groups[0].context.roles.all, "refit", _described(cuts))
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
     present = {id(p) for one in cuts for _, p in one.parameters}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwell.errors import NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
-from shardwell.parallel import Axis, Collectives, MeshRoles
+from shardwell.parallel import MeshRoles
 from shardwell.sharding.tiers import TierFactory
 
 
@@ -23,17 +22,8 @@ class EngineContext:
     device: Device
     memory_stats: MemoryStats
     temporary: TemporaryBuffers
-    comm: dict[Axis, Collectives]
+    roles: MeshRoles  # the groups of ranks, by what they are for
     tiers: TierFactory | None = None  # stores state below the device, if anything is stored there
-    roles: MeshRoles = field(init=False)  # the same collectives as in `comm`, by what they are for
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "roles", MeshRoles.for_one_axis(self.world, self.comm.get(Axis.NODE)))
-
-    @cached_property
-    def world(self) -> Collectives:
-        """Return the collectives over all ranks."""
-        return self.comm[Axis.WORLD]
 
     @property
     def disk(self) -> Any:
@@ -52,13 +42,12 @@ class EngineContext:
             raise
         except Exception as error:
             is_common = isinstance(error, (PeerError, NonFiniteError, *common))
-            if self.world.agreement is not None and not is_common:
-                self.world.agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
+            if not is_common:
+                self.roles.agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
             raise
 
     def close(self) -> None:
         """Close the files on disk and the connections."""
         if self.tiers is not None:
             self.tiers.close()
-        for comm in self.comm.values():
-            comm.close()
+        self.roles.close()

@@ -172,7 +172,7 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
         fits = False
         if source is not None:
             parameter.data = parameter.data.to(group.context.device.torch_device).contiguous()
-            group.context.world.broadcast(parameter.data, source, TrafficKind.ALL_GATHER, f"WRITE {slot.name}")
+            group.context.roles.data.broadcast(parameter.data, source, TrafficKind.ALL_GATHER, f"WRITE {slot.name}")
     return fits
 
 

@@ -53,7 +53,7 @@ class DefaultAllGather:
         self._token = f"GATHER {name}"
         self._codec: Codec | None = None
         self._flat, self._storage, self._own = flat, storage, own
-        self._comm, self._stream = context.world, context.device.all_gather_stream
+        self._comm, self._stream = context.roles.shard, context.device.all_gather_stream
         self._is_alone = self._comm.mesh.size == 1
 
     def __call__(self, *, exact: bool = False) -> Work:
@@ -108,12 +108,12 @@ class ShardedGroup:
         self.trainable = members[0].trainable
         self.is_stepped_on_host = self.trainable and spec.optimizer.tier is not Tier.DEVICE
         self.stays_unsharded = False  # unsharded for good, although its spec reshards
-        world = context.world.mesh
-        self.layout = make_layout([member.spec for member in members], world.size)
+        shard = context.roles.shard
+        self.layout = make_layout([member.spec for member in members], shard.mesh.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         is_split = spec.optimizer.axis is not None
-        self.own = self.layout.shard_range(context.world.shard_index) if is_split else (0, self.layout.padded)
+        self.own = self.layout.shard_range(shard.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
         # hash of the stored parameters, where they cannot be compared with the master weights at every step
         self.digest: Tensor | None = None
@@ -127,11 +127,11 @@ class ShardedGroup:
         if context.tiers is not None and is_below:
             self.storage = self.offloaded = context.tiers.wrap(self._form, name, unit, spec.optimizer.tier)
         self.secondary: SecondaryShard | None = None  # hpZ
-        if spec.secondary is not None and spec.secondary.axis is not None:
-            self.secondary = SecondaryShard(name, unit, context.comm[spec.secondary.axis], context.temporary)
+        if spec.secondary is not None and context.roles.secondary is not None:
+            self.secondary = SecondaryShard(name, unit, context.roles.secondary, context.temporary)
         if spec.reshards:
             self.all_gather = self._make_all_gather()
-        self.gradients = Gradients(name, unit, self.layout, spec, precision, context.world, context.temporary)
+        self.gradients = Gradients(name, unit, self.layout, spec, precision, shard, context.temporary)
 
     def _buffer(self, state: StateKind, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
         entry, is_shard = (state, self.unit, tier), state is StateKind.PARAMETERS
@@ -196,7 +196,7 @@ class ShardedGroup:
             del values
             self.views.make_view(index)
         self._num_views = self.flat.num_aliases  # the parameters and the buffer itself
-        context.world.broadcast(whole, token=f"SETUP {self.name}")
+        context.roles.data.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
         edits.note_digest(self)
         if self.spec.reshards:
@@ -242,7 +242,7 @@ class ShardedGroup:
         Where a 16-bit value did not change, the master weight keeps its lower half. Stored quantised values are
         quantised again.
         """
-        self.context.world.broadcast(self.flat.tensor, source, TrafficKind.ALL_GATHER, f"WRITE {self.name}")
+        self.context.roles.data.broadcast(self.flat.tensor, source, TrafficKind.ALL_GATHER, f"WRITE {self.name}")
         self.invalidate_secondary()
         compute = self.flat.tensor[slice(*self.own)].to(self.master.device)
         with self.swapped_in(changes=True):
@@ -267,7 +267,7 @@ class ShardedGroup:
             with self.swapped_in():
                 narrow(self.at_rest.to(self.flat.tensor.device), self.flat.tensor[slice(*self.own)])
         if self.flat.present and self.spec.optimizer.axis is not None:
-            self.context.world.all_gather(self.flat.tensor, f"WRITE {self.name}", TrafficKind.SETUP).wait()
+            self.context.roles.shard.all_gather(self.flat.tensor, f"WRITE {self.name}", TrafficKind.SETUP).wait()
 
     def regather_quantized(self) -> None:
         """All-gather unsharded parameters again after their quantised values changed. All ranks must call it."""
@@ -352,7 +352,7 @@ class ShardedGroup:
 
     def publish(self) -> Work:
         """All-gather the updated slices of all ranks."""
-        return self.context.world.all_gather(self.flat.tensor, f"PUBLISH {self.name}", TrafficKind.PUBLISH)
+        return self.context.roles.shard.all_gather(self.flat.tensor, f"PUBLISH {self.name}", TrafficKind.PUBLISH)
 
     # ------------------------------------------------------------------------------------------------- offload
 
@@ -374,7 +374,7 @@ class ShardedGroup:
 
     def _make_spans(self) -> list[ParamGroupSpan]:
         layout = self.layout if self.spec.optimizer.axis is not None else replace(self.layout, num_shards=1)
-        return layout.runs(self.context.world.shard_index if self.spec.optimizer.axis is not None else 0)
+        return layout.runs(self.context.roles.shard.shard_index if self.spec.optimizer.axis is not None else 0)
 
     def relabel(self, labels: list[int]) -> None:
         """Assign the parameters to these parameter groups; no optimizer may know the spans yet."""

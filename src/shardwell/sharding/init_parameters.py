@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwell.config import Config
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device, FlatBuffer, MemoryStats, StateKind, TemporaryBuffers, Tier
-from shardwell.parallel import Agreement, Axis, Collectives, TrafficStats
+from shardwell.parallel import Agreement, Collectives, MeshRoles, TrafficStats
 from shardwell.parallel.mesh import world_mesh
 from shardwell.sharding import released
 from shardwell.sharding.context import EngineContext
@@ -56,7 +56,7 @@ class InitRegistry:
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
         self.agreement.advice, self.agreement.probe = _ADVICE, comm.links.probe
         tiers = rest.open_tiers(device, memory_stats, temporary) if rest.tier is Tier.DISK else None
-        self.context = EngineContext(device, memory_stats, temporary, {Axis.WORLD: comm}, tiers)
+        self.context = EngineContext(device, memory_stats, temporary, MeshRoles.for_one_axis(comm), tiers)
         self.rest = rest
         self.is_open = False  # a `zero.Init` context is open
         self._whole: list[InitParameter] = []
@@ -150,9 +150,9 @@ class InitParameter:
         """Move the parameter into a flat buffer of its present shape and dtype."""
         context = self._registry.context
         self._layout = make_layout(
-            [TensorSpec.dense(self._name, values.shape, values.stride())], context.world.mesh.size
+            [TensorSpec.dense(self._name, values.shape, values.stride())], context.roles.shard.mesh.size
         )
-        self._range = self._layout.shard_range(context.world.shard_index)
+        self._range = self._layout.shard_range(context.roles.shard.shard_index)
         self._flat = self._buffer(self._layout.padded, values.dtype)
         slot = self._layout.slots[0]
         self._flat.tensor[slot.numel :].zero_()
@@ -269,7 +269,7 @@ class InitParameter:
             self._shard = self._buffer(end - start, dtype, rest.tier, pinned=pinned)
         token = f"FOLD {self._name} {tuple(self.parameter.shape)}"
         with self._fetched(changes=True):
-            context.world.scatter(flat.to(dtype), self._shard.tensor, token)
+            context.roles.shard.scatter(flat.to(dtype), self._shard.tensor, token)
         if self._swapped is None and context.tiers is not None:
             self._swapped = context.tiers.swap_out(self._shard.tensor, self._name)
 
@@ -302,7 +302,7 @@ class InitParameter:
         if not self._is_sharded:
             return
         assert self._shard is not None
-        world, token = self._registry.context.world, f"GATHER {self._name} {tuple(self.parameter.shape)}"
+        shard, token = self._registry.context.roles.shard, f"GATHER {self._name} {tuple(self.parameter.shape)}"
         if meet:
             self.agreement.meet(token)
         if self._is_whole:
@@ -314,7 +314,7 @@ class InitParameter:
             whole = self._registry.context.device.empty(self._layout.padded, dtype)
         with self._fetched(changes=False):
             whole[slice(*self._range)].copy_(self._shard.tensor)
-        world.all_gather(whole, None if meet else token).wait()
+        shard.all_gather(whole, None if meet else token).wait()
         if whole is not self._flat.tensor:
             self._flat.tensor.copy_(whole)
         self._is_sharded, self._is_whole = False, True
@@ -377,7 +377,7 @@ class InitParameter:
         if modifier_rank is not None:
             self._take_replaced()
             token = f"WRITE {self._name} {tuple(self.parameter.shape)}"
-            self._registry.context.world.broadcast(self._flat.tensor, modifier_rank, token=token)
+            self._registry.context.roles.data.broadcast(self._flat.tensor, modifier_rank, token=token)
 
 
 def meet_for_initialize(model: nn.Module) -> None:

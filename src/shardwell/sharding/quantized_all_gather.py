@@ -32,17 +32,17 @@ class StoredQuantizedAllGather:
 
     def __call__(self, *, exact: bool = False) -> Work:
         """Start to fill the flat buffer."""
-        world, flat, codec = self._context.world, self._flat, self._codec
+        shard, flat, codec = self._context.roles.shard, self._flat, self._codec
         if self.secondary is not None and self.secondary.is_there:
             flat.allocate()
-            return quantized.decode(world, flat.tensor, codec, self.secondary.gather, self._context.temporary)
+            return quantized.decode(shard, flat.tensor, codec, self.secondary.gather, self._context.temporary)
         stream = self._context.device.all_gather_stream
         with contextlib.ExitStack() as stack:
             source = stack.enter_context(self._storage.reading(stream))
             flat.allocate()
-            if world.mesh.size > 1 and source.numel():
+            if shard.mesh.size > 1 and source.numel():
                 keep = self.secondary.keep if self.secondary is not None else None
-                return world.all_gather_codes(source, flat.tensor, codec, self._token, stack.close, keep)
+                return shard.all_gather_codes(source, flat.tensor, codec, self._token, stack.close, keep)
             with stream.after_current():
                 codec.decode(source.to(flat.tensor.device, non_blocking=True), flat.tensor)
         return Work(stream.record().wait)

@@ -56,7 +56,7 @@ class StatePlacement:
 
 
 REPLICATED = StatePlacement(None)
-SHARDED = StatePlacement(Axis.WORLD)
+SHARDED = StatePlacement(Axis.SHARD)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Unit:
         self.is_user_unit = one.is_user_unit  # as a leaf by the user: ranks may use different parts of it, or none
         self.trainable = [group for group in groups if group.trainable]
         self.parameters = [parameter for group in groups for parameter in group.parameters]
-        publishes = groups and groups[0].context.world.mesh.size > 1
+        publishes = groups and groups[0].context.roles.shard.mesh.size > 1
         self._published = [group for group in self.trainable if group.spec.publishes and publishes]
         self.keeps_frozen = False  # frozen groups stay unsharded after their first all-gather
         self._sort()
