@@ -214,7 +214,7 @@ def test_one_of_1024_ranks(ranks: Ranks) -> None:
 def test_plans_know_the_bytes_of_codes(num_ranks: int) -> None:
     codec, numel, bf16 = Codec("int4"), 1 << 20, torch.bfloat16
     frozen, trained = (Sort(GroupPrecision.of(bf16, bf16, trains), trains, False) for trains in (False, True))
-    with_codes, without = (StateFormula(3, num_ranks, rest_codec=rest) for rest in (codec, None))
+    with_codes, without = (StateFormula(3, num_ranks, storage_codec=rest) for rest in (codec, None))
     for tier in Tier:
         place = TierPlacement(parameters=tier)
         assert with_codes.at_rest(frozen, numel, place) == {tier: codec.num_bytes(numel // num_ranks)}

@@ -71,7 +71,7 @@ def test_speculation_needs_masters_of_their_own() -> None:
 
 def test_only_frozen_parameters_are_stored_quantised() -> None:
     codec = Codec("int8")
-    overrides = SpecOverrides(rest_codec=codec)
+    overrides = SpecOverrides(storage_codec=codec)
     frozen, trained = (GroupPrecision.of(torch.float32, torch.bfloat16, trains) for trains in (False, True))
     spec = spec_for(3, overrides=overrides.of(torch.bfloat16, False))
     assert form_of(spec, frozen, False) is StorageForm.QUANTIZED

@@ -293,13 +293,13 @@ def _groups(
     zero, own = settings.zero_optimization, settings.shardwell
     place = places.offload.places[one.name]
     overrides = SpecOverrides(
-        second_copy_in_node=context.roles.secondary is not None,
+        secondary_in_node=context.roles.secondary is not None,
         parameter_tier=place.parameters,
         optimizer_tier=place.optimizer,
         gradient_tier=place.gradient_tier,
         commit=places.offload.commit_of(one.name),
-        gather_codec=Codec(own.codecs.weights) if zero.zero_quantized_weights else None,
-        rest_codec=_rest_codec(settings),
+        all_gather_codec=Codec(own.codecs.weights) if zero.zero_quantized_weights else None,
+        storage_codec=_storage_codec(settings),
         reduce_codecs=(Codec(own.codecs.inside), Codec(own.codecs.between)) if zero.zero_quantized_gradients else None,
         feedback=own.codecs.feedback,
     )
@@ -318,7 +318,7 @@ def _groups(
     return groups
 
 
-def _rest_codec(settings: Config) -> Codec | None:
+def _storage_codec(settings: Config) -> Codec | None:
     """Return the codec that frozen parameters are stored in, or None."""
     is_on = settings.zero_optimization.zero_quantized_nontrainable_weights
     return Codec(settings.shardwell.codecs.frozen) if is_on else None
@@ -373,7 +373,7 @@ def _states(
         settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
         _ranks_per_copy(settings, num_shards),
-        _rest_codec(settings),
+        _storage_codec(settings),
         _ranks_per_loss(settings, context.roles.shard),
     )
     return ModelStates(units, formula)

@@ -92,30 +92,30 @@ class FlatBuffer:
             self.tensor = device.empty(numel, dtype, entry[2], pinned=False)
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
-        self.is_seen = False  # `present` is False, but other tensors look at the bytes, so they stay allocated
+        self.is_aliased = False  # `present` is False, but other tensors look at the bytes, so they stay allocated
         memory_stats.add(*entry, self.nbytes)
 
     def allocate(self) -> None:
         """Allocate the bytes again, uninitialised."""
-        if not self.present and not self.is_seen:
+        if not self.present and not self.is_aliased:
             self.tensor.untyped_storage().resize_(self.nbytes)
             self._stats.add(*self._entry, self.nbytes)
-        self.present, self.is_seen = True, False
+        self.present, self.is_aliased = True, False
 
     def free(self) -> None:
         """Free the bytes under all views."""
-        if self.present or self.is_seen:
+        if self.present or self.is_aliased:
             self.tensor.untyped_storage().resize_(0)
-            self.present = self.is_seen = False
+            self.present = self.is_aliased = False
             self._stats.remove(*self._entry, self.nbytes)
 
-    def free_unseen(self, num_own: int) -> None:
+    def free_if_unaliased(self, num_own: int) -> None:
         """Free the bytes, unless more than `num_own` tensors share them: reading freed bytes crashes.
 
         It may be called again for a buffer that was still seen.
         """
         if _use_count(self.tensor.untyped_storage()._cdata) > num_own:
-            self.is_seen = self.is_seen or self.present
+            self.is_aliased = self.is_aliased or self.present
             self.present = False
         else:
             self.free()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwell.offload.param_swap import ReadBuffers
-from shardwell.runtime.prefetch import DeviceRoom, ExecutionOrder
+from shardwell.runtime.prefetch import ExecutionOrder, PrefetchBudget
 from shardwell.runtime.trace import TraceAction
 from shardwell.sharding import Unit
 
@@ -20,7 +20,7 @@ class HostToDeviceLink:
 
     distance = 2
 
-    def __init__(self, room: DeviceRoom, num_ranks: int, record: Record) -> None:
+    def __init__(self, room: PrefetchBudget, num_ranks: int, record: Record) -> None:
         self._room, self._num_ranks, self._record = room, num_ranks, record
 
     def start(self, expected: Unit | None, order: ExecutionOrder) -> None:
@@ -45,7 +45,7 @@ class HostToDeviceLink:
 class DiskLink:
     """The link that reads shards from disk into staging buffers, as far ahead as the disk needs."""
 
-    def __init__(self, buffers: ReadBuffers, room: DeviceRoom, first: int, record: Record) -> None:
+    def __init__(self, buffers: ReadBuffers, room: PrefetchBudget, first: int, record: Record) -> None:
         """Create the link; `first` is the distance at which the next link of the chain needs what is read."""
         self._pace, self._room, self._first, self._record = buffers.pace, room, first, record
         self._order: ExecutionOrder | None = None  # of the running pass
@@ -76,7 +76,7 @@ class DiskLink:
 
 
 def offload_links(
-    room: DeviceRoom, num_ranks: int, buffers: ReadBuffers | None, record: Record
+    room: PrefetchBudget, num_ranks: int, buffers: ReadBuffers | None, record: Record
 ) -> list[HostToDeviceLink | DiskLink]:
     """Return the links for the tiers that the units are stored on; none if all are on the device."""
     links: list[HostToDeviceLink | DiskLink] = []

@@ -20,9 +20,9 @@ from shardwell.optim.factory import NO_LABEL, OptimizerFactory
 from shardwell.optim.grad_norm import GradNorm, OverflowCheck, clip_factor, hyperparameter_checks
 from shardwell.optim.param_slices import ParamSlice, bytes_of_state, check_cut, scalar_state
 from shardwell.optim.step_hooks import StepHooks
-from shardwell.optim.user_optimizer import OwningOptimizer, step_with
+from shardwell.optim.user_optimizer import SteppingEngine, step_with
 from shardwell.sharding import EngineContext, Unit, released
-from shardwell.sharding.edits import look_before_step
+from shardwell.sharding.edits import take_edits_before_step
 from shardwell.sharding.unit import PendingUpdate
 
 
@@ -54,7 +54,7 @@ class ShardedOptimizer(Optimizer):
         self._finish_backward, self._after_update = executor.at_step(scheduler.finish_backward), scheduler.after_update
         self._clip, self.scale = options.clip, options.scale
         self.executor, self.shards, self.inner = executor, executor.slices, executor.inner
-        self.trainer: Callable[[], OwningOptimizer | None] = lambda: None  # the engine: its `step` is called
+        self.trainer: Callable[[], SteppingEngine | None] = lambda: None  # the engine: its `step` is called
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_initial_state = bool(self.state)  # as Adagrad has
         self._hooks = StepHooks(self, recipe.given)
@@ -124,7 +124,7 @@ class ShardedOptimizer(Optimizer):
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
         units = self.shards.units
-        look_before_step(units)
+        take_edits_before_step(units)
         self._mark_stepped()
         self._finish_backward()
         for unit in units:

@@ -22,7 +22,7 @@ from shardwell.errors import ShardwellError
 from shardwell.sharding import Unit, released
 
 
-class OwningOptimizer(Protocol):
+class SteppingEngine(Protocol):
     """The engine that steps the shards of an optimizer."""
 
     optimizer: Any  # the one that knows when state is up to date
@@ -37,11 +37,11 @@ class OwningOptimizer(Protocol):
         """Drop the gradients."""
 
 
-def redirect(optimizer: Optimizer, trainer: OwningOptimizer) -> None:
+def redirect(optimizer: Optimizer, trainer: SteppingEngine) -> None:
     """Redirect `step`, `zero_grad` and the state dicts of the user's optimizer to the engine."""
     engine = weakref.ref(trainer)
 
-    def living() -> OwningOptimizer:
+    def living() -> SteppingEngine:
         found = engine()
         if found is None:
             raise ShardwellError(
@@ -71,7 +71,7 @@ def redirect(optimizer: Optimizer, trainer: OwningOptimizer) -> None:
     optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
 
 
-def step_with(trainer: OwningOptimizer | None, closure: Callable[[], Any] | None) -> Any:
+def step_with(trainer: SteppingEngine | None, closure: Callable[[], Any] | None) -> Any:
     """Take a step as torch's optimizers do: call the closure once, and return its result."""
     if trainer is None:
         raise ShardwellError("the engine of this optimizer is gone")

@@ -84,7 +84,7 @@ class PrefetchLink(Protocol):
         """Drop what was started and not used, because a pass begins or ends."""
 
 
-class DeviceRoom:
+class PrefetchBudget:
     """Decides whether a unit may be on the device ahead of its use; all ranks decide alike."""
 
     def __init__(self, limits: PrefetchLimits, num_ranks: int) -> None:

@@ -22,7 +22,7 @@ from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel.consistency import Section, check_alike
 from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
-from shardwell.sharding.edits import look_closely
+from shardwell.sharding.edits import take_edits_closely
 
 
 @dataclass
@@ -51,7 +51,7 @@ def refit(
 
     With `keep_frozen_state`, parameters that were trained and are frozen now keep their training state.
     """
-    look_closely(units)
+    take_edits_closely(units)
     cuts = builder.cut()
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
@@ -152,7 +152,7 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
         optimizer.leave(unit)
     for group in unit.groups:
         for parameter in group.parameters:
-            released.let_go(parameter)
+            released.clear_owner(parameter)
     for parameter, value in values:
         parameter.data = value
     for group in unit.groups:

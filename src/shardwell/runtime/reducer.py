@@ -207,7 +207,7 @@ class Reducer:
         """Wait for reductions that micro-steps before the boundary left in flight."""
         self.finish([group for group, at_boundary in self.in_flight.items() if not at_boundary])
 
-    def finish_larger(self, numel: int) -> None:
+    def wait_for_larger_units(self, numel: int) -> None:
         """Wait for units larger than the one that runs next (a head before the blocks), which would make the peak."""
         large = set()
         for group in self.in_flight:
@@ -235,7 +235,7 @@ class Reducer:
             self.end_boundary()
 
     @contextlib.contextmanager
-    def telling_nobody(self) -> Iterator[None]:
+    def without_post_reduce(self) -> Iterator[None]:
         """Call `reduced` for nothing that is reduced inside, because it is dropped."""
         told, self.reduced = self.reduced, None
         try:

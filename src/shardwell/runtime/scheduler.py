@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import BackwardError, ReleasedParameterError
-from shardwell.runtime.prefetch import DeviceRoom, ExecutionOrder, PrefetchLimits, PrefetchLink
+from shardwell.runtime.prefetch import ExecutionOrder, PrefetchBudget, PrefetchLimits, PrefetchLink
 from shardwell.runtime.reducer import MicroStep, Reducer
 from shardwell.runtime.saved_tensors import SavedViews
 from shardwell.runtime.trace import NOT_PROFILED, Trace, TraceAction, is_profiling, profiled
 from shardwell.runtime.transforms import in_transform, outside_trace, outside_transforms, refusal_of
 from shardwell.sharding import Residency, ShardedGroup, Unit
-from shardwell.sharding.edits import look_closely
+from shardwell.sharding.edits import take_edits_closely
 from shardwell.sharding.gradients import GradState
 from shardwell.sharding.unit import PendingUpdate, UnitOwner
 
@@ -61,8 +61,10 @@ class Scheduler:
 
     def __init__(self, units: Sequence[Unit], limits: PrefetchLimits, micro_step: MicroStep) -> None:
         self.limits = limits
-        self.room = DeviceRoom(limits, micro_step.num_averaged)
-        self.links: list[PrefetchLink] = []  # bring shards to the device ahead of all-gathers, where they are below it
+        self.prefetch_budget = PrefetchBudget(limits, micro_step.num_averaged)
+        self.prefetch_links: list[
+            PrefetchLink
+        ] = []  # bring shards to the device ahead of all-gathers, where they are below it
         self.trace: Trace | None = None
         self.reducer = Reducer(micro_step)
         self.reducer.drop_gradients = self.discard_backward
@@ -81,14 +83,16 @@ class Scheduler:
         """Schedule these units from now on."""
         self.units = units
         self._by_name = {unit.name: unit for unit in units}
-        self._released = [unit for unit in units if unit.resharding_groups]
-        self._forward = ExecutionOrder(self._released)
-        root = [unit for unit in self._released if not unit.name]  # its outputs are the model's: it comes first
-        self._backward = ExecutionOrder(root + [unit for unit in self._released[::-1] if unit.name], is_backward=True)
-        self.room.adopt_units(units)
-        self.saved.take(self._released)
+        self._resharding_units = [unit for unit in units if unit.resharding_groups]
+        self._forward = ExecutionOrder(self._resharding_units)
+        root = [unit for unit in self._resharding_units if not unit.name]  # its outputs are the model's: it comes first
+        self._backward = ExecutionOrder(
+            root + [unit for unit in self._resharding_units[::-1] if unit.name], is_backward=True
+        )
+        self.prefetch_budget.adopt_units(units)
+        self.saved.take(self._resharding_units)
         optimizer = next((unit.optimizer for unit in units if unit.optimizer is not None), None)
-        take_edits = partial(look_closely, units)
+        take_edits = partial(take_edits_closely, units)
         reducer = self.reducer
         owner = UnitOwner(self.retain, reducer.reduce_now, reducer.views.take_edits, take_edits, self.adopt, optimizer)
         for unit in units:
@@ -139,9 +143,9 @@ class Scheduler:
 
     def _drop_leftovers(self) -> None:
         """Reset the state of units, hooks and prefetches that an aborted pass left behind."""
-        if self._released:
+        if self._resharding_units:
             self._forward.start()
-            for link in self.links:
+            for link in self.prefetch_links:
                 link.cancel()
             if self.saved.pushed:
                 self.saved.clear()
@@ -156,7 +160,7 @@ class Scheduler:
     def _end_without_graph(self) -> None:
         """End a forward of the engine that recorded no graph: nothing will use what is retained or prefetched."""
         self.end_retention()
-        for link in self.links:
+        for link in self.prefetch_links:
             link.cancel()
         for unit in self.units:
             if unit.residency is Residency.UNSHARDING:
@@ -222,9 +226,9 @@ class Scheduler:
         expected = order.visit(unit)
         self._start_unshard(unit)
         unit.wait()
-        if expected is not None and self.room.may_prefetch(expected, order):
+        if expected is not None and self.prefetch_budget.may_prefetch(expected, order):
             self._start_unshard(expected)
-        for link in self.links:
+        for link in self.prefetch_links:
             link.start(expected, order)
 
     def _start_unshard(self, unit: Unit) -> None:
@@ -243,15 +247,15 @@ class Scheduler:
         if unit.reshard():
             if self.trace is not None:
                 self.record(TraceAction.RESHARD, unit)
-            if unit.is_seen:
+            if unit.is_aliased:
                 self._seen.append(unit)
 
     def _look_at_seen(self) -> None:
         """Free released units whose last view is gone, such as a view that a module returned and the hook cloned."""
         seen, self._seen = self._seen, []
         for unit in seen:
-            unit.free_unseen()
-            if unit.is_seen:
+            unit.free_if_unaliased()
+            if unit.is_aliased:
                 self._seen.append(unit)
 
     def keep_frozen(self, most: int) -> None:
@@ -297,7 +301,9 @@ class Scheduler:
         self._graph_is_open = self._graph_was_used = False
         retained = list(filter(_is_retained, self.units))
         if retained:
-            look_closely(retained)  # once their memory is freed, the owner of a parameter's values cannot be found
+            take_edits_closely(
+                retained
+            )  # once their memory is freed, the owner of a parameter's values cannot be found
         for unit in retained:
             unit.is_retained = False
             self.reshard(unit)
@@ -318,7 +324,7 @@ class Scheduler:
             if self.trace is not None:
                 self.record(TraceAction.BACKWARD, unit)
             if self.reducer.in_flight:
-                self.reducer.finish_larger(unit.numel)
+                self.reducer.wait_for_larger_units(unit.numel)
         if unit.pending_update is not None:
             unit.revoke_speculation()  # a graph that is used again saved the values before the update
         if unit.resharding_groups:
@@ -352,7 +358,7 @@ class Scheduler:
             if not self._tasks:
                 self._begin_backward()
             self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._post_graph_task, task))
 
     def _begin_backward(self) -> None:
         """Prepare for a backward when its first operation is seen."""
@@ -362,7 +368,7 @@ class Scheduler:
         for unit in self.units:
             if unit.is_retained:
                 unit.check_retention()
-        if self._released:
+        if self._resharding_units:
             self._backward.start()
         self.reducer.views.detach(has_begun=True)
         if self.observer is not None:
@@ -400,7 +406,7 @@ class Scheduler:
         if unit.resharding_groups:
             self.reshard(unit)
 
-    def _end_task(self, task: int) -> None:
+    def _post_graph_task(self, task: int) -> None:
         """End the backward of all units that were seen in a graph task, also of units whose inputs need no gradient."""
         for unit in reversed(self.units):
             if unit.task == task:
@@ -431,14 +437,14 @@ class Scheduler:
             unit.task = -1
             self.post_backward(unit)
         self._tasks.clear()
-        if self._released:
-            for link in self.links:
+        if self._resharding_units:
+            for link in self.prefetch_links:
                 link.cancel()
         self.reducer.finish()
 
     def discard_backward(self) -> None:
         """Finish as `finish_backward` does, but drop the gradients: no update starts. A graph may still be used."""
-        with self.reducer.telling_nobody():
+        with self.reducer.without_post_reduce():
             # Gradients that are dropped need not be shown to the other ranks first.
             if self.reducer.micro_step.paths_differ:
                 self.end_passes()

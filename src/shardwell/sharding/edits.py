@@ -69,11 +69,11 @@ def look(units: Sequence[Unit]) -> None:
         for group in unit.groups:
             is_replaced = is_replaced or bool(group.views.replaced(quickly=True))
     if is_replaced:
-        look_closely(units)
+        take_edits_closely(units)
 
 
 @torch.no_grad()
-def look_closely(units: Sequence[Unit]) -> None:
+def take_edits_closely(units: Sequence[Unit]) -> None:
     """Take over values of parameters that are no longer views; a unit with another shape becomes a misfit."""
     found = [
         ReplacedValues(unit, group, index)
@@ -92,14 +92,14 @@ def look_closely(units: Sequence[Unit]) -> None:
             one.group.take_in(one.index, value)
 
 
-def look_before_step(units: Sequence[Unit]) -> None:
+def take_edits_before_step(units: Sequence[Unit]) -> None:
     """Take over values that replaced parameters since their gradients were computed."""
     is_replaced = False
     for unit in units:
         for group in unit.groups:
             is_replaced = is_replaced or bool(group.views.replaced())
     if is_replaced:
-        look_closely(units)
+        take_edits_closely(units)
     for unit in units:
         if unit.changes.was_retained:
             unit.check_retention()

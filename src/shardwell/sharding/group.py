@@ -320,12 +320,12 @@ class ShardedGroup:
 
     def reshard(self) -> None:
         """Free the unsharded parameters unless views of them exist; a later call tries again."""
-        self.flat.free_unseen(self._num_views)
+        self.flat.free_if_unaliased(self._num_views)
 
     @property
-    def is_seen(self) -> bool:
+    def is_aliased(self) -> bool:
         """Whether the group was resharded while views of it still exist."""
-        return self.flat.is_seen and self.flat.num_aliases > self._num_views
+        return self.flat.is_aliased and self.flat.num_aliases > self._num_views
 
     def keep_unsharded(self) -> None:
         """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""

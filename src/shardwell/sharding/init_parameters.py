@@ -101,7 +101,7 @@ class InitRegistry:
                 keeper.belong_to(one.parameter)
         for one in moved:
             if released.owner_or_none(one.parameter) is None:
-                released.keep(one.parameter, one)
+                released.set_owner(one.parameter, one)
 
     def unshard(self, one: InitParameter, *, meet: bool) -> None:
         """Make a parameter unsharded.
@@ -143,7 +143,7 @@ class InitParameter:
         self._shared: list[list[str]] = []  # one per parameter that had the same memory: which of the two is in a unit
         # this rank's part of the scattered values, while a view may still write to the full ones
         self._scattered: Tensor | None = None
-        released.keep(parameter, self)
+        released.set_owner(parameter, self)
         self._take(parameter.data)
 
     def _take(self, values: Tensor) -> None:
@@ -209,7 +209,7 @@ class InitParameter:
         if not self._is_sharded:
             self._take_replaced()
             if self.parameter.is_meta:
-                released.let_go(self.parameter)
+                released.clear_owner(self.parameter)
                 return True
             self._scatter_values()
             self._is_sharded = True
@@ -362,7 +362,7 @@ class InitParameter:
         self._check_shared()
         self._registry.unshard(self, meet=False)
         self._registry.forget(self)
-        released.let_go(parameter)
+        released.clear_owner(parameter)
         self._free_shard()
         return parameter.data
 

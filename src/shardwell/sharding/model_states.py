@@ -66,7 +66,7 @@ class StateFormula:
     accumulates: bool = False  # gradients are summed over several micro-steps
     commit: CommitPolicy = CommitPolicy.AFTER_NORM  # of updates below the device; on it, speculation waits for the norm
     ranks_per_copy: int = 0  # ranks that split a secondary shard, in the smallest node; 0: there is none
-    rest_codec: Codec | None = None  # of frozen parameters
+    storage_codec: Codec | None = None  # of frozen parameters
     ranks_per_loss: int = 0  # ranks that split the residual of quantised gradients; 0: it is not kept
 
     def spec(self, kind: GroupKey, place: TierPlacement) -> ShardingSpec:
@@ -81,7 +81,7 @@ class StateFormula:
                 place.parameters,
                 place.optimizer,
                 commit=self.commit,
-                rest_codec=self.rest_codec,
+                storage_codec=self.storage_codec,
             ).of(kind.precision.compute, kind.trains),
         )
 
@@ -106,12 +106,12 @@ class StateFormula:
         spec = self.spec(kind, place)
         stored = state_bytes(form_of(spec, kind.precision, kind.trains), spec, kind.precision, numel, self.num_ranks)
         if not kind.trains:
-            return total([stored, self.second_copy(kind, numel, spec)])
+            return total([stored, self.secondary_bytes(kind, numel, spec)])
         own = self.share(numel) if spec.optimizer.axis is not None else numel
         stored[spec.optimizer.tier] += self.moments(own, kind, spec.optimizer.tier)
         return stored
 
-    def second_copy(self, kind: GroupKey, numel: int, spec: ShardingSpec) -> Bytes:
+    def secondary_bytes(self, kind: GroupKey, numel: int, spec: ShardingSpec) -> Bytes:
         """Return the bytes of the secondary shard.
 
         It exists from a forward to the next update, and permanently for frozen parameters.
@@ -131,7 +131,7 @@ class StateFormula:
         if not kind.trains:
             return found
         spec, own = self.spec(kind, place), self.share(numel)
-        found.update(self.second_copy(kind, numel, spec))
+        found.update(self.secondary_bytes(kind, numel, spec))
         if self.ranks_per_loss and not kind.persistent:
             found[Tier.DEVICE] += -(-numel // self.ranks_per_loss) * _FP32
         if spec.optimizer.tier is Tier.DEVICE:

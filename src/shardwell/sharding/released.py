@@ -128,7 +128,7 @@ def is_owned(parameter: nn.Parameter) -> bool:
     return parameter.__dict__.get("_shardwell_keeper") is not None
 
 
-def keep(parameter: nn.Parameter, keeper: ParameterOwner) -> None:
+def set_owner(parameter: nn.Parameter, keeper: ParameterOwner) -> None:
     """Set the owner of a parameter."""
     parameter._shardwell_keeper = keeper  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ def is_released(value: Any) -> bool:
     return issubclass(type(value), ReleasedParameter)
 
 
-def let_go(parameter: nn.Parameter) -> None:
+def clear_owner(parameter: nn.Parameter) -> None:
     """Make the parameter an ordinary one without an owner."""
     parameter.__class__ = _home_of(parameter)
     parameter.__dict__.pop("_shardwell_keeper", None)

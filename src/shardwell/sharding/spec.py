@@ -111,13 +111,13 @@ STAGES: dict[int, ShardingSpec] = {
 class SpecOverrides:
     """The settings of a configuration that change the spec of a stage."""
 
-    second_copy_in_node: bool = False
+    secondary_in_node: bool = False
     parameter_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
     gradient_tier: Tier = Tier.DEVICE
     commit: CommitPolicy = CommitPolicy.AFTER_NORM
-    gather_codec: Codec | None = None
-    rest_codec: Codec | None = None  # for frozen parameters only
+    all_gather_codec: Codec | None = None
+    storage_codec: Codec | None = None  # for frozen parameters only
     reduce_codecs: tuple[Codec, Codec] | None = None
     feedback: bool = False
 
@@ -127,8 +127,8 @@ class SpecOverrides:
         A codec does not accept every dtype, and only frozen parameters are stored quantised.
         """
         if not Codec.takes(dtype):
-            return replace(self, gather_codec=None, rest_codec=None, reduce_codecs=None)
-        return replace(self, rest_codec=None if trains else self.rest_codec)
+            return replace(self, all_gather_codec=None, storage_codec=None, reduce_codecs=None)
+        return replace(self, storage_codec=None if trains else self.storage_codec)
 
 
 def spec_for(
@@ -155,9 +155,9 @@ def spec_for(
     if not persistent and spec.gradients.axis is not None:
         spec = replace(spec, reduce_codecs=overrides.reduce_codecs, feedback=overrides.feedback)
     if spec.reshards and not persistent:
-        travels = overrides.gather_codec if overrides.rest_codec is None else None
-        spec = replace(spec, all_gather_codec=travels, storage_codec=overrides.rest_codec)
-    if spec.reshards and overrides.second_copy_in_node:
+        travels = overrides.all_gather_codec if overrides.storage_codec is None else None
+        spec = replace(spec, all_gather_codec=travels, storage_codec=overrides.storage_codec)
+    if spec.reshards and overrides.secondary_in_node:
         spec = replace(spec, secondary=StatePlacement(Axis.NODE))
     alone = num_ranks == 1 and not shard_at_world_one and spec.storage_codec is None
     if spec.reshards and (persistent or alone) and spec.parameters.tier is Tier.DEVICE:

@@ -123,13 +123,13 @@ class Unit:
         self.is_watched = False  # a use between a backward and its step is detected
         self._is_hidden = False  # unsharded parameters are released: they may hold values that are never committed
         for parameter in self.parameters:
-            released.keep(parameter, self)
+            released.set_owner(parameter, self)
 
     def _sort(self) -> None:
         """Compute what follows from which groups are resharded."""
         self.resharding_groups = [group for group in self.groups if group.spec.reshards and not group.stays_unsharded]
         self.numel = sum(group.layout.padded for group in self.resharding_groups)
-        self._released = [parameter for group in self.resharding_groups for parameter in group.parameters]
+        self._resharding_parameters = [parameter for group in self.resharding_groups for parameter in group.parameters]
         self._unsharded = [
             p for group in self.trainable if group not in self.resharding_groups for p in group.parameters
         ]
@@ -155,14 +155,14 @@ class Unit:
         return bool(self.in_forward or self.inside or self.in_backward or self.opened or self.is_retained)
 
     @property
-    def is_seen(self) -> bool:
+    def is_aliased(self) -> bool:
         """Whether the unit was resharded while views of it exist, so that its memory stays."""
         found = False
         for group in self.resharding_groups:
-            found = found or (group.flat.is_seen and group.is_seen)
+            found = found or (group.flat.is_aliased and group.is_aliased)
         return found
 
-    def free_unseen(self) -> None:
+    def free_if_unaliased(self) -> None:
         """Free the memory of a resharded unit that no view uses any more."""
         for group in self.resharding_groups if self.residency is Residency.SHARDED else ():
             group.reshard()
@@ -176,7 +176,7 @@ class Unit:
         """
         if self.residency is not Residency.SHARDED and not (exact and self._is_rounded):
             return False
-        if not self._has_warned_of_views and self.is_seen:
+        if not self._has_warned_of_views and self.is_aliased:
             self._warn_of_views()
         self.wait()
         self.residency = Residency.UNSHARDING
@@ -252,7 +252,7 @@ class Unit:
                 group.detach_leaked_views()
         self._was_opened = False
         self.residency = Residency.SHARDED
-        released.release(self._released)
+        released.release(self._resharding_parameters)
         for group in self.resharding_groups:
             group.reshard()
 
@@ -404,7 +404,7 @@ class Unit:
         """Bring back the values of a released parameter; `ReleasedParameter` calls this when they are used."""
         self.revoke_speculation()
         if self.residency is Residency.UNSHARDING:
-            is_gathered = any(parameter is other for other in self._released)
+            is_gathered = any(parameter is other for other in self._resharding_parameters)
             self.wait()
             if is_gathered and self.owner is not None:
                 self.owner.retain(self)  # nothing else holds a unit that was only prefetched
