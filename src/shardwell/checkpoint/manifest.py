@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from shardwell.checkpoint.parsing import (
     parse_shape,
     show,
 )
-from shardwell.checkpoint.pieces import BoxPiece, FilePiece, TensorRecord, check_size, check_tiling, merged
+from shardwell.checkpoint.pieces import BoxPiece, FilePiece, TensorRecord, check_size, check_tiling, merge_boxes
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import dense_stride
 
@@ -114,7 +115,7 @@ class Manifest:
         """Merge the manifests of all ranks. Values that several of them have must agree, and the pieces must tile."""
         tensors: dict[str, TensorRecord] = {}
         pieces: dict[str, list[FilePiece]] = {}
-        boxed: set[str] = set()
+        boxed: defaultdict[str, list[TensorRecord]] = defaultdict(list)  # the records of ranks that hold boxes
         files: dict[str, FileRecord] = {}
         values: dict[str, Any] = {}
         for part in parts:
@@ -127,13 +128,13 @@ class Manifest:
                 _check_same(tensors.setdefault(name, tensor), tensor, f"{where}: tensors[{show(name)}]")
                 pieces.setdefault(name, []).extend(tensor.pieces)
                 if tensor.is_boxed:
-                    boxed.add(name)
+                    boxed[name].append(tensor)
             for key, value in part.values.items():
                 if _canonical(values.setdefault(key, value)) != _canonical(value):
                     raise CheckpointError(f"{where}: values.{key}: ranks disagree; save it under a key of its own")
         whole = Manifest(
             {
-                name: merged(first, pieces[name], f"{where}: tensors[{show(name)}]")
+                name: merge_boxes(boxed[name], pieces[name], f"{where}: tensors[{show(name)}]")
                 if name in boxed
                 else replace(first, pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
                 for name, first in tensors.items()
@@ -250,7 +251,7 @@ def _check_has_blocks(record: TensorRecord, files: Mapping[str, FileRecord], whe
 
 
 def _check_same(first: TensorRecord, other: TensorRecord, where: str) -> None:
-    for name in ("dtype", "shape", "stride", "kind"):
+    for name in ("dtype", "shape", "kind") if other.is_boxed else ("dtype", "shape", "stride", "kind"):
         one, two = getattr(first, name), getattr(other, name)
         if one != two:
             raise CheckpointError(f"{where}.{name}: ranks disagree: {one} and {two}")

@@ -135,7 +135,7 @@ def check_range(record: TensorRecord, start: int, stop: int) -> None:
         raise CheckpointError(f"a {record.kind} of {record.numel} elements: asked for {start} to {stop}")
 
 
-def merged(first: TensorRecord, pieces: Sequence[FilePiece], where: str) -> TensorRecord:
+def merge_boxes(records: Sequence[TensorRecord], pieces: Sequence[FilePiece], where: str) -> TensorRecord:
     """Return the record of a tensor of which ranks saved boxes, with the pieces of all ranks.
 
     If every box is a range of the flat tensor (rows, say), the pieces become such ranges: readers that know no boxes
@@ -144,15 +144,35 @@ def merged(first: TensorRecord, pieces: Sequence[FilePiece], where: str) -> Tens
     of_boxes = list(_box_pieces(pieces))
     if len(of_boxes) < len(pieces):
         raise CheckpointError(f"{where}.pieces: ranks disagree: a box for some, and all of the tensor for others")
-    boxed = replace(first, pieces=tuple(of_boxes))
-    order = order_of(first.stride)
-    whole = Box((0,) * len(order), reordered(first.shape, order))
-    if all(one.box.is_range_of(whole.sizes) for one in boxed.boxes):
-        starts = [(whole.position(one.box.offsets), one.pieces) for one in boxed.boxes]
-        flat = [FilePiece(p.file, p.key, start + p.start, p.numel) for start, found in starts for p in found]
-        return replace(first, pieces=tuple(sorted(flat, key=lambda piece: piece.start)))
     of_boxes.sort(key=lambda piece: (piece.offsets, piece.sizes, piece.start))
-    return replace(first, pieces=tuple(of_boxes))
+    boxed = replace(records[0], stride=_common_stride(records, where), pieces=tuple(of_boxes))
+    order = order_of(boxed.stride)
+    whole = Box((0,) * len(order), reordered(boxed.shape, order))
+    if not all(one.box.is_range_of(whole.sizes) for one in boxed.boxes):
+        return boxed
+    starts = [(whole.position(one.box.offsets), one.pieces) for one in boxed.boxes]
+    flat = [FilePiece(p.file, p.key, start + p.start, p.numel) for start, found in starts for p in found]
+    return replace(boxed, pieces=tuple(sorted(flat, key=lambda piece: piece.start)))
+
+
+def _common_stride(records: Sequence[TensorRecord], where: str) -> tuple[int, ...]:
+    """Return strides that describe the order of elements in the boxes of all ranks.
+
+    The order of dimensions in which a box has one index does not show in its memory, so ranks may differ in it.
+    """
+    strides = list(dict.fromkeys(record.stride for record in records))
+    if len(strides) == 1:
+        return strides[0]
+    used = {(record.stride, piece.sizes) for record in records for piece in _box_pieces(record.pieces)}
+    for stride in strides:
+        if all(_long_dims(stride, sizes) == _long_dims(other, sizes) for other, sizes in used):
+            return stride
+    raise CheckpointError(f"{where}.stride: ranks disagree: {strides[0]} and {strides[1]}")
+
+
+def _long_dims(stride: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions in which a box has several indices, in the order of strides of the tensor."""
+    return [dim for dim in order_of(stride) if sizes[dim] > 1]
 
 
 # --- checking ---------------------------------------------------------------------------------------------------
