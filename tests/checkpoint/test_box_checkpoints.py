@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from shardwell.checkpoint.sources import DcpSource, ShardwellSource, Source, ope
 from shardwell.checkpoint.verify import damages
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import TensorSpec, make_layout
+from tests.campaigns.mutations import OWN
 from tests.support.checkpoint_legs import everything
 from tests.support.checkpoint_samples import Counting, assert_same, save_own
 from tests.support.checkpoint_samples import everything as all_tensors
@@ -196,6 +199,28 @@ def test_a_file_whose_entry_is_of_another_size_is_refused(tmp_path: Path) -> Non
 
 def fill_40(name: str) -> Tensor:
     return torch.zeros(40)
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if name != "latest"])
+def test_a_changed_checkpoint_of_boxes_is_refused_or_read_as_it_was(tmp_path: Path, name: str) -> None:
+    tensor = torch.arange(6000, dtype=torch.int16).view(60, 100)
+    with small_reads(256, 1024):
+        save_boxes(
+            tmp_path / "whole",
+            tensor,
+            [((0, 0), (60, 30)), ((0, 30), (60, 70))],
+            2,
+            values={"counters": {"global_steps": 3}},
+        )
+        for seed in range(12):
+            shutil.copytree(tmp_path / "whole", tmp_path / f"{seed}")
+            OWN[name][0](tmp_path / f"{seed}" / "a", random.Random(seed))
+            try:
+                source = open_source(tmp_path / f"{seed}" / "a")
+                found = source.read(NAME, 0, tensor.numel())
+            except CheckpointError:
+                continue
+            assert torch.equal(found.view(tensor.shape), tensor)
 
 
 # --- exports ----------------------------------------------------------------------------------------------------

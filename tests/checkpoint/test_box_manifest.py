@@ -154,6 +154,16 @@ def test_columns_are_ranges_where_columns_are_rows_of_memory() -> None:
     assert merged.tensors[W].pieces == (FilePiece("r0", "w", 0, 12), FilePiece("r1", "w", 12, 6))
 
 
+def test_the_order_of_dimensions_comes_from_ranks_that_can_tell() -> None:
+    one, two = piece(0, 0, 3, ((0, 0), (1, 3))), piece(1, 0, 6, ((1, 0), (2, 3)))
+    three = piece(2, 0, 9, ((0, 3), (3, 3)))
+    given = [*parts([one]), *parts([two, three], stride=(1, 3))]  # a single row looks the same in both orders
+    for order in ((0, 1, 2), (2, 1, 0)):
+        assert Manifest.merge([given[index] for index in order]).tensors[W].stride == (1, 3)
+    with pytest.raises(CheckpointError, match=r"stride: ranks disagree: \(6, 1\) and \(1, 3\)"):
+        Manifest.merge([*parts([two]), *parts([one, three], stride=(1, 3))])
+
+
 def test_ranks_that_disagree_about_boxes_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"here: tensors\[\"w\"\].pieces: ranks disagree: a box for some"):
         Manifest.merge(parts([PIECES[0], FilePiece("r1", "w", 5, 7)]), "here")
