@@ -26,9 +26,14 @@ def nothing_is_dropped() -> Iterator[None]:
     assert not (words := leaks.said()), "\n".join(words)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "give every engine in ranks a mesh of (REPLICAS, ranks / REPLICAS); with 1, nothing may change"
+    parser.addoption("--mesh", type=int, metavar="REPLICAS", help=words)
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
+def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+    pool = Ranks(pytestconfig.getoption("--mesh"))
     yield pool
     pool.close()
 

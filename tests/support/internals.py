@@ -13,7 +13,7 @@ import shardwell
 from shardwell.checkpoint import Folder
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
-from shardwell.parallel import Collectives
+from shardwell.parallel import Collectives, MeshRoles
 from shardwell.parallel.traffic import TrafficReport
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.gradients import Gradients
@@ -36,7 +36,12 @@ def trainable_groups_of(engine: shardwell.Engine) -> list[ShardedGroup]:
 
 def collectives_of(engine: shardwell.Engine) -> Collectives:
     """Return the collectives over all ranks."""
-    return engine._context.roles.all
+    return roles_of(engine).all
+
+
+def roles_of(engine: shardwell.Engine) -> MeshRoles:
+    """Return what the engine uses its groups of ranks for."""
+    return engine._context.roles
 
 
 def device_of(engine: shardwell.Engine) -> Device:

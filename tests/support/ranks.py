@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ class RankFailedError(AssertionError):
 class Ranks:
     """The pool. Workers outlive a job; they are replaced when a job fails or hangs."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_replicas: int | None = None) -> None:
+        """Make a pool; with `num_replicas`, engines in ranks get a mesh of (replicas, ranks of each replica)."""
+        self._num_replicas = num_replicas
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Any]] = []
         self._store: TCPStore | None = None
@@ -99,7 +102,8 @@ class Ranks:
             here, there = self._context.Pipe()
             stacks = self._stack_file(len(self._workers))
             stacks.unlink(missing_ok=True)
-            process = self._context.Process(target=_serve, args=(there, self._store.port, stacks), daemon=True)
+            args = there, self._store.port, stacks, self._num_replicas
+            process = self._context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -123,13 +127,17 @@ class Ranks:
         self._store = None
 
 
-def _serve(pipe: Any, port: int, stacks: Path) -> None:
+def _serve(pipe: Any, port: int, stacks: Path, num_replicas: int | None) -> None:
     import torch
     import torch.distributed as dist
 
     from tests.support import leaks
 
     leaks.watch()
+    if num_replicas is not None:
+        from tests.support import meshes
+
+        meshes.every_engine_with(partial(meshes.rows, num_replicas)).__enter__()  # for as long as the rank lives
     file = stacks.open("w")  # for as long as the rank lives
     faulthandler.register(signal.SIGUSR2, file)
     torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from shardwell import optim
 from shardwell.offload.early_update import EarlyExecutor
 from shardwell.offload.host_executor import HostExecutor
 from shardwell.optim.executor import InlineExecutor
+from tests.support.internals import reducer_of
 
 
 def executor_for(stage: int, kind: str = "AdamW", **others: Any) -> Any:
@@ -27,7 +28,7 @@ def executor_for(stage: int, kind: str = "AdamW", **others: Any) -> Any:
     engine.step()
     assert engine.optimizer is not None
     found = engine.optimizer.executor
-    assert (engine._scheduler.reducer.reduced is None) == (type(found) is InlineExecutor)
+    assert (reducer_of(engine).reduced is None) == (type(found) is InlineExecutor)
     engine.destroy()
     return type(found)
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
+from tests.support.internals import roles_of
 from tests.support.models import zero
 from tests.support.ranks import Ranks
 
@@ -17,7 +18,7 @@ def roles_with(block: dict[str, int]) -> dict[str, object]:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3, zero_optimization=block)).engine
-    roles = engine._context.roles
+    roles = roles_of(engine)
     found = {
         "one axis": all(role is roles.all for role in (roles.shard, roles.data)),
         "replicates": roles.replicate is not None,

@@ -18,6 +18,7 @@ from shardwell.memory import StateKind, Tier
 from shardwell.sharding import storage
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, SpecOverrides, spec_for
 from shardwell.sharding.storage import StorageForm, form_of, state_bytes
+from tests.support.internals import units_of
 from tests.support.ranks import Ranks
 
 DEVICE, HOST, DISK = Tier
@@ -108,7 +109,7 @@ def changed(forms: list[tuple[int, str, Tier, Tier]], folder: str) -> list[bool]
     """Master weights that are changed while they are open, also in a nested context, are what is read later."""
     found = []
     for engine in engines(forms, folder):
-        (group,) = engine._scheduler.units[1].groups
+        (group,) = units_of(engine)[1].groups
         with group.open_master(changes=True) as master:
             expected = torch.arange(len(master), device=master.device) * 1.001
             master.copy_(expected)
@@ -137,7 +138,7 @@ def held(cases: list[tuple[int, str, Tier, Tier]], folder: str) -> list[dict[Tie
             if state in (StateKind.PARAMETERS, StateKind.OPTIMIZER):
                 now[tier] += size
         stored: Counter[Tier] = Counter()
-        for unit in engine._scheduler.units:
+        for unit in units_of(engine):
             for group in unit.groups:
                 stored.update(group.storage.nbytes())
         assert +stored == +now

@@ -31,11 +31,11 @@ from shardwell.errors import CheckpointError
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
 
 _OK, _RESULT = "ok", "result"
-PATIENCE, LITTLE_PATIENCE = 600.0, 5.0  # seconds without a sign of life from ranks that write; if one has failed
+PATIENCE, LITTLE_PATIENCE = 600.0, 6.0  # seconds without a sign of life from ranks that write; if one has failed
 _PAUSE = 0.02  # between two looks at the store, of the time waited so far
 _SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
 _LINGER, _LITTLE_LINGER = 5.0, 2.0  # seconds that rank 0 waits for the others to read the result; an error
-_ROUND, _GRACE = 2.0, 8.0  # seconds between two checks for ranks that exited; for their save to succeed after that
+_ROUND, _GRACE = 1.0, 3.0  # seconds between two checks for ranks that exited; for their save to succeed after that
 
 
 @dataclass(frozen=True)

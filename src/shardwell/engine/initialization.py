@@ -6,11 +6,12 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -21,6 +22,7 @@ from shardwell.engine.consistency import before_building, once_built
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
+from shardwell.engine.mesh_setup import make_context, open_nodes, ranks_per_copy
 from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.offload_setup import add_links, plan_states, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
@@ -30,17 +32,16 @@ from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.kernels.quantize import Codec
-from shardwell.memory import Device, MemoryStats, TemporaryBuffers
+from shardwell.memory import Device
 from shardwell.memory.device import default_device
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.user_optimizer import watch_optimizers
-from shardwell.parallel import Agreement, Collectives, MeshRoles, TrafficStats, start_process_group
-from shardwell.parallel.collectives import NodeHops
+from shardwell.parallel import Agreement, Collectives, TrafficStats, start_process_group
 from shardwell.parallel.consistency import check_alike
-from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
-from shardwell.parallel.roles import ranks_per_node
+from shardwell.parallel.device_mesh import rows_of
+from shardwell.parallel.mesh import world_mesh
 from shardwell.runtime.commit_policy import commit_policy, settle_commit
 from shardwell.runtime.precision import dtype_of, mixed_dtype, settle_precision
 from shardwell.runtime.prefetch import PrefetchLimits
@@ -77,6 +78,7 @@ def initialize(
     *,
     config_params: Any = None,
     device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Initialized:
     """Shard `model` as `config` says, and return `(engine, optimizer, training_dataloader, lr_scheduler)`.
 
@@ -90,6 +92,8 @@ def initialize(
         training_data: A data set or a DataLoader. Ranks share its samples, unless it has a sampler of its own.
         config: A path, a dictionary or a `Config` (also `config_params`); by default `args.deepspeed_config`.
         device: The device of this rank; by default SHARDWELL_DEVICE, its GPU if there is one, or the CPU.
+        mesh: A DeviceMesh over all ranks. With one dimension, which is the default, states are sharded over all ranks.
+            With two, they are sharded over the last ("dp_shard") and replicated over the first ("dp_replicate").
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
@@ -110,7 +114,8 @@ def initialize(
         )
         settings = settle_precision(asked, model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
-        context, traffic_stats = _context(home, world, settings, agreement)
+        rows = [[*range(world.size)]] if mesh is None else rows_of(mesh, world.size, where)
+        context, traffic_stats = make_context(home, world, settings, agreement, rows)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(model, settings, recipe, context, traffic_stats)
@@ -137,7 +142,7 @@ def _engine(
     check_alike(context.roles.all, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
-    context = _open_nodes(context, settings)
+    context = open_nodes(context, settings)
     offload = plan_states(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
     context = with_tiers(context, settings, offload)
     before = ModelBefore(model)
@@ -207,60 +212,11 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
     return scheduler
 
 
-def _context(
-    home: Device, world: RankGroup, settings: Config, agreement: Agreement
-) -> tuple[EngineContext, TrafficStats]:
-    memory_stats, traffic_stats = MemoryStats(), TrafficStats()
-    temporary = TemporaryBuffers(home, memory_stats)
-    everyone = Collectives(world, home, traffic_stats, temporary)
-    agreement.time_limit, everyone.agreement = settings.shardwell.divergence_timeout, agreement
-    roles = MeshRoles.for_one_axis(everyone)
-    agreement.probe, agreement.cut_links = everyone.links.probe, roles.abort_links
-    nodes = replace(world, node_size=ranks_per_node(everyone))
-    hops = None
-    if nodes.has_nodes:
-        hops = NodeHops(everyone.over(node_mesh(nodes)), everyone.over(across_mesh(nodes)))
-    everyone.use_nodes(nodes, hops)
-    asked = settings.zero_optimization.zero_hpz_partition_size
-    if asked != "auto" and _ranks_per_copy(settings, world.size):
-        everyone.set_nodes(_with_nodes(nodes, asked))
-    return EngineContext(home, memory_stats, temporary, roles), traffic_stats
-
-
-def _open_nodes(context: EngineContext, settings: Config) -> EngineContext:
-    """Return the context with this rank's node, if its ranks hold a secondary shard of the parameters (hpZ)."""
-    shard = context.roles.shard
-    if not _ranks_per_copy(settings, shard.mesh.size):
-        return context
-    roles = replace(context.roles, secondary=shard.over(node_mesh(shard.mesh)))
-    roles.agreement.cut_links = roles.abort_links
-    return replace(context, roles=roles)
-
-
-def _ranks_per_copy(settings: Config, num_ranks: int) -> int:
-    """Return over how many ranks a secondary shard is split, in the smallest node; 0 if there is none."""
-    asked = settings.zero_optimization.zero_hpz_partition_size
-    return smallest_node(num_ranks, asked) if asked != "auto" and asked > 1 and num_ranks > 1 else 0
-
-
 def _ranks_per_loss(settings: Config, shard: Collectives) -> int:
     """Return over how many ranks the residual of quantised gradients is split; 0 if it is not kept."""
     if not (settings.zero_optimization.zero_quantized_gradients and settings.shardwell.codecs.feedback):
         return 0
     return shard.hops.inside.mesh.size if shard.hops is not None else int(shard.mesh.size > 1)
-
-
-def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
-    """Return the same ranks, with the node size that the configuration sets."""
-    if world.rank == 0 and world.local_world_size < world.size and world.local_world_size % ranks_per_node:
-        logging.getLogger("shardwell").warning(
-            "zero_optimization.zero_hpz_partition_size %d: some second copies are split over ranks of two nodes, since "
-            "a node has %d. Gathers in backward leave it then; use %d, or a number that divides it.",
-            ranks_per_node,
-            world.local_world_size,
-            world.local_world_size,
-        )
-    return replace(world, node_size=min(ranks_per_node, world.size))
 
 
 def build_units(
@@ -372,7 +328,7 @@ def _states(
         settings.shardwell.moments == "8bit",
         settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
-        _ranks_per_copy(settings, num_shards),
+        ranks_per_copy(settings, num_shards),
         _storage_codec(settings),
         _ranks_per_loss(settings, context.roles.shard),
     )

@@ -72,6 +72,7 @@ class GradNorm:
 
     def __init__(self, context: EngineContext, slices: ParamSlices, summed: Sequence[SummedNumber]) -> None:
         self._context, self._slices, self.summed = context, slices, summed
+        self._counts = context.roles.is_first_replica  # this rank's shards count: replicas have the same
         self.unseen: set[str] = set()  # names of parameters without a gradient on any rank, at the last call
         self._all_seen: Tensor | None = None
 
@@ -94,7 +95,7 @@ class GradNorm:
             flags = self._all_seen
         else:
             flags = self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device.torch_device)
-        parts = [sum_of_squares(sharded, device).view(1), flags]
+        parts = [sum_of_squares(sharded if self._counts else [], device).view(1), flags]
         for one in self.summed:
             one.append_to(parts)
         total = torch.cat(parts)

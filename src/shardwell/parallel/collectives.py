@@ -5,7 +5,8 @@ device choose the transport once:
 
 - *point-to-point* (gloo on cpu): `parallel/gloo.py`;
 - *library* (nccl, simulated ranks, gloo on cuda): `parallel/library.py`;
-- *hierarchical*, over one of these, for all-gathers and reduce-scatters over several nodes: `parallel/hierarchical.py`.
+- *hierarchical*, over one of these, for all-gathers and reduce-scatters over several nodes: `parallel/hierarchical.py`;
+- *replicated*, over one of these, for reduce-scatters whose results are replicated (HSDP): `parallel/replicated.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shardwell.parallel.hierarchical import HierarchicalTransport
 from shardwell.parallel.library import LibraryTransport, SingleRankTransport
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.replicated import ReplicatedTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
 from shardwell.parallel.transport import DirectTransport, Transport, Work
 
@@ -59,8 +61,10 @@ class Collectives:
     direct: DirectTransport  # between all ranks of the group
     transport: Transport  # of all-gathers and reduce-scatters: `direct`, or hierarchical with several nodes
     hops: NodeHops | None  # the groups of the hierarchical transport
+    replicate: Collectives | None  # the ranks that replicate this rank's shard: reduce-scatters sum over them, too
     shard_index: int  # of the shard of a flat buffer that this rank owns
     host_drives_progress: bool  # the host has to start what follows a hop: gloo's threads, and no stream, progress
+    host_starts_hops: bool  # and there is something that follows a hop
 
     def __init__(
         self, mesh: RankGroup, device: Device, traffic_stats: TrafficStats, temporary: TemporaryBuffers
@@ -68,8 +72,8 @@ class Collectives:
         self.device, self.links = device, Links(mesh)
         self._traffic, self._temporary = traffic_stats, temporary
         self.transport = self.direct = _transport_for(mesh, device, self.links, temporary)
-        self.hops, self.shard_index = None, mesh.rank
-        self.host_drives_progress = mesh.backend == "gloo"
+        self.hops, self.replicate, self.shard_index = None, None, mesh.rank
+        self.host_drives_progress, self.host_starts_hops = mesh.backend == "gloo", False
         self._spans_nodes = False  # some ranks are on other nodes
         self._has_all_ranks = False  # all ranks of the agreement are in this group
         self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with element count and dtype
@@ -95,7 +99,7 @@ class Collectives:
         self.set_nodes(mesh)
         if hops is not None:
             self.hops, (node, across) = hops, (hops.inside.mesh, hops.across.mesh)
-            self.shard_index = self.shard_index_of(mesh.rank)
+            self.shard_index, self.host_starts_hops = self.shard_index_of(mesh.rank), self.host_drives_progress
             self._from_shards = ReceivedParts(across.size * (node.size - 1), across.size - 1, 2)
             self.transport = HierarchicalTransport(
                 hops.inside.direct,
@@ -105,6 +109,14 @@ class Collectives:
                 local_rank=node.rank,
                 host_starts_hops=self.host_drives_progress,
             )
+
+    def use_replicas(self, replicate: Collectives) -> None:
+        """Sum reduce-scatters also over the ranks that replicate this rank's shard, by an all-reduce."""
+        self.replicate, self.host_starts_hops = replicate, self.host_drives_progress
+        self._has_all_ranks = True  # all ranks issue the same collectives, each of them in its own group
+        self.transport = ReplicatedTransport(
+            self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_starts_hops
+        )
 
     def shard_index_of(self, rank: int) -> int:
         """Return the index of the shard of a flat buffer that `rank` owns."""
@@ -182,7 +194,15 @@ class Collectives:
                     token = None  # announced once, counted for each hop
                 return quantized.reduce_scatter(path, flat, into, scale, accumulate, self._temporary, lost)
             self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.mesh.size, self._from_shards)
+            if self.replicate is not None:
+                self.replicate.count_all_reduce(flat, into.numel(), kind)
         return self.transport.reduce_scatter(flat, into, scale, accumulate)
+
+    def count_all_reduce(self, flat: Tensor, numel: int, kind: TrafficKind) -> None:
+        """Count the all-reduce of `numel` sums of `flat`: a reduce-scatter and an all-gather, in fp32 at least."""
+        wide, peers = torch.promote_types(flat.dtype, torch.float32), self._from_peers
+        num_bytes = -(-numel // self.mesh.size) * wide.itemsize
+        self._begin(None, None, kind, 2 * num_bytes, peers)
 
     def residual_numel(self, numel: int, codecs: tuple[Codec, Codec]) -> int:
         """Return the number of elements that the last hop of a quantised reduce-scatter quantises."""

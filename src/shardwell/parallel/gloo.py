@@ -71,6 +71,17 @@ class GlooTransport:
         incoming[self._rank].copy_(outgoing[self._rank])
         return Work(partial(self.wait, self._start_exchange(outgoing, incoming)))
 
+    def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        """Start `into` = (or +=) `scale` x the sum over ranks of `part`, which becomes invalid: gloo's ring sums it.
+
+        Each piece of it is summed by one rank, so that all ranks get the same bits.
+        """
+        try:
+            work = dist.all_reduce(part, group=self._group, async_op=True)
+        except RuntimeError as error:
+            self._links.raise_cause(error)
+        return Work(partial(self.wait, [work]), partial(sum_in_rank_order, [part], into, scale, accumulate))
+
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it; this rank's own parts are equal already."""
         self.wait(self._start_exchange(outgoing, incoming))

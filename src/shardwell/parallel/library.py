@@ -91,6 +91,24 @@ class LibraryTransport:
             work.wait()
         return Work()
 
+    def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        """Start `into` = (or +=) `scale` x the sum over ranks of `part`, which becomes invalid."""
+        with self._device.reduce_stream.after_current():
+            work = self._start(dist.all_reduce, part)
+            if self._is_gloo:
+                return Work(partial(self._finish_all_reduce, work, part, into, scale, accumulate))
+            work.wait()
+            sum_in_rank_order([part], into, scale, accumulate)
+            return Work(self._device.reduce_stream.record().wait)
+
+    def _finish_all_reduce(self, work: Any, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
+        """Wait on the host, then scale on the reduce stream, and order the caller's stream behind that."""
+        with self._device.reduce_stream.after_current():
+            self.wait([work])
+            sum_in_rank_order([part], into, scale, accumulate)
+            event = self._device.reduce_stream.record()
+        event.wait()
+
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it; this rank's own parts are equal already."""
         sent, received = torch.cat(list(outgoing)), torch.empty_like(torch.cat(list(incoming)))
@@ -146,6 +164,10 @@ class SingleRankTransport:
         """Copy `sent` to `received`."""
         received.copy_(sent)
         return Work()
+
+    def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        """Start `into` = (or +=) `scale` x `part`, on the reduce stream."""
+        return self.reduce_scatter(part, into, scale, accumulate)
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Do nothing: this rank's own parts are equal already."""

@@ -1,10 +1,12 @@
-"""Groups of ranks: all ranks, the ranks of one node, and the ranks at the same position of all nodes."""
+"""Groups of ranks: all ranks, those of a node, those at the same position of all nodes, those of a row of a mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -99,6 +101,27 @@ def across_mesh(world: RankGroup) -> RankGroup:
             mine = RankGroup(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
     assert mine is not None
     return mine
+
+
+def mesh_of(world: RankGroup, parts: Sequence[Sequence[int]]) -> RankGroup:
+    """Return the group of this rank among `parts`, which hold every rank once. All ranks must call it."""
+    mine: RankGroup | None = None
+    for part in parts:
+        ranks = sorted(part)  # as torch does: a library's collectives follow the order of the process group
+        group = dist.new_group(ranks, backend=world.backend, timeout=_timeout())
+        if world.rank in ranks:
+            rank, node_size = ranks.index(world.rank), _node_size(ranks, world.node_size)
+            place = rank, len(ranks), node_size
+            mine = RankGroup(*place, world.backend, group, tuple(ranks), world.local_world_size)
+    assert mine is not None
+    return mine
+
+
+def _node_size(ranks: Sequence[int], ranks_per_node: int) -> int:
+    """Return how many of these ranks a node has; 1 if the nodes have different numbers of them."""
+    counts = list(Counter(rank // ranks_per_node for rank in ranks).values())
+    is_even = all(count == counts[0] for count in counts[:-1]) and counts[-1] <= counts[0]
+    return counts[0] if is_even else 1
 
 
 def _timeout() -> timedelta | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.collectives import Collectives
-from shardwell.parallel.mesh import local_ranks_are_consecutive
+from shardwell.parallel.mesh import local_ranks_are_consecutive, mesh_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,27 @@ class MeshRoles:
         """Return the roles if parameters are sharded over all ranks, which is a mesh of one dimension."""
         assert world.agreement is not None, "set the agreement of the collectives first"
         return cls(world, None, world, world, secondary, world.agreement)
+
+    @classmethod
+    def for_rows(cls, world: Collectives, rows: list[list[int]]) -> MeshRoles:
+        """Return the roles if parameters are sharded over the ranks of a row, and each row replicates the others.
+
+        Each row has the same number of ranks, at least two. All ranks must call this with the same rows.
+        """
+        agreement = world.agreement
+        assert agreement is not None, "set the agreement of the collectives first"
+        rows = [sorted(row) for row in rows]
+        agreement.meet(f"MESH {rows}")  # before groups are made: ranks with different meshes would hang there
+        shard = world.over(mesh_of(world.mesh, rows))
+        shard.use_nodes(shard.mesh, None)
+        replicate = world.over(mesh_of(world.mesh, list(zip(*rows, strict=True))))
+        shard.use_replicas(replicate)
+        return cls(shard, replicate, world, world, None, agreement)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is the first of those that hold its shard: it alone counts in sums, and is saved."""
+        return self.replicate is None or self.replicate.mesh.rank == 0
 
     def collectives(self) -> list[Collectives]:
         """Return the collectives of all roles, each of them once."""

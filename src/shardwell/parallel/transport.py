@@ -91,6 +91,12 @@ class DirectTransport(Transport, Protocol):
     def all_to_all(self, sent: Tensor, received: Tensor) -> Work:
         """Start to send the r-th of equal parts of `sent` to rank r, and to receive the r-th of `received` from it."""
 
+    def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
+        """Start `into` = (or +=) `scale` x the sum over ranks of `part`, which becomes invalid.
+
+        All ranks get the same bits.
+        """
+
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it; this rank's own parts are equal already."""
 

@@ -319,7 +319,7 @@ class Gradients:
     @property
     def needs_collective(self) -> bool:
         """Whether waiting for work in flight starts a collective that all ranks must start together."""
-        hops = self._comm.hops is not None and self._comm.host_drives_progress
+        hops = self._comm.host_starts_hops
         is_whole = self._spec.gradients.axis is None and self._comm.mesh.size > 1
         return (self._pending is not None and (is_whole or hops)) or (self._publishing is not None and hops)
 

@@ -214,6 +214,12 @@ class Unit:
 
     def wait(self) -> None:
         """Wait for an all-gather, a publish or an update that is in flight."""
+        if self.awaits_update or self.residency is Residency.UNSHARDING:
+            self._finish_pending()
+        self.pending_update = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # waits and changes of classes cannot be in a graph
+    def _finish_pending(self) -> None:
         if self.awaits_update:
             self._wait_for_update()
         if self.residency is Residency.UNSHARDING:
@@ -226,7 +232,6 @@ class Unit:
             self._pending = []
             self.residency = Residency.UNSHARDED
             released.restore(self.parameters)
-        self.pending_update = None
 
     def reshard(self) -> bool:
         """Free the unsharded parameters unless the unit is held; true if anything was freed."""
