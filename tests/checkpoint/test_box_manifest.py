@@ -12,7 +12,7 @@ import torch
 from shardwell.checkpoint import BoxPiece, FilePiece, FileRecord, Manifest, TensorRecord
 from shardwell.checkpoint import pieces as pieces_module
 from shardwell.errors import CheckpointError
-from tests.checkpoint.test_manifest import CRC, put, sign
+from tests.support.forged_manifests import CRC, put, sign
 
 W = "w"
 LEFT, RIGHT = ((0, 0), (3, 4)), ((0, 4), (3, 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,7 @@ from shardwell.checkpoint import DTYPES, FileExtent, FilePiece, FileRecord, Mani
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import TensorSpec, contiguous_stride, make_layout
-
-CRC = "0123abcd"
+from tests.support.forged_manifests import CRC, put, sign
 
 
 def tensor(*pieces: FilePiece, shape: tuple[int, ...] = (3, 4), kind: str = "parameter") -> TensorRecord:
@@ -43,28 +41,10 @@ def example() -> Manifest:
     )
 
 
-def sign(content: dict[str, Any]) -> str:
-    """The text of a content, right or wrong, with the right checksum."""
-    content.pop("checksum", None)
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return json.dumps({**content, "checksum": f"{zlib.crc32(text.encode()):08x}"})
-
-
 def changed(change: Callable[[dict[str, Any]], Any]) -> str:
     content = json.loads(example().to_json())
     change(content)
     return sign(content)
-
-
-def put(*path: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets the last of `path` at the place that the others name."""
-
-    def change(content: Any) -> None:
-        for key in path[:-2]:
-            content = content[key]
-        content[path[-2]] = path[-1]
-
-    return change
 
 
 # --- plans ------------------------------------------------------------------------------------------------------
