@@ -93,7 +93,8 @@ def initialize(
         config: A path, a dictionary or a `Config` (also `config_params`); by default `args.deepspeed_config`.
         device: The device of this rank; by default SHARDWELL_DEVICE, its GPU if there is one, or the CPU.
         mesh: A DeviceMesh over all ranks. With one dimension, which is the default, states are sharded over all ranks.
-            With two, they are sharded over the last ("dp_shard") and replicated over the first ("dp_replicate").
+            With two, they are sharded over the last ("dp_shard") and replicated over the first ("dp_replicate"), also
+            if the dimensions have other names. The engine makes process groups of its own for it.
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
