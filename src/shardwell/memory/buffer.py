@@ -86,6 +86,7 @@ class FlatBuffer:
         pinned: bool = False,
     ) -> None:
         self._stats, self._entry = memory_stats, entry
+        self._pinned_by = device if pinned else None
         if pinned:
             self.tensor = device.pinned(numel * dtype.itemsize).view(dtype)
         else:
@@ -105,6 +106,8 @@ class FlatBuffer:
     def free(self) -> None:
         """Free the bytes under all views."""
         if self.present or self.is_aliased:
+            if self._pinned_by is not None:
+                self._pinned_by.unpin(self.tensor)  # or memory that is allocated there next could not be pinned
             self.tensor.untyped_storage().resize_(0)
             self.present = self.is_aliased = False
             self._stats.remove(*self._entry, self.nbytes)

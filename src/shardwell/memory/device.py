@@ -117,6 +117,14 @@ def _enqueue_after(stream: torch.cuda.Stream, mark: Event) -> Iterator[None]:
         yield
 
 
+_pinned: dict[int, weakref.finalize[..., Any]] = {}  # by address: unpins the memory, at the latest when it is freed
+
+
+def _unregister(runtime: Any, address: int) -> None:
+    _pinned.pop(address, None)
+    runtime.cudaHostUnregister(address)
+
+
 class Device:
     """A torch device, its streams, and all that differs between kinds of device."""
 
@@ -174,8 +182,15 @@ class Device:
         if self.is_cuda and num_bytes:
             runtime: Any = torch.cuda.cudart()
             torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
-            weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
+            _pinned[memory.data_ptr()] = weakref.finalize(
+                memory.untyped_storage(), _unregister, runtime, memory.data_ptr()
+            )
         return memory
+
+    def unpin(self, memory: Tensor) -> None:
+        """Unpin memory that `pin` has pinned, before its bytes are freed under a storage that stays."""
+        if memory.numel() and (unregister := _pinned.get(memory.data_ptr())) is not None:
+            unregister()
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a 0-D tensor on the device."""
