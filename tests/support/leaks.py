@@ -37,9 +37,8 @@ def watch() -> None:
     """From now on, in this process."""
     if hasattr(Work, "__del__"):
         return
-    make, adopt, step, forget, together = (
-        Work.__init__, TemporaryBuffers.adopt, Engine.step, Engine.zero_grad, EngineContext.failing_together,
-    )  # fmt: skip
+    make, adopt, allocate = Work.__init__, TemporaryBuffers.adopt, TemporaryBuffers.allocate
+    step, forget, together = Engine.step, Engine.zero_grad, EngineContext.failing_together
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
@@ -52,6 +51,11 @@ def watch() -> None:
     def adopted(self: TemporaryBuffers, tensor: Any, *args: Any) -> Any:
         _places.setdefault(self, {})[id(tensor)] = _where()[0]
         return adopt(self, tensor, *args)
+
+    def allocated(self: TemporaryBuffers, *args: Any) -> Any:
+        tensor = allocate(self, *args)
+        _places.setdefault(self, {})[id(tensor)] = _where()[0]
+        return tensor
 
     def stepped(self: Engine, *args: Any, **kwargs: Any) -> Any:
         at_boundary = self.is_gradient_accumulation_boundary()
@@ -75,6 +79,7 @@ def watch() -> None:
 
     for owner, name, function in (
         (Work, "__init__", made), (Work, "__del__", dropped), (TemporaryBuffers, "adopt", adopted),
+        (TemporaryBuffers, "allocate", allocated),
         (Engine, "step", stepped), (Engine, "zero_grad", forgotten), (EngineContext, "failing_together", failing),
     ):  # fmt: skip
         setattr(owner, name, function)
@@ -124,8 +129,8 @@ def _where() -> tuple[str, weakref.ref[TemporaryBuffers] | None]:
         lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_name}")
         if owner is None:
             this = frame.f_locals.get("self")
-            temporary = frame.f_locals.get("scratch") or getattr(this, "_scratch", None)
-            temporary = temporary or getattr(getattr(this, "_context", None), "scratch", None)
+            temporary = frame.f_locals.get("temporary") or getattr(this, "_temporary", None)
+            temporary = temporary or getattr(getattr(this, "_context", None), "temporary", None)
             owner = weakref.ref(temporary) if isinstance(temporary, TemporaryBuffers) else None
         frame = frame.f_back
     return "\n".join(lines), owner

@@ -56,7 +56,7 @@ class Gradients:
     ) -> None:
         self._name, self._unit, self._token = name, unit, f"REDUCE {name}"
         self._layout, self._spec, self._precision = layout, spec, precision
-        self._comm, self._scratch = comm, temporary
+        self._comm, self._temporary = comm, temporary
         self._own = slice(*layout.shard_range(comm.shard_index))
         self.state = GradState.NONE
         self.result = None
@@ -138,9 +138,9 @@ class Gradients:
         self._filled = [adopt] * len(slots)
         if adopt and grad is not None:
             flat = grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
-            self._flat = self._scratch.adopt(flat, StateKind.GRADIENTS, self._unit)
+            self._flat = self._temporary.adopt(flat, StateKind.GRADIENTS, self._unit)
         else:
-            self._flat = self._scratch.allocate(self._layout.padded, dtype, StateKind.GRADIENTS, self._unit)
+            self._flat = self._temporary.allocate(self._layout.padded, dtype, StateKind.GRADIENTS, self._unit)
         return not adopt
 
     def reduce_scatter(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
@@ -171,12 +171,12 @@ class Gradients:
 
     def _for_the_wire(self, flat: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         """Convert the flat buffer to the communication dtype; factors applied too early are divided out again."""
-        sent = self._scratch.allocate(flat.numel(), dtype, StateKind.GRADIENTS, self._unit)
+        sent = self._temporary.allocate(flat.numel(), dtype, StateKind.GRADIENTS, self._unit)
         if not self._scaled_late:
             self._scale = scale * self._precision.wire.predivide
             flat.div_(self._scale)
         sent.copy_(flat)
-        self._scratch.free(flat)
+        self._temporary.free(flat)
         return sent
 
     def _scatter(self, flat: Tensor, accumulates: bool) -> Work:
@@ -187,25 +187,25 @@ class Gradients:
             return Work(partial(self._adopt, flat))
         adds = self.result is not None
         if self.result is None:
-            self.result = self._scratch.allocate(self._layout.shard_numel, dtype, StateKind.GRADIENTS, self._unit)
+            self.result = self._temporary.allocate(self._layout.shard_numel, dtype, StateKind.GRADIENTS, self._unit)
         elif self.result.dtype.itemsize <= 2 or self._elsewhere is not None:
             self._widen()
         codecs, residual = self._spec.reduce_codecs, self._residual(flat) if self._spec.feedback else None
         work = self._comm.reduce_scatter(flat, self.result, self._scale, adds, self._token, codecs, lost=residual)
-        return work.then(partial(self._scratch.free, flat))
+        return work.then(partial(self._temporary.free, flat))
 
     def _scatter_to_hand_over(self, flat: Tensor) -> Work:
         """Start the reduce-scatter of a micro-step that another owner accumulates."""
         if self._comm.mesh.size == 1:
             return Work(partial(self._hand, flat, self._scale))
         numel, dtype = self._layout.shard_numel, self._precision.accumulate
-        fresh = self._scratch.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
+        fresh = self._temporary.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
         codecs, residual = self._spec.reduce_codecs, self._residual(flat) if self._spec.feedback else None
         work = self._comm.reduce_scatter(flat, fresh, self._scale, False, self._token, codecs, lost=residual)
 
         def finish() -> None:
             self._hand(fresh, 1.0)
-            self._scratch.free(flat)
+            self._temporary.free(flat)
 
         return work.then(finish)
 
@@ -213,10 +213,10 @@ class Gradients:
         """Hand over a micro-step to be accumulated elsewhere, added to one that was not fetched yet."""
         if self._handed is not None:
             before, its_factor = self._handed
-            both = self._scratch.allocate(fresh.numel(), self._precision.accumulate, StateKind.GRADIENTS, self._unit)
+            both = self._temporary.allocate(fresh.numel(), self._precision.accumulate, StateKind.GRADIENTS, self._unit)
             both.copy_(before).mul_(its_factor).add_(fresh, alpha=factor)
-            self._scratch.free(before)
-            self._scratch.free(fresh)
+            self._temporary.free(before)
+            self._temporary.free(fresh)
             fresh, factor = both, 1.0
         self._handed = fresh, factor
 
@@ -225,7 +225,7 @@ class Gradients:
         codecs = self._spec.reduce_codecs
         if codecs is not None and self._lost is None:
             numel = self._comm.residual_numel(flat.numel(), codecs)
-            self._lost = QuantizationResidual(numel, self._unit, self._scratch)
+            self._lost = QuantizationResidual(numel, self._unit, self._temporary)
         return self._lost.joining(self._scale / self.loss_scale) if self._lost is not None else None
 
     def free(self) -> None:
@@ -343,7 +343,7 @@ class Gradients:
 
     def _add_sums(self, total: Tensor) -> None:
         """Add the average of the flat buffers of all ranks, and leave these unchanged."""
-        flat = self._scratch.allocate(self._layout.padded, self.wide, StateKind.STAGING, self._unit).zero_()
+        flat = self._temporary.allocate(self._layout.padded, self.wide, StateKind.STAGING, self._unit).zero_()
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if filled and self._flat is not None:
                 flat[slot.offset : slot.end].copy_(self._flat[slot.offset : slot.end]).mul_(self._scale)
@@ -353,7 +353,7 @@ class Gradients:
             total.add_(flat)
         else:
             total.add_(flat[self._own])
-        self._scratch.free(flat)
+        self._temporary.free(flat)
 
     # ------------------------------------------------------------------------------------------------------ clearing
 
@@ -380,13 +380,13 @@ class Gradients:
         self.seen = [False] * len(self.seen)
         self._at_boundary, self.is_complete = [False] * len(self.seen), False
         if self.result is not None and self._elsewhere is None:
-            self._scratch.free(self.result)
+            self._temporary.free(self.result)
         self.result = self._elsewhere = None
         if self._flat is not None:
-            self._scratch.free(self._flat)
+            self._temporary.free(self._flat)
             self._flat = None
         if self._handed is not None:
-            self._scratch.free(self._handed[0])
+            self._temporary.free(self._handed[0])
             self._handed = None
         self.state = GradState.NONE
 
@@ -397,7 +397,7 @@ class Gradients:
         else:
             self._widen()
             self.result.add_(flat)
-            self._scratch.free(flat)
+            self._temporary.free(flat)
 
     def _widen(self) -> None:
         """Convert the result to the accumulation dtype before more is added."""
@@ -405,10 +405,10 @@ class Gradients:
         numel, dtype = self.result.numel(), self._precision.accumulate
         if self.result.dtype != dtype or self._elsewhere is not None:
             self.ensure_readable()
-            wide = self._scratch.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
+            wide = self._temporary.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
             wide.copy_(self.result)
             if self._elsewhere is None:
-                self._scratch.free(self.result)
+                self._temporary.free(self.result)
             self.result, self._elsewhere = wide, None
 
 

@@ -18,7 +18,7 @@ class QuantizationResidual:
     """The quantisation error of one group's gradients."""
 
     def __init__(self, numel: int, unit: str, temporary: TemporaryBuffers) -> None:
-        self._scratch = temporary
+        self._temporary = temporary
         self._both = temporary.allocate(2 * numel, torch.bfloat16, StateKind.GRADIENTS, unit).zero_()
         self._now, self._before = self._both.chunk(2) if numel else (self._both, self._both)
         self._factor = 1.0  # converts the error to gradients
@@ -49,4 +49,4 @@ class QuantizationResidual:
 
     def free(self) -> None:
         """Free both copies."""
-        self._scratch.free(self._both)
+        self._temporary.free(self._both)

@@ -39,7 +39,7 @@ class SecondaryShard:
 
     def __init__(self, name: str, unit: str, comm: Collectives, temporary: TemporaryBuffers) -> None:
         self._name, self._unit = name, unit
-        self._comm, self._scratch = comm, temporary
+        self._comm, self._temporary = comm, temporary
         self._kept: Tensor | None = None
 
     @property
@@ -57,7 +57,7 @@ class SecondaryShard:
         mesh = self._comm.mesh
         split, rest = self._parts(flat)
         mine = split.chunk(mesh.size)[mesh.rank]
-        self._kept = self._scratch.allocate(mine.numel() + rest.numel(), flat.dtype, StateKind.PARAMETERS, self._unit)
+        self._kept = self._temporary.allocate(mine.numel() + rest.numel(), flat.dtype, StateKind.PARAMETERS, self._unit)
         self._kept[: mine.numel()] = mine
         self._kept[mine.numel() :] = rest
 
@@ -77,7 +77,7 @@ class SecondaryShard:
     def forget(self) -> None:
         """Free the secondary shard: the parameters change, or are unsharded for good."""
         if self._kept is not None:
-            self._scratch.free(self._kept)
+            self._temporary.free(self._kept)
             self._kept = None
 
 
