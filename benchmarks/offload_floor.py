@@ -25,6 +25,7 @@ from benchmarks.kernels import OPTIONS, OURS, Slice
 from benchmarks.offload_variants import Variant
 from shardwell import kernels
 from shardwell.memory.device import Device
+from shardwell.offload.cores import update_cores
 
 REPEATS = 5
 SLICES = 2
@@ -84,7 +85,8 @@ def bus_rates(device: str) -> dict[str, float] | None:
 
 def update_rates(device: str, numel: int) -> dict[str, float]:
     """Elements a second of AdamW with fp32 and with 8-bit moments."""
-    cores = Device(device).update_cores()
+    buses = Device(device).local_gpu_buses()
+    cores = None if buses is None else update_cores(*buses)
     threads = torch.get_num_threads() if cores is None else len(cores)
     slices = [Slice(numel) for _ in range(SLICES)]
     found: dict[str, float] = {"threads": threads}

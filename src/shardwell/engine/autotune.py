@@ -165,8 +165,8 @@ class Autotuner:
             return f"stage {stage}"
         if shard.mesh.backend == "fake" or shard.device.is_meta:
             return "simulated ranks"
-        found = [shard for shard in self._split() if travels(shard.kind)]
-        return max(found, key=lambda shard: shard.numel) if found else "nothing travels so"
+        found = [one for one in self._split() if travels(one.kind)]
+        return max(found, key=lambda one: one.numel) if found else "nothing travels so"
 
     def _too_large(self, ranks_per_copy: int) -> str | None:
         """Return why the device has no room for secondary shards; None if it has."""
@@ -174,7 +174,7 @@ class Autotuner:
         if not device.is_cuda:
             return None
         shard = self.context.roles.shard
-        mine = sum(shard.numel * shard.kind.precision.compute.itemsize for shard in self._split())
+        mine = sum(one.numel * one.kind.precision.compute.itemsize for one in self._split())
         room = shard.all_reduce_min(_ROOM * device.available_bytes(), _TOKEN)
         needed = mine * shard.mesh.size / ranks_per_copy
         return f"copies of {human(needed)}, and room for {human(room)}" if needed > room else None

@@ -241,7 +241,7 @@ def _check_host(short: ShortageReport, needed: int, buffers: int, speculates: bo
         slower = 'set shardwell.commit to "after_norm", ' if speculates else ""
         raise ShardwellError(
             f"what rests below the device needs more host memory than there is: {short.needs(needed)}, and "
-            f"{human(buffers)} of buffers for each of those. Free are "
+            f"{human(buffers)} of buffers for each of those. There is room for "
             f"{human(free * short.mesh.local_world_size)}. To fit, {slower}{short.ways}"
         )
 
