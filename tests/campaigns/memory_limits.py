@@ -2,9 +2,10 @@
 
     python -m tests.campaigns.memory_limits --count 40 --minutes 10
 
-Each case is a process in a control group of its own (version 1 or 2) with a limit, where such groups can be made, and
-otherwise under `ulimit -d`. It builds an engine whose states are kept in host memory, or placed by what there is room
-for, and trains two steps. The kernel must not kill it, and no error but the engine's own may come out.
+Each case is a process in a control group of its own (version 1 or 2), where such groups can be made, else under
+`ulimit -d`. Once it has imported torch, it limits its memory to what it uses and a number of bytes. Then it builds an
+engine whose states are kept in host memory, or placed by what there is room for, and trains two steps. The kernel must
+not kill it, and no error but the engine's own may come out.
 """
 
 from __future__ import annotations
@@ -23,18 +24,28 @@ from tests.campaigns.result import Result, command_line
 from tests.support.command import environment
 
 MIB = 1 << 20
+BASE = 64 * MIB  # for code that is loaded later, and threads
 LIMIT = 120.0  # seconds for one case
 BASES = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 PROGRAM = """
 import os, resource, sys
-group, limit, width, layers, stage, tier, drive = sys.argv[1:]
+group, room, width, layers, stage, tier, drive = sys.argv[1:]
 if group:
     open(os.path.join(group, "cgroup.procs"), "w").write(str(os.getpid()))
 import torch, shardwell
 torch.set_num_threads(1)
-used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) << 10
-if not group:
-    resource.setrlimit(resource.RLIMIT_DATA, (used + int(limit), resource.RLIM_INFINITY))
+small = torch.nn.Linear(2, 2)  # so that torch has loaded what it loads at the first step of anybody
+torch.optim.AdamW(small.parameters(), fused=True)
+small(torch.ones(1, 2)).sum().backward()
+shardwell.initialize
+if group:
+    old = os.path.exists(os.path.join(group, "memory.limit_in_bytes"))
+    used, limit = ("memory.usage_in_bytes", "memory.limit_in_bytes") if old else ("memory.current", "memory.max")
+    used = int(open(os.path.join(group, used)).read())
+    open(os.path.join(group, limit), "w").write(str(used + int(room)))
+else:
+    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + int(room), resource.RLIM_INFINITY))
 place = {"device": "cpu"} if tier != "nvme" else {"device": "nvme", "nvme_path": drive}
 zero = {"stage": int(stage), "offload_optimizer": place}
 if stage == "3" and tier != "cpu":
@@ -60,7 +71,7 @@ else:
 
 
 @contextlib.contextmanager
-def group_of(limit: int) -> Iterator[str]:
+def new_group() -> Iterator[str]:
     """Yield the folder of a new control group, or an empty text where none can be made."""
     for base in BASES:
         folder = base / f"shardwell-campaign-{os.getpid()}"
@@ -70,7 +81,7 @@ def group_of(limit: int) -> Iterator[str]:
         except OSError:
             continue
         try:
-            (folder / name).write_text(str(limit))
+            (folder / name).write_text(str(1 << 40))
         except OSError:
             folder.rmdir()
             continue
@@ -91,11 +102,10 @@ def outcome_of(draw: random.Random) -> tuple[str, str]:
     width, layers = draw.choice([256, 512, 1024]), draw.randrange(2, 24)
     stage, tier = draw.choice(["2", "3"]), draw.choice(["cpu", "auto", "nvme"])
     needed = 16 * width * width * layers
-    start = 640 * MIB  # what Python and torch take, with the files that they map
-    limit = start + int(needed * draw.uniform(-0.1, 1.1))
-    words = f"{layers} layers of {width}, stage {stage}, {tier}, {limit // MIB} MiB"
-    with tempfile.TemporaryDirectory(prefix="shardwell-limits-") as drive, group_of(limit) as group:
-        case = [group, str(limit - start), str(width), str(layers), stage, tier, drive]
+    room = BASE + int(needed * draw.uniform(-0.1, 3.0))
+    words = f"{layers} layers of {width}, stage {stage}, {tier}, {room // MIB} MiB"
+    with tempfile.TemporaryDirectory(prefix="shardwell-limits-") as drive, new_group() as group:
+        case = [group, str(room), str(width), str(layers), stage, tier, drive]
         command = [sys.executable, "-c", PROGRAM, *case]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment())

@@ -2,8 +2,8 @@
 
     python -m tests.campaigns.page kills.json checkpoints.json ...
 
-The files are those of `--json`. They are kept together under `benchmarks/results/`, and a test holds the page against
-them.
+The files are those of `--json`; several of one campaign count together. They are kept together under
+`benchmarks/results/`, and a test holds the page against them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns.result import Result
 from tests.support.command import ROOT
 
 KEPT = ROOT / "benchmarks" / "results" / "campaigns.json"
@@ -23,6 +24,7 @@ WORDS = {
     "checkpoints": "checkpoints changed by chance, own and foreign, and loaded",
     "configurations": "configurations changed by chance, through `initialize` and two steps",
     "io_faults": "calls on files that fail, in saves, loads and steps with states on disk",
+    "memory_limits": "jobs whose memory is limited by a control group",
     "ranks_that_differ": "jobs of which one rank differs in one thing",
     "strangers": "jobs on two hosts under attack by a third",
 }
@@ -54,13 +56,24 @@ def written(page: str, kept: dict[str, Any]) -> str:
     return f"{before}{BEGIN}{section(kept)}{END}{after}"
 
 
+def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return several runs of one campaign as one."""
+    found = Result(runs[0]["campaign"])
+    for run in runs:
+        found.add(run)
+    commands = "; ".join(run["command"] for run in runs)
+    return {**runs[-1], **found.to_dict(commands), "versions": runs[-1]["versions"], "machine": runs[-1]["machine"]}
+
+
 def main(names: list[str]) -> None:
-    """Each file replaces what is kept of its campaign."""
+    """The files of a campaign replace what is kept of it."""
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"results": []}
     by_name = {result["campaign"]: result for result in kept["results"]}
+    found: dict[str, list[dict[str, Any]]] = {}
     for name in names:
-        result = json.loads(Path(name).read_text())
-        by_name[result["campaign"]] = result
+        run = json.loads(Path(name).read_text())
+        found.setdefault(run["campaign"], []).append(run)
+    by_name |= {campaign: together(runs) for campaign, runs in found.items()}
     kept = {"results": list(by_name.values())}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     PAGE.write_text(written(PAGE.read_text(), kept))

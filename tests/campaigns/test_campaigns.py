@@ -46,6 +46,24 @@ def test_a_rank_that_differs_is_named_and_one_that_honestly_differs_trains(tmp_p
     assert found["outcomes"]["named"] > 0
 
 
+def test_a_job_trains_within_its_limit_of_memory_or_is_refused(tmp_path: Path) -> None:
+    found = run("memory_limits", tmp_path, 4)
+    assert found["bad"] == []
+    assert found["tried"] == 4
+
+
+def test_several_runs_of_a_campaign_count_together() -> None:
+    runs = []
+    for seed, problem in enumerate(("", "wrong")):
+        one = Result("kills")
+        one.count("in training", problem)
+        one.took("the end", 3.0 + seed)
+        runs.append(one.to_dict(f"run {seed}"))
+    found = page.together(runs)
+    assert (found["tried"], found["outcomes"], found["bad"]) == (2, {"in training": 2}, ["wrong"])
+    assert (found["slowest"], found["command"]) == ({"the end": 4.0}, "run 0; run 1")
+
+
 def test_campaigns_beside_each_other_count_as_one(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     assert main(["--count", "5", "--jobs", "2", "--json", str(file)]) == 1

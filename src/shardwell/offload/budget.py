@@ -18,20 +18,26 @@ from shardwell.sharding.init_parameters import InitParameter
 
 
 def tier_budgets(
-    config: Config, context: EngineContext, parameters: Iterable[nn.Parameter], paths: Sequence[Path], floor: int
+    config: Config,
+    context: EngineContext,
+    parameters: Iterable[nn.Parameter],
+    paths: Sequence[Path],
+    floor: int,
+    unsharded: int,
 ) -> dict[Tier, float]:
     """Return the bytes that a rank may fill on each tier: the user's limits, or a share of what is free.
 
     What is free is that of the rank with the least. Memory of the model's own parameters counts as free, because it is
     freed as soon as the units are built. Where the device is the CPU, the device tier has the `floor`, the bytes that
-    must be there, unless the user says otherwise.
+    must be there, unless the user says otherwise. These bytes, and the `unsharded` ones of the unit that computes, are
+    not free on the host then.
     """
     budget, device, local_world_size = config.shardwell.memory, context.device, context.roles.all.mesh.local_world_size
-    held = _held(parameters, device)
+    held = held_bytes(parameters, device)
     above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
     available = free_host_bytes(local_world_size) * budget.host
     if not device.has_device_memory:  # what must be on the device is in the same memory
-        available = max(0.0, available - local_world_size * floor)
+        available = max(0.0, available - local_world_size * (floor + unsharded))
     found = {
         Tier.DEVICE: _or(budget.device, above),
         Tier.HOST: _or(budget.host, available + local_world_size * held[Tier.HOST]) / local_world_size,
@@ -47,7 +53,7 @@ def _or(budget: float, measured: float) -> float:
     return measured if 0 < budget <= 1 else float(budget)
 
 
-def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
+def held_bytes(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
     """Return the bytes per tier of parameters that are in no unit yet."""
     found: Counter[Tier] = Counter()
     for parameter in parameters:

@@ -24,6 +24,7 @@ from shardwell.kernels.io import SECTOR, IoLibrary, IoOutcome, IoPart, IoQueue, 
 from shardwell.kernels.io_reference import ThreadQueue
 from shardwell.kernels.library import UnusableLibraryError
 from shardwell.memory.device import Device
+from shardwell.memory.limits import free_host_bytes
 from shardwell.memory.statistics import human
 from shardwell.offload.disk_file import DiskFile, disk_error, free_bytes, rounded
 
@@ -33,6 +34,7 @@ _MAX_THREADS = 64  # for each path
 _LARGEST_BLOCK = 1 << 30
 _HUGE_PAGE = 2 << 20
 _TRIAL_BYTES = 64 << 20
+_FREE_FOR_TRIAL = 1 << 30  # of host memory: each rank of a machine may try at the same time
 _MARGIN = 1.05
 _TICK = 200  # ms after which Python checks signals and the clock
 
@@ -163,6 +165,8 @@ def choose(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
 def _faster(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
     if any((free_bytes(path) or 0) < 4 * _TRIAL_BYTES for path in paths):
         return IoEngineChoice("io_uring", f"not measured: less than {human(4 * _TRIAL_BYTES)} are free")
+    if free_host_bytes() < _FREE_FOR_TRIAL:
+        return IoEngineChoice("io_uring", f"not measured: less than {human(_FREE_FOR_TRIAL)} of host memory are free")
     found = measure(paths, settings, _TRIAL_BYTES, ("io_uring", "threads"), ["mixed"])
     return IoEngineChoice(fastest(found), "; ".join(f"{engine} {told(speeds)}" for engine, speeds in found.items()))
 

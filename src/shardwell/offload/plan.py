@@ -11,7 +11,7 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device, Tier
 from shardwell.memory.limits import free_host_bytes
 from shardwell.memory.statistics import human
-from shardwell.offload.budget import bytes_by_path, tier_budgets
+from shardwell.offload.budget import bytes_by_path, held_bytes, tier_budgets
 from shardwell.offload.disk import AioSettings, DiskTier
 from shardwell.offload.disk_file import free_bytes
 from shardwell.offload.grad_swap import NUM_SLOTS
@@ -92,7 +92,7 @@ def plan_offload(states: ModelStates, cuts: list[UnitSpec], settings: Config, co
     _check_reach(settings)
     if settings.shardwell.placement == "auto":
         return _plan_places(states, cuts, settings, context)
-    return _plan_as_asked(states, settings, context)
+    return _plan_as_asked(states, cuts, settings, context)
 
 
 def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
@@ -102,7 +102,7 @@ def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, co
     buffers = [_buffers(states, rung, settings, context.device) for rung in rungs]
     floor = sum(unit[-1][Tier.DEVICE] for unit in needs)
     parameters = [parameter for one in cuts for _, parameter in one.parameters]
-    free = tier_budgets(settings, context, parameters, _paths(settings), floor)
+    free = tier_budgets(settings, context, parameters, _paths(settings), floor, states.largest_unsharded())
     found = plan(needs, buffers, free)
     if not found.fits(free):
         raise ShardwellError(
@@ -165,16 +165,19 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
     return text[0].upper() + text[1:]
 
 
-def _plan_as_asked(states: ModelStates, settings: Config, context: EngineContext) -> OffloadPlan:
+def _plan_as_asked(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Place a share of the units where the offload blocks say."""
     mesh, device = context.roles.all.mesh, context.device
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
-    # Where the device is the CPU, activations and gradients of the running unit take of the same memory.
-    share = 1.0 if device.has_device_memory else min(settings.shardwell.memory.host, 1.0)
-    free = {Tier.HOST: share * free_host_bytes(mesh.local_world_size) / mesh.local_world_size}
     needed = total(states.needs(name, place) for name, place in places.items())
+    available = free_host_bytes(mesh.local_world_size) / mesh.local_world_size
+    if not device.has_device_memory:  # what is on the device takes of the same memory, and so do activations
+        parameters = [parameter for one in cuts for _, parameter in one.parameters]
+        more = needed[Tier.DEVICE] + states.largest_unsharded() - held_bytes(parameters, device)[Tier.HOST]
+        available = max(0.0, min(settings.shardwell.memory.host, 1.0) * available - max(0, more))
+    free = {Tier.HOST: available}
     if settings.shardwell.gradients == "auto":
         places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
         needed = total(states.needs(name, place) for name, place in places.items())

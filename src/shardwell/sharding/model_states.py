@@ -183,6 +183,14 @@ class ModelStates:
         """Return the bytes of all states of a unit with this placement."""
         return total(self.formula.needs(kind, numel, place) for kind, numel in self.units[name].items())
 
+    def largest_unsharded(self) -> int:
+        """Return the bytes of the largest unit's parameters and their gradients while it computes."""
+        compute = {
+            name: sum(numel * kind.precision.compute.itemsize * (1 + kind.trains) for kind, numel in kinds.items())
+            for name, kinds in self.units.items()
+        }
+        return max(compute.values(), default=0)
+
     def stepped(self, name: str, place: TierPlacement) -> int:
         """Return the bytes of a unit's master weights and optimizer state that are stepped below the device."""
         return sum(self.formula.stepped(kind, numel, place) for kind, numel in self.units[name].items())
