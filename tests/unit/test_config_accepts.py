@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited, Unsupported
 from shardwell.config import load, remarks, told
+from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Unsupported
 from shardwell.config.translate import RENAMED, SWITCHES
 from tests.support.configs import at, nested, pairs, refusal
 

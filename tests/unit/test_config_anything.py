@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwell.compat.deepspeed_keys import KEYS as ROWS
 from shardwell.config import load, remarks, table, told
+from shardwell.config.deepspeed_keys import KEYS as ROWS
 from shardwell.config.schema import Config, ConfigBlock, block_of
 from shardwell.errors import ConfigError
 from tests.support.configs import nested

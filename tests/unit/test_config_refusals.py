@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.compat.deepspeed_keys import KEYS, Limited, Unsupported
 from shardwell.config import load
+from shardwell.config.deepspeed_keys import KEYS, Limited, Unsupported
 from shardwell.version import __version__
 from tests.support.configs import at, nested, pairs, refusal
 

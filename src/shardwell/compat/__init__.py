@@ -1,1 +1,1 @@
-"""Keys of configuration files that other libraries, or earlier versions, wrote: data for `shardwell.config`."""
+"""Other libraries' names for what shardwell does. This package knows the public API and no engine internals."""

@@ -1,4 +1,4 @@
-"""Checks of keys outside the schema against the rows of `shardwell.compat.deepspeed_keys`."""
+"""Checks of keys outside the schema against the rows of `shardwell.config.deepspeed_keys`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import StrictStr, TypeAdapter, ValidationError
 
-from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited, Unsupported, ValueType
+from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Unsupported, ValueType
 from shardwell.config.field_types import Count, Flag, Size, TagValidation, flag, number
 from shardwell.config.problems import MOST_LINES, Findings, sentence_of, show
 from shardwell.config.suggestions import suggest

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwell.compat.deepspeed_keys import REMOVED_OPTIMIZERS
 from shardwell.config import optimizers, schedules
+from shardwell.config.deepspeed_keys import REMOVED_OPTIMIZERS
 from shardwell.config.field_types import number
 from shardwell.config.foreign_keys import NOT_AUTO, take_foreign
 from shardwell.config.problems import Findings, sentence_of, show

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from pydantic.fields import FieldInfo
 
-from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited
+from shardwell.config.deepspeed_keys import KEYS, Inert, Limited
 from shardwell.config.notes import Note
 from shardwell.config.schema import Config, ConfigBlock, leaves
 

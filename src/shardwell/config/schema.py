@@ -1,7 +1,7 @@
 """The configuration as frozen types: every key that has an effect, its default and its description.
 
 The types know no files, no ranks, and "auto" only where it is a value of its own; `load` turns a user's file into them.
-DeepSpeed's keys without effect are rows of `shardwell.compat.deepspeed_keys`.
+DeepSpeed's keys without effect are rows of `shardwell.config.deepspeed_keys`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ActivationCheckpointingConfig(ConfigBlock):
 
 
 class CheckpointConfig(ConfigBlock):
-    """DeepSpeed's block about checkpoints: its keys have no effect, and are rows of `compat.deepspeed_keys`."""
+    """DeepSpeed's block about checkpoints: its keys have no effect, and are rows of `config.deepspeed_keys`."""
 
 
 class OffloadOptimizerConfig(ConfigBlock):

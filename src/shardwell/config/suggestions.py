@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from shardwell.compat.deepspeed_keys import KEYS, Inert, Limited, Unsupported
-from shardwell.compat.old_budgets import OLD_BUDGETS
+from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Unsupported
+from shardwell.config.old_budgets import OLD_BUDGETS
 from shardwell.config.schema import Config, ConfigBlock, block_of
 
 # Objects whose keys are arguments of an optimizer or schedule; each may be "auto". With the names to suggest.

@@ -1,0 +1,1 @@
+"""DeepSpeed's names on shardwell's engine."""
