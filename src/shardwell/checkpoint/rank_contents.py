@@ -140,7 +140,7 @@ class RankContents:
 
     def _reader_of_masters(self, group: ShardedGroup, at: int, numel: int) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            self._hold(group, group.open_master)
+            self._hold(group, group.storage.open)
             return group.master[at : at + numel]
 
         return read

@@ -354,7 +354,7 @@ class EngineCheckpoints:
         Ranks exchange errors of the checkpoint, and the engine can go on. The name contains no tag: names that ranks
         announce are kept in the store, and a name that never repeats would make all that follow it new.
         """
-        with self._context.failing_together(name, common=(CheckpointError,)):
+        with self._context.roles.agreement.failing_together(name, common=(CheckpointError,)):
             try:
                 self._all.barrier(name)
             except DivergenceError as error:

@@ -30,7 +30,7 @@ from shardwell.engine.persistence import persistent_in
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
-from shardwell.errors import ConfigError, ShardwellError
+from shardwell.errors import ConfigError, DivergenceError, ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device
 from shardwell.memory.device import default_device
@@ -106,7 +106,7 @@ def initialize(
     meet_for_initialize(model)
     world = world_mesh(where)
     agreement = Agreement(world)
-    with agreement.telling("initialize"):
+    with agreement.failing_together("initialize", common=(DivergenceError,)):
         asked = load(
             source,
             world_size=world.size,

@@ -171,7 +171,7 @@ class InlineExecutor:
                 for group in unit.trainable:
                     if group.gradients.result is not None and group not in self.elsewhere:
                         groups.append(group)
-                        stack.enter_context(group.open_master(changes=True))
+                        stack.enter_context(group.storage.open(changes=True))
             if not groups:
                 return
             if self._full_tensors is not None:
@@ -211,7 +211,7 @@ class InlineExecutor:
                 shard.tensor.grad = None
 
     def _step_inner(self) -> None:
-        """Run the inner optimizer's step without its hooks: `StepHooks` runs them once for all chunks."""
+        """Run the inner optimizer's step without its hooks: `ShardedOptimizer` runs them once for all chunks."""
         if self._own_step is not None and not hasattr(self._own_step, "_wrapped_by_lr_sched"):
             self._own_step()
             return

@@ -6,12 +6,13 @@ Who performs the updates, and when, is the business of its `UpdateExecutor`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import StateKind, Tier
@@ -19,8 +20,7 @@ from shardwell.optim.executor import StepOptions, UpdateExecutor
 from shardwell.optim.factory import NO_LABEL, OptimizerFactory
 from shardwell.optim.grad_norm import GradNorm, OverflowCheck, clip_factor, hyperparameter_checks
 from shardwell.optim.param_slices import ParamSlice, bytes_of_state, check_cut, scalar_state
-from shardwell.optim.step_hooks import StepHooks
-from shardwell.optim.user_optimizer import SteppingEngine, step_with
+from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.edits import take_edits_before_step
 from shardwell.sharding.unit import PendingUpdate
@@ -57,7 +57,6 @@ class ShardedOptimizer(Optimizer):
         self.trainer: Callable[[], SteppingEngine | None] = lambda: None  # the engine: its `step` is called
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_initial_state = bool(self.state)  # as Adagrad has
-        self._hooks = StepHooks(self, recipe.given)
         summed = [*hyperparameter_checks(context, self.inner), *executor.summed_with_norm]
         self._grad_norm = GradNorm(context, self.shards, summed)
         self._overflow_check = OverflowCheck(
@@ -124,7 +123,10 @@ class ShardedOptimizer(Optimizer):
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
         units = self.shards.units
-        take_edits_before_step(units)
+        for unit in units:
+            if unit.has_replaced_parameters() or unit.changes.was_retained or unit.needs_rebuild:
+                take_edits_before_step(units)
+                break
         self._mark_stepped()
         self._finish_backward()
         for unit in units:
@@ -148,7 +150,7 @@ class ShardedOptimizer(Optimizer):
             may_step = self._may_step(norm)
             if may_step:
                 clip = clip_factor(self._norm, self._clip)
-                with self._hooks.around():
+                with self._step_hooks():
                     for unit, pending in self.executor.step(norm, clip, self._grad_norm.unseen):
                         self._after_update(unit, pending)
             else:
@@ -165,6 +167,30 @@ class ShardedOptimizer(Optimizer):
             self.scale.update(self.overflow)
         if len(self.state) != self._num_states:  # torch allocates state at the first step
             self.count_states()
+
+    @contextlib.contextmanager
+    def _step_hooks(self) -> Iterator[None]:
+        """Run the step hooks around a step, once, under the name that torch's profiler has for it.
+
+        The inner `step` would run its hooks in each of its calls, of which there are several, or none. Hooks that are
+        registered for all optimizers get the inner one.
+        """
+        inner, given = self.inner, self._recipe.given
+        hooked = [inner, self] if given is None or given is inner else [given, inner, self]
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(hooked[0]).__name__}.step"):
+            for hook in list(_global_optimizer_pre_hooks.values()):
+                if hook is not meet_foreign_step and (result := hook(inner, (inner,), {})) is not None:
+                    _check_hook_result(result)
+            for one in hooked:
+                for hook in list(one._optimizer_step_pre_hooks.values()):
+                    if (result := hook(one, (one,), {})) is not None:
+                        _check_hook_result(result)
+            yield
+            for one in hooked:
+                for after in list(one._optimizer_step_post_hooks.values()):
+                    after(one, (one,), {})
+            for after in list(_global_optimizer_post_hooks.values()):
+                after(inner, (inner,), {})
 
     def _mark_stepped(self) -> None:
         """Mark the optimizers as stepped: torch warns of schedulers that are stepped before their optimizer."""
@@ -297,3 +323,15 @@ class ShardedOptimizer(Optimizer):
         self._num_states = -1
         self.count_states()
         return moved
+
+
+def _check_hook_result(result: Any) -> None:
+    """Refuse arguments from a step pre-hook: `step` has only a closure."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RuntimeError(f"a step pre-hook must return None or a tuple of (args, kwargs), but returned {result}")
+    args, kwargs = result
+    if any(value is not None for value in [*args[1:], *kwargs.values()]):
+        raise ShardwellError(
+            "a step pre-hook gave the step a closure: sharded optimizers evaluate one before the step begins. Call "
+            "it before the step, or pass it to step()."
+        )

@@ -56,7 +56,7 @@ class ParamAccess:
     def master(self) -> Tensor:
         """Return the full master weights (ND), or the values that an optimizer would step."""
         self._unit.wait()
-        with self._group.open_master():
+        with self._group.storage.open():
             return self._assemble(self._group.precision.master, self._part(self._group.master))
 
     def assembled(self, mine: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class ParamAccess:
     def local_master(self) -> Tensor | None:
         """Return this rank's part of the master weights (1D); None if it has none."""
         self._unit.wait_local_update()
-        with self._group.open_master():
+        with self._group.storage.open():
             part = self._part(self._group.master)
             return None if part is None else part.clone()
 
@@ -74,7 +74,7 @@ class ParamAccess:
         """Set the master weights, and the parameter if it is unsharded. Every rank passes the same values."""
         self._unit.wait()
         wide = self._flat_of(value, self._group.precision.master)
-        with self._group.open_master(changes=True):
+        with self._group.storage.open(changes=True):
             part = self._part(self._group.master)
             if part is not None and self._piece is not None:
                 part.copy_(self._slice(wide))
@@ -100,7 +100,7 @@ class ParamAccess:
                 "would not see a change of this rank's part: use safe_set_full_fp32_param, or change it after a step, "
                 "before the next forward."
             )
-        with self._group.open_master(changes=True):
+        with self._group.storage.open(changes=True):
             part = self._part(self._group.master)
             if part is not None:
                 part.copy_(value.reshape(-1))

@@ -257,7 +257,7 @@ class ShardedGroup:
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
         """Let `fill` write this rank's master weights, and all-gather them where parameters are unsharded."""
-        with self.open_master(changes=True):
+        with self.storage.open(changes=True):
             fill(self.master)
         self.invalidate_secondary()
         if self.is_quantized:
@@ -279,7 +279,7 @@ class ShardedGroup:
     def open_for_writing(self) -> None:
         """Save the master weights, because the user may now overwrite their upper halves."""
         if self.precision.is_mixed and self._form.form is not StorageForm.SEPARATE:
-            with self.open_master():
+            with self.storage.open():
                 self._masters_before = self.master.clone()
 
     def _rounded(self, masters: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ class ShardedGroup:
         """Move master weights from the host or from disk to the device for good."""
         before = self._form
         masters = self._buffer(StateKind.OPTIMIZER, before.master.numel(), before.master.dtype)
-        with self.open_master() as master:
+        with self.storage.open() as master:
             masters.tensor.copy_(master)
         self.spec = replace(self.spec, optimizer=replace(self.spec.optimizer, tier=Tier.DEVICE))
         self.is_stepped_on_host = False
@@ -431,10 +431,6 @@ class ShardedGroup:
     def swapped_in(self, *, changes: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the state on disk is swapped in. It may be nested."""
         return contextlib.nullcontext() if self.offloaded is None else self.offloaded.swapped_in(changes=changes)
-
-    def open_master(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
-        """Return a context in which `master` is readable; changes made inside are kept, also if an error follows."""
-        return self.storage.open(changes=changes)
 
     @property
     def may_be_edited_apart(self) -> bool:

@@ -21,6 +21,7 @@ from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.parallel import Work
 from shardwell.sharding import edits, released
 from shardwell.sharding.group import ShardedGroup
+from shardwell.sharding.parameter_views import ChangeWatch
 from shardwell.sharding.spec import CommitPolicy
 from shardwell.sharding.wrap import UnitSpec
 
@@ -113,7 +114,7 @@ class Unit:
         self._has_warned_of_views = False
         self.needs_rebuild = False  # a parameter was given another shape
         self.num_updates = 0  # updates of its parameters since it was built
-        self.changes = edits.ChangeWatch(self.parameters)
+        self.changes = ChangeWatch(self.parameters)
         self.has_new_gradients = False  # gradients arrived in this backward
         self.task = -1  # the autograd graph task it was last used in: when that ends, so does its backward
         self._pending: list[Work] = []
@@ -166,6 +167,13 @@ class Unit:
         """Free the memory of a resharded unit that no view uses any more."""
         for group in self.resharding_groups if self.residency is Residency.SHARDED else ():
             group.reshard()
+
+    def has_replaced_parameters(self, *, quickly: bool = False) -> bool:
+        """Return whether the user has given parameters other memory, see `ParameterViews.replaced`."""
+        found = False
+        for group in self.groups:
+            found = found or bool(group.views.replaced(quickly=quickly))
+        return found
 
     # The methods below are idempotent: a second call in the same state does nothing, and its result says so.
 
@@ -457,7 +465,8 @@ class Unit:
             self.owner.take_edits()
 
     def _failing_together(self) -> contextlib.AbstractContextManager[None]:
-        return self.groups[0].context.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
+        agreement = self.groups[0].context.roles.agreement
+        return agreement.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
 
     def close(self, modifier_rank: int | None) -> None:
         """End `open`; with `modifier_rank`, that rank's values are written on all ranks."""
