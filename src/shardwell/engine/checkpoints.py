@@ -432,14 +432,14 @@ def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:
     engine.fit_to_model()
     if engine.optimizer is not None:
         engine.optimizer.settle(but_begun=is_overwritten)
-    opened = [unit.name for unit in engine._scheduler.units if unit.opened]
+    opened = [unit.name for unit in engine._scheduler.units if unit.use.num_contexts]
     if opened:
         raise CheckpointError(f"unit '{opened[0]}' is open: leave GatheredParameters before saving or loading")
 
 
 def _check_whole_steps(engine: Engine) -> None:
     """Raise if an update has begun before its step, a part of which would be saved. All ranks find the same."""
-    ahead = [unit.name for unit in engine._scheduler.units if unit.is_ahead]
+    ahead = [unit.name for unit in engine._scheduler.units if unit.updates.is_ahead]
     if ahead:
         raise CheckpointError(
             f"the update of unit '{ahead[0] or '(root)'}' has begun before its step, and a checkpoint would hold a "

@@ -134,7 +134,7 @@ class ExponentialMovingAverage:
             engine.optimizer.settle()
         with engine._agreement.failing_together("swapped"):
             for unit in engine._scheduler.units:
-                if unit.opened or unit.is_ahead:
+                if unit.use.num_contexts or unit.updates.is_ahead:
                     raise ShardwellError(
                         f"unit '{unit.name or '(root)'}' is in use: leave GatheredParameters, and call engine.step() "
                         "or engine.zero_grad(), before the parameters are exchanged for their averages"

@@ -359,7 +359,7 @@ class Engine(nn.Module):
                 break
         has_changed = not self._fingerprint.matches()
         for unit in units:
-            has_changed = has_changed or unit.needs_rebuild
+            has_changed = has_changed or unit.changes.needs_rebuild
         if has_changed:
             self._refit(keep_frozen_state=True)
 

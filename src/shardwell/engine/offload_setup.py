@@ -65,7 +65,7 @@ def add_links(scheduler: Scheduler, context: EngineContext) -> None:
         from shardwell.offload.prefetch import offload_links
 
         num_ranks, buffers = context.roles.shard.mesh.size, context.tiers.read_buffers
-        scheduler.prefetch_links += offload_links(scheduler.prefetch_budget, num_ranks, buffers, scheduler.record)
+        scheduler.prefetch.links += offload_links(scheduler.prefetch.budget, num_ranks, buffers, scheduler.record)
 
 
 def move_up(before: OffloadPlan, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:

@@ -24,7 +24,7 @@ from shardwell.offload.loop_observer import StepBeginning
 from shardwell.offload.speculation import Options, are_same, hyperparameters_of
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.spec import CommitPolicy
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.unit_state import PendingUpdate
 
 STEPS_TO_LEARN = 3
 _KEY = '"shardwell": {"commit": "after_norm"}'
@@ -111,12 +111,12 @@ class AutoCommit:
 
     def leave(self, unit: Unit) -> None:
         """Stop watching a unit."""
-        unit.is_watched = False
+        unit.updates.is_watched = False
         self._groups.pop(unit.index, None)
         self._begun.pop(unit.index, None)
 
     def _apply(self, unit: Unit, groups: list[ShardedGroup]) -> None:
-        unit.is_watched = self.phase is not CommitPhase.AFTER_NORM
+        unit.updates.is_watched = self.phase is not CommitPhase.AFTER_NORM
         for group in groups:
             group.commit_by(CommitPolicy.IMMEDIATE if self.phase is CommitPhase.AT_ONCE else CommitPolicy.AFTER_NORM)
 

@@ -30,7 +30,7 @@ from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, scalar_state
 from shardwell.sharding import EngineContext, Unit
 from shardwell.sharding.spec import CommitPolicy
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.unit_state import PendingUpdate
 
 
 def make_executor(

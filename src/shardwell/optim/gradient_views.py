@@ -180,7 +180,7 @@ class GradientViews:
         self._norms.clear()
 
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
-        if views[0].unit.is_user_unit:
+        if views[0].unit.spec.is_user_unit:
             return  # the user expects it
         self._has_told = True
         names = [view.group.layout.slots[view.index].name for view, was in zip(views, seen, strict=True) if not was]

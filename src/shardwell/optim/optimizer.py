@@ -23,7 +23,7 @@ from shardwell.optim.param_slices import ParamSlice, bytes_of_state, check_cut, 
 from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.edits import take_edits_before_step
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.unit_state import PendingUpdate
 
 
 class StepScheduler(Protocol):
@@ -124,7 +124,7 @@ class ShardedOptimizer(Optimizer):
         """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
         units = self.shards.units
         for unit in units:
-            if unit.has_replaced_parameters() or unit.changes.was_retained or unit.needs_rebuild:
+            if unit.has_replaced_parameters() or unit.changes.was_retained or unit.changes.needs_rebuild:
                 take_edits_before_step(units)
                 break
         self._mark_stepped()

@@ -92,7 +92,7 @@ def _fits(unit: Unit, one: UnitSpec, keep_frozen_state: bool) -> bool:
     """Return whether a unit still has the module and the parameters of a unit spec, and can train them."""
     mine = {id(p): group for group in unit.groups for p in group.parameters}
     return (
-        not unit.needs_rebuild
+        not unit.changes.needs_rebuild
         and unit.module is one.module
         and mine.keys() == {id(p) for _, p in one.parameters}
         and all(mine[id(p)].trainable or not p.requires_grad for _, p in one.parameters)

@@ -86,7 +86,7 @@ def take_edits_before_step(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.changes.was_retained:
             unit.check_retention()
-        if unit.needs_rebuild:
+        if unit.changes.needs_rebuild:
             raise ModelChangedError(
                 f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
                 "the model after engine.step() or engine.zero_grad()."
@@ -99,7 +99,7 @@ def _fits(one: ReplacedValues) -> bool:
     if one.group.context.device.is_meta:
         return False
     if tuple(data.shape) != slot.shape:
-        one.unit.needs_rebuild = True
+        one.unit.changes.needs_rebuild = True
         return False
     if data.dtype != place.dtype or data.device != place.device:
         raise ModelChangedError(
@@ -113,7 +113,7 @@ def _fits(one: ReplacedValues) -> bool:
             f"holds only its shard of unit '{one.unit.name}'. Change it inside "
             "`with shardwell.zero.GatheredParameters(parameter, modifier_rank=0):`, or use engine.load_state_dict."
         )
-    if one.unit.is_ahead:
+    if one.unit.updates.is_ahead:
         raise ModelChangedError(
             f"'{slot.name}' was given other values between backward and step, when its update had begun already. Set "
             '"shardwell": {"commit": "after_norm"}, or change it after the step.'

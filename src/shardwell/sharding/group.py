@@ -106,7 +106,6 @@ class ShardedGroup:
         self.spec, self.context = spec, context
         self.precision = replace(precision, master=torch.float32) if self.is_quantized else precision
         self.trainable = members[0].trainable
-        self.is_stepped_on_host = self.trainable and spec.optimizer.tier is not Tier.DEVICE
         self.stays_unsharded = False  # unsharded for good, although its spec reshards
         shard = context.roles.shard
         self.layout = make_layout([member.spec for member in members], shard.mesh.size)
@@ -195,13 +194,18 @@ class ShardedGroup:
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
             self.views.make_view(index)
-        self._num_views = self.flat.num_aliases  # the parameters and the buffer itself
+        self.views.num_aliases = self.flat.num_aliases
         context.roles.data.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
         edits.note_digest(self)
         if self.spec.reshards:
             self.flat.free()
             released.release(self.parameters)
+
+    @property
+    def is_stepped_on_host(self) -> bool:
+        """Whether the optimizer state is below the device, and so the host steps it."""
+        return self.trainable and self.spec.optimizer.tier is not Tier.DEVICE
 
     @property
     def is_quantized(self) -> bool:
@@ -225,7 +229,7 @@ class ShardedGroup:
 
     def detach_leaked_views(self) -> None:
         """Leave the memory to views that outlive the unsharded parameters: freeing it would crash their readers."""
-        if self.flat.num_aliases > self._num_views:
+        if self.flat.num_aliases > self.views.num_aliases:
             self.flat.abandon_storage()
             self.views.make_all()
 
@@ -320,12 +324,12 @@ class ShardedGroup:
 
     def reshard(self) -> None:
         """Free the unsharded parameters unless views of them exist; a later call tries again."""
-        self.flat.free_if_unaliased(self._num_views)
+        self.flat.free_if_unaliased(self.views.num_aliases)
 
     @property
     def is_aliased(self) -> bool:
         """Whether the group was resharded while views of it still exist."""
-        return self.flat.is_aliased and self.flat.num_aliases > self._num_views
+        return self.flat.is_aliased and self.flat.num_aliases > self.views.num_aliases
 
     def keep_unsharded(self) -> None:
         """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
@@ -405,7 +409,6 @@ class ShardedGroup:
         with self.storage.open() as master:
             masters.tensor.copy_(master)
         self.spec = replace(self.spec, optimizer=replace(self.spec.optimizer, tier=Tier.DEVICE))
-        self.is_stepped_on_host = False
         self.commit_by(CommitPolicy.AFTER_NORM)
         self._form = before.with_separate_masters(masters, Tier.DEVICE, self.precision.compute)
         if self.offloaded is None:

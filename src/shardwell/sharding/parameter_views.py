@@ -43,6 +43,7 @@ class ParameterViews:
     def __init__(self, flat: FlatBuffer, layout: Layout, parameters: list[nn.Parameter]) -> None:
         self._flat, self._layout, self._parameters = flat, layout, parameters
         self.tensors: list[Tensor] = []
+        self.num_aliases = 0  # tensors that share the memory while no other code has a view: these and the flat buffer
         used = [index for index, slot in enumerate(layout.slots) if slot.numel]  # empty ones have no address
         self._used = [parameters[index] for index in used]
         self._offsets = [layout.slots[index].offset * flat.tensor.itemsize for index in used]
@@ -93,12 +94,15 @@ _version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr
 
 
 class ChangeWatch:
-    """Finds changes of a unit's unsharded parameters that are lost when their memory is freed."""
+    """Finds changes of a unit's parameters: of their shapes, and of values that are lost when their memory is freed."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._has_warned = False
-        self.gathered_at = 0  # the unit's `num_updates` at its all-gather
+        self.gathered_at = 0  # the number of the unit's updates at its all-gather
         self.was_retained = False  # since its all-gather
+        self.was_opened = False  # since its all-gather, by a context: the user may have views of it
+        self.has_warned_of_views = False
+        self.needs_rebuild = False  # a parameter was given another shape
         self._num_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
         self.reset(parameters)
 
@@ -125,7 +129,7 @@ class ChangeWatch:
 
     def _differs(self, unit: Unit) -> bool:
         """Whether values differ from the stored ones, and only the user can have changed them."""
-        is_updated = unit.num_updates != self.gathered_at or unit.is_ahead or unit.pending_update is not None
+        is_updated = unit.updates.count != self.gathered_at or unit.updates.is_ahead or unit.updates.pending is not None
         if is_updated or not unit.is_unsharded:
             return False
         return any(is_unlike_its_shard(group) for group in unit.resharding_groups)
