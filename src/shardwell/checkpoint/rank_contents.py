@@ -134,7 +134,7 @@ class RankContents:
         if not group.context.roles.is_first_replica:
             return
         place = group.context.roles.shard.shard_index
-        first = group.layout.shard_range(place)[0] - group.own[0]
+        first = group.layout.shard_range(place)[0] - group.local_range[0]
         for piece in group.layout.pieces(place):
             yield piece.slot, first + piece.in_shard, piece.in_parameter, piece.numel
 

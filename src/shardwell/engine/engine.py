@@ -299,11 +299,11 @@ class Engine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        return self._context.roles.all.mesh.size
+        return self._context.roles.all.rank_group.size
 
     @property
     def global_rank(self) -> int:
-        return self._context.roles.all.mesh.rank
+        return self._context.roles.all.rank_group.rank
 
     def train_batch_size(self) -> int:
         """Return the number of samples of one optimizer step over all ranks and micro-steps."""

@@ -34,7 +34,7 @@ class CommitPhase(enum.Enum):
     """The phases of the "auto" commit policy."""
 
     LEARNING = "updates wait for the norm, and steps are watched"
-    AT_ONCE = "updates go at once, and whoever could tell gets an error"
+    AT_ONCE = "updates are applied immediately, and code that could notice gets an error"
     AFTER_NORM = "updates wait for the norm, for good"
 
 
@@ -251,6 +251,6 @@ class AutoCommit:
         self._log(level, f"updates wait for the norm from now on, because {self._conflict}; after")
 
     def _log(self, level: int, what: str) -> None:
-        if self._context.roles.all.mesh.rank == 0:
+        if self._context.roles.all.rank_group.rank == 0:
             text = '"commit": "auto": %s a backward and its step in %d steps'
             logging.getLogger("shardwell").log(level, text, what, self._num_plain)

@@ -26,7 +26,11 @@ def tier_budgets(
     freed as soon as the units are built. Where the device is the CPU, the device tier has the `floor`, the bytes that
     must be there, unless the user says otherwise.
     """
-    budget, device, local_world_size = config.shardwell.memory, context.device, context.roles.all.mesh.local_world_size
+    budget, device, local_world_size = (
+        config.shardwell.memory,
+        context.device,
+        context.roles.all.rank_group.local_world_size,
+    )
     held = _held(parameters, device)
     above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
     available = free_host_bytes(local_world_size) * budget.host
@@ -51,11 +55,11 @@ def _held(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Tier]:
     """Return the bytes per tier of parameters that are in no unit yet."""
     found: Counter[Tier] = Counter()
     for parameter in parameters:
-        keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
-        if isinstance(keeper, InitParameter):
-            tier, size = keeper.at_rest
+        owner = released.owner_of(parameter) if released.is_owned(parameter) else None
+        if isinstance(owner, InitParameter):
+            tier, size = owner.tier_and_bytes
             found[tier if device.is_cuda or tier is Tier.DISK else Tier.HOST] += size
-        elif keeper is None and not parameter.is_meta:
+        elif owner is None and not parameter.is_meta:
             found[Tier.DEVICE if parameter.is_cuda else Tier.HOST] += parameter.nbytes
     return found
 

@@ -1,4 +1,4 @@
-"""Who performs the updates of a step: the seam between the optimizer and offloading.
+"""The executors that perform the updates of a step: the seam between the optimizer and offloading.
 
 `ShardedOptimizer` decides whether a step is taken, and an `UpdateExecutor` takes it. `InlineExecutor` steps all units
 on the current stream once the norm is known. The executors that update earlier, or on the host, are in `offload/`;
@@ -111,21 +111,21 @@ class UpdateExecutor(Protocol):
         """Move the state of the first units to the device, as much as fits into `free` bytes; return their names."""
 
 
-def make_inner(recipe: OptimizerFactory, units: Sequence[Unit], comm: Collectives) -> tuple[Optimizer, ParamSlices]:
+def make_inner(factory: OptimizerFactory, units: Sequence[Unit], comm: Collectives) -> tuple[Optimizer, ParamSlices]:
     """Return the inner torch optimizer over this rank's slices of the units' master weights, and the slices."""
     slices = ParamSlices(units, one_per_parameter=False)
-    inner = _made(recipe, slices)
+    inner = _made(factory, slices)
     if needs_full_tensors(inner):  # a tensor must not span several parameters
         slices = ParamSlices(units, one_per_parameter=True)
-        inner = _made(recipe, slices)
+        inner = _made(factory, slices)
         inner.whole = ShardedFullTensors(slices, inner, comm)  # type: ignore[attr-defined]
     inner.state = SliceStates(dict, inner.state)
     return inner, slices
 
 
-def _made(recipe: OptimizerFactory, slices: ParamSlices) -> Optimizer:
-    labels = range(1 + max(recipe.labels.values(), default=0))
-    return recipe.make([[shard.tensor for shard in slices if shard.label == label] for label in labels])
+def _made(factory: OptimizerFactory, slices: ParamSlices) -> Optimizer:
+    labels = range(1 + max(factory.labels.values(), default=0))
+    return factory.make([[shard.tensor for shard in slices if shard.label == label] for label in labels])
 
 
 class InlineExecutor:

@@ -1,6 +1,6 @@
 """The optimizer that the user holds: norm, overflow check and clipping over this rank's shards.
 
-Who performs the updates, and when, is the business of its `UpdateExecutor`.
+Its `UpdateExecutor` performs the updates.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(
         self,
-        recipe: OptimizerFactory,
+        factory: OptimizerFactory,
         executor: UpdateExecutor,
         context: EngineContext,
         options: StepOptions,
         scheduler: StepScheduler,
     ) -> None:
         super().__init__([torch.zeros(0)], {})
-        self._recipe, self._context = recipe, context
+        self._factory, self._context = factory, context
         self._finish_backward, self._after_update = executor.at_step(scheduler.finish_backward), scheduler.after_update
         self._clip, self.scale = options.clip, options.scale
         self.executor, self.shards, self.inner = executor, executor.slices, executor.inner
@@ -99,16 +99,16 @@ class ShardedOptimizer(Optimizer):
         for parameter in params:
             if not released.is_owned(parameter) and (engine := self.trainer()) is not None:
                 engine.fit_to_model()  # the parameter may have been added after the last forward
-            keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
-            if not isinstance(keeper, Unit):
+            owner = released.owner_of(parameter) if released.is_owned(parameter) else None
+            if not isinstance(owner, Unit):
                 raise ShardwellError("add_param_group takes parameters of the model that was given to initialize")
-            if self._recipe.label(parameter) != NO_LABEL:
+            if self._factory.label(parameter) != NO_LABEL:
                 raise ValueError("some parameters appear in more than one parameter group")
-            self._recipe.labels[id(parameter)] = label
-            if keeper in self.shards.units:
-                keeper.wait()
-                with self.states_of(keeper, changes=True):
-                    tensors += [s.tensor for s in self.shards.relabel(keeper, parameter, label, self.inner)]
+            self._factory.labels[id(parameter)] = label
+            if owner in self.shards.units:
+                owner.wait()
+                with self.states_of(owner, changes=True):
+                    tensors += [s.tensor for s in self.shards.relabel(owner, parameter, label, self.inner)]
         self.inner.add_param_group({**param_group, "params": tensors})
 
     # ----------------------------------------------------------------------------------------------------- step
@@ -175,7 +175,7 @@ class ShardedOptimizer(Optimizer):
         The inner `step` would run its hooks in each of its calls, of which there are several, or none. Hooks that are
         registered for all optimizers get the inner one.
         """
-        inner, given = self.inner, self._recipe.given
+        inner, given = self.inner, self._factory.given
         hooked = [inner, self] if given is None or given is inner else [given, inner, self]
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(hooked[0]).__name__}.step"):
             for hook in list(_global_optimizer_pre_hooks.values()):
@@ -194,7 +194,7 @@ class ShardedOptimizer(Optimizer):
 
     def _mark_stepped(self) -> None:
         """Mark the optimizers as stepped: torch warns of schedulers that are stepped before their optimizer."""
-        for optimizer in (self, self.inner, self._recipe.given):
+        for optimizer in (self, self.inner, self._factory.given):
             if optimizer is not None:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
 

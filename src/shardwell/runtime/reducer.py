@@ -43,7 +43,7 @@ class MicroStep:
     adds_up: tuple[ReduceAt, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive what is asked for with every gradient."""
+        """Derive the values that are read with every gradient."""
         reduces, adds_up = [], []
         for time in ReduceAt:
             at_micro_step = time is ReduceAt.MICRO_STEP

@@ -52,7 +52,7 @@ class ReplacedValues:
         return self.group.parameters[self.index]
 
     @property
-    def stretch(self) -> tuple[int, int, int]:
+    def byte_range(self) -> tuple[int, int, int]:
         """Return the storage of the parameter, its first byte in it, and the byte behind its last."""
         data = self.parameter.data
         first = int(data.storage_offset()) * data.itemsize
@@ -109,8 +109,8 @@ def _fits(one: ReplacedValues) -> bool:
         )
     if one.group.spec.reshards:
         raise ModelChangedError(
-            f"'{slot.name}' was given other values while it was whole for a moment, and they would be lost: each rank "
-            f"holds only its shard of unit '{one.unit.name}'. Change it inside "
+            f"'{slot.name}' was given other values while it was unsharded for a moment, and they would be lost: each "
+            f"rank holds only its shard of unit '{one.unit.name}'. Change it inside "
             "`with shardwell.zero.GatheredParameters(parameter, modifier_rank=0):`, or use engine.load_state_dict."
         )
     if one.unit.updates.is_ahead:
@@ -125,8 +125,8 @@ def _check_apart(found: list[ReplacedValues], units: Sequence[Unit]) -> None:
     """Refuse parameters that share memory: plain PyTorch would update it through both, and a shard through neither."""
     replaced = {id(one.parameter) for one in found}
     storages = {group.flat.tensor.untyped_storage()._cdata: group for unit in units for group in unit.groups}
-    taken = [(one.stretch, one.slot.name) for one in found if one.slot.numel]
-    for storage in {stretch[0] for stretch, _ in taken} & set(storages):
+    taken = [(one.byte_range, one.slot.name) for one in found if one.slot.numel]
+    for storage in {byte_range[0] for byte_range, _ in taken} & set(storages):
         group = storages[storage]
         size = group.flat.tensor.itemsize
         for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
@@ -165,19 +165,19 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
 def take_over_in_place(group: ShardedGroup, values: Tensor | None = None) -> None:
     """Write values that were changed by hand to the master weights; `values` are the parameters, if copied already."""
     if group.may_be_edited_apart:
-        adopt(group.master, (group.at_rest if values is None else values).to(group.master.device))
+        adopt(group.master, (group.storage.parameters if values is None else values).to(group.master.device))
 
 
 def brought_down(group: ShardedGroup, after: Event) -> Tensor:
     """Return the stored parameters (1D, on the host) after the event `after`; waits for the copy."""
     with group.context.device.upload_stream.after(after):
-        return group.at_rest.cpu()
+        return group.storage.parameters.cpu()
 
 
 def note_digest(group: ShardedGroup) -> None:
     """Record on the current stream that the parameters on the device are the rounding of master weights on the host."""
-    if group.may_be_edited_apart and group.at_rest.is_cuda and not group.master.is_cuda:
-        group.digest = digest(group.at_rest)
+    if group.may_be_edited_apart and group.storage.parameters.is_cuda and not group.master.is_cuda:
+        group.digest = digest(group.storage.parameters)
 
 
 def digest(values: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callabl
     found: list[tuple[ShardedGroup, Callable[[], bool]]] = []
     for group in groups:
         if group.digest is not None:
-            read = group.context.device.read_async(digest(group.at_rest) != group.digest)
+            read = group.context.device.read_async(digest(group.storage.parameters) != group.digest)
             found.append((group, partial(_is_set, read)))
         elif group.may_be_edited_apart:
             found.append((group, lambda: True))

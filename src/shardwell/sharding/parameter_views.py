@@ -150,7 +150,7 @@ def is_unlike_its_shard(group: ShardedGroup) -> bool:
 
     The parameters must have been all-gathered unquantised.
     """
-    stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.own)]
+    stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.local_range)]
     is_on_disk = group.spec.parameters.tier is Tier.DISK
     if group.is_quantized or not group.all_gather.is_exact or is_on_disk or stored.is_meta:
         return False
@@ -163,9 +163,9 @@ def is_unlike_its_shard(group: ShardedGroup) -> bool:
 def warn_of_lost(unit: str, names: list[str]) -> None:
     """Warn that a change in place of parameters of this unit is lost."""
     logging.getLogger("shardwell").warning(
-        "%s of unit '%s' changed in place while whole for a moment, and the change is lost: each rank holds only its "
-        "shard. Change parameters inside `with shardwell.zero.GatheredParameters(parameters, modifier_rank=0):`, or "
-        "use engine.load_state_dict; what a forward changes by itself belongs in a buffer.",
+        "%s of unit '%s' changed in place while unsharded for a moment, and the change is lost: each rank holds only "
+        "its shard. Change parameters inside `with shardwell.zero.GatheredParameters(parameters, modifier_rank=0):`, "
+        "or use engine.load_state_dict; what a forward changes by itself belongs in a buffer.",
         ", ".join(f"'{name}'" for name in names) or "a parameter",
         unit or "(root)",
     )

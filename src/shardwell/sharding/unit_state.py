@@ -91,7 +91,7 @@ class GroupSets:
             [parameter for group in resharding for parameter in group.parameters],
             unsharded,
             [parameter for parameter in unsharded if parameter.numel()],
-            [group for group in trainable if group.spec.publishes and group.context.roles.shard.mesh.size > 1],
+            [group for group in trainable if group.spec.publishes and group.context.roles.shard.rank_group.size > 1],
             [group for group in resharding if group.offloaded is not None],
             any(group.spec.all_gather_codec for group in resharding),
             any(group.spec.commit is CommitPolicy.SPECULATIVE for group in trainable),
