@@ -23,7 +23,7 @@ from shardwell.optim.param_slices import ParamSlice, bytes_of_state, check_cut, 
 from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.edits import take_edits_before_step
-from shardwell.sharding.unit_state import PendingUpdate
+from shardwell.sharding.pending_update import PendingUpdate
 
 
 class StepScheduler(Protocol):

@@ -28,8 +28,8 @@ from shardwell.runtime.transforms import in_transform, outside_trace, outside_tr
 from shardwell.sharding import Residency, ShardedGroup, Unit
 from shardwell.sharding.edits import take_edits_closely
 from shardwell.sharding.gradients import GradState
+from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.unit import UnitOwner
-from shardwell.sharding.unit_state import PendingUpdate
 
 _is_retained: Callable[[Unit], bool] = attrgetter("use.is_retained")
 current_task: Callable[[], int] = torch._C._current_graph_task_id  # of the running autograd graph; -1 outside backward

@@ -22,7 +22,8 @@ from shardwell.parallel import Work
 from shardwell.sharding import edits, released
 from shardwell.sharding.group import ShardedGroup
 from shardwell.sharding.parameter_views import ChangeWatch
-from shardwell.sharding.unit_state import FailedUpdate, GroupSets, PendingUpdate, UnitUpdates, UnitUse
+from shardwell.sharding.pending_update import FailedUpdate, PendingUpdate
+from shardwell.sharding.unit_state import GroupSets, UnitUpdates, UnitUse
 from shardwell.sharding.wrap import UnitSpec
 
 
