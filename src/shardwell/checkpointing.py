@@ -1,8 +1,8 @@
 """Activation checkpointing: a function's inputs are kept, the rest of its forward is computed again in backward.
 
-`torch.utils.checkpoint` (non-reentrant) recomputes. What is added here is where the inputs rest until then: in host
+`torch.utils.checkpoint` (non-reentrant) recomputes. This file adds where the inputs are stored until then: in host
 memory, or split over ranks that hold the same values. They pass through hooks that see nothing but the inputs. Inside
-another checkpoint, or where somebody else's saved-tensor hooks are at work, those decide and nothing is done here.
+another checkpoint, or where saved-tensor hooks of other code are at work, those decide and nothing is done here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelParallel(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """Where the inputs of a checkpoint rest between its forward and its recomputation.
+    """Where the inputs of a checkpoint are stored between its forward and its recomputation.
 
     `partition` names ranks whose inputs are identical, as those of a tensor-parallel group are. Each keeps 1/N of every
     floating-point input. If the values differ between these ranks, the gradients are wrong.
@@ -177,7 +177,7 @@ def _mesh_of(mpu: ModelParallel) -> RankGroup:
     return RankGroup(int(ask("rank")), size, size, backend, group, tuple(dist.get_process_group_ranks(group)))
 
 
-# ------------------------------------------------------------------------------------------------ where inputs rest
+# ------------------------------------------------------------------------------------------------ where inputs are
 
 
 class _Shelf:
@@ -226,7 +226,7 @@ def _shelf(where: torch.device, policy: Policy) -> _Shelf:
 
 
 class _Kept:
-    """One input, flat, as it rests: a copy on the host, this rank's part, or this rank's part on the host."""
+    """One input, flat, as it is stored: a copy on the host, this rank's part, or this rank's part on the host."""
 
     def __init__(self, shelf: _Shelf, tensor: Tensor) -> None:
         self.version = tensor._version
@@ -236,7 +236,7 @@ class _Kept:
         self._stored_shape, self._numel = tuple(stored.shape), stored.numel()
         self._dense = _reach(self._stored_shape, self._stride) == self._numel
         flat = stored.as_strided((self._numel,), (1,)) if self._dense else stored.flatten()
-        self.is_split = shelf.route is not None and self._numel >= shelf.route.mesh.size
+        self.is_split = shelf.route is not None and self._numel >= shelf.route.rank_group.size
         if self.is_split:
             flat = self._part_of(flat)
         self.resting = shelf.send(flat) if shelf.policy.on_host else flat
@@ -244,7 +244,7 @@ class _Kept:
 
     def _part_of(self, flat: Tensor) -> Tensor:
         assert self._shelf.route is not None
-        mesh = self._shelf.route.mesh
+        mesh = self._shelf.route.rank_group
         size = -(-self._numel // mesh.size)
         part = flat.new_zeros(size)
         mine = flat[mesh.rank * size : (mesh.rank + 1) * size]
@@ -275,8 +275,8 @@ class _Kept:
     def _whole(self, part: Tensor) -> Tensor:
         route = self._shelf.route
         assert route is not None
-        whole = part.new_empty(part.numel() * route.mesh.size)
-        whole.chunk(route.mesh.size)[route.mesh.rank].copy_(part)
+        whole = part.new_empty(part.numel() * route.rank_group.size)
+        whole.chunk(route.rank_group.size)[route.rank_group.rank].copy_(part)
         route.all_gather(whole, "GATHER (activation)").wait()
         return whole
 

@@ -1,7 +1,7 @@
 """The secret of a job: what its own processes know and strangers do not.
 
     SHARDWELL_SECRET        the secret itself
-    SHARDWELL_SECRET_FILE   a file with it, which nobody but its owner may read
+    SHARDWELL_SECRET_FILE   a file with it, which only its owner may read
 
 It is never an argument of a command, because those are shown to every user of the machine. Knows no torch.
 """

@@ -1,11 +1,11 @@
-"""For training code: reading and changing what is sharded, and naming units.
+"""For training code: reading and changing sharded state, and naming units.
 
-`safe_get_full_*` and `safe_set_full_*` give and take a parameter's master, gradient or optimizer state as whole
-tensors; all ranks must call them, with the same values. The `local` ones give and take this rank's part (1D, None where
-it holds none) and talk to nobody. Gradients exist between a backward and its step, averaged and without the loss scale
-(None after `engine.step()`; who steps an optimizer of their own still has a `p.grad` then, and is told that it is used
-up); those that are not averaged yet, because their boundary is to come, are refused to one rank alone.
-Momenta and the like exist after the first step.
+`safe_get_full_*` and `safe_set_full_*` return and set a parameter's master weights, gradient or optimizer state as full
+tensors; all ranks must call them, with the same values. The `local` functions return and set this rank's part (1D, None
+where it holds none) without any collective. Gradients exist between a backward and its step, averaged and without the
+loss scale (None after `engine.step()`; after a step of the user's own optimizer `p.grad` is still set, and reading it
+raises an error that says so). One rank alone cannot read gradients that are not averaged yet, because their boundary is
+to come. Moments and other optimizer state exist after the first step.
 
 `ExponentialMovingAverage` keeps an average of an engine's parameters, in shards.
 """

@@ -86,7 +86,7 @@ def digest(engine: shardwell.Engine) -> str:
     for unit in units_of(engine):
         unit.wait()
         for group in unit.groups:
-            with group.open_master():
+            with group.storage.open():
                 for run, master in group.spans:
                     for piece in run.pieces:
                         found.update(master[piece.in_shard - run.start :][: piece.numel].numpy().tobytes())

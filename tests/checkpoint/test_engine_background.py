@@ -18,6 +18,7 @@ from shardwell.checkpoint import save as saving
 from shardwell.errors import CheckpointError
 from tests.support.checkpoint_engines import CASE, alone, step
 from tests.support.checkpoint_legs import Leg, everything, run_leg
+from tests.support.faults import fault_at
 from tests.support.internals import saver_of
 from tests.support.models import batches, share
 from tests.support.ranks import Ranks
@@ -63,18 +64,17 @@ def load_tag(leg: Leg, root: str, tag: str) -> dict[str, Any]:
 def errors_in_the_background(root: str) -> list[str]:
     engine = Leg(1, 0, 1, CASE, loads=False).engine()
     rows = share(batches(1, 48)[0], dist.get_rank(), dist.get_world_size())
-    write, found = saving.stream, []
+    found = []
 
-    def failing(path: Path, *args: Any) -> Any:
+    def failing(write: Any, path: Path, *args: Any) -> Any:
         if dist.get_rank() == 1:
             raise CheckpointError(f"{path}: cannot be written (No space left on device)")
         return write(path, *args)
 
-    saving.stream = failing  # type: ignore[assignment]
-    engine.save_checkpoint(root, "bad", asynchronous=True)
-    while saver_of(engine)._thread.is_alive():
-        time.sleep(0.01)
-    saving.stream = write
+    with fault_at("file of a checkpoint", failing):
+        engine.save_checkpoint(root, "bad", asynchronous=True)
+        while saver_of(engine)._thread.is_alive():
+            time.sleep(0.01)
     engine.backward(engine(rows))
     try:
         engine.step()

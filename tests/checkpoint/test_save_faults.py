@@ -24,6 +24,7 @@ from tests.support.checkpoint_engines import CASE, alone, step
 from tests.support.checkpoint_folders import hidden
 from tests.support.checkpoint_legs import Leg
 from tests.support.checkpoint_samples import Counting
+from tests.support.faults import fault_at
 from tests.support.models import batches, share
 from tests.support.ranks import Ranks
 
@@ -47,16 +48,13 @@ def test_a_save_in_the_background_without_a_free_thread_is_made_at_once(
     alone().load_checkpoint(tmp_path)
 
 
-def test_a_save_in_the_background_without_memory_for_the_copy_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_in_the_background_without_memory_for_the_copy_leaves_nothing(tmp_path: Path) -> None:
     engine = alone()
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(saving.Snapshot, "take", refuse)
+    with fault_at("copy of a background save", refuse):
         engine.save_checkpoint(tmp_path, asynchronous=True)
         with pytest.raises(CheckpointError, match="no copy to be written: not enough memory"):
             engine.finish_saving()
@@ -65,16 +63,14 @@ def test_a_save_in_the_background_without_memory_for_the_copy_leaves_nothing(
     engine.finish_saving()
 
 
-def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     engine = alone()
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "stream", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.save_checkpoint(tmp_path)
+    with fault_at("file of a checkpoint", interrupt), pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint(tmp_path)
     assert os.listdir(tmp_path) == []
 
 

@@ -170,7 +170,7 @@ def test_the_example_trains_and_shows_what_stage_3_does(tmp_path: Path) -> None:
     assert result.stdout.startswith("step    0  loss 5."), result.stderr
     assert re.search(r"gather\W+14\W+3\.3 MiB", result.stdout), result.stdout  # blocks, embeddings and the rest, twice
     assert "on each rank: parameters 1.7 MiB on the device; optimizer state 3.3 MiB on the device" in result.stderr
-    assert "nothing is gathered" not in result.stderr
+    assert "nothing is all-gathered" not in result.stderr
 
 
 # ------------------------------------------------------------------------------------------- which rank to blame

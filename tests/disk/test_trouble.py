@@ -308,7 +308,7 @@ def test_memory_that_plays_a_disk_works_and_is_told(engine: str, monkeypatch: py
     if file_system(path) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs")
     monkeypatch.setattr(disk_file, "_told", set())
-    with pytest.warns(UserWarning, match="/dev/shm: what is kept here is in memory, not on a disk"):
+    with pytest.warns(UserWarning, match="/dev/shm: files here are kept in memory, not on a disk"):
         tier = DiskTier([path], settings(engine))
     with tier:
         extent, memory, found = tier.allocate(9 * BLOCK + 1), noise(9 * BLOCK + 1), aligned(9 * BLOCK + 1)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.parallel import Agreement
+from tests.support.faults import fault_at
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 
@@ -54,11 +54,11 @@ def use(engine: shardwell.Engine, folder: str, number: int) -> None:
 def fail_at_each(stage: int, block: dict[str, Any], folder: str) -> list[tuple[str, str, float]]:
     """For each place: the error, its words, and how long that took."""
     blocks = {key: {**value, "nvme_path": folder} if value == DISK else value for key, value in block.items()}
-    announce, found = Agreement.announce, []
+    found = []
     for number, place in enumerate(WHERE):
         culprit, left = number % dist.get_world_size(), itertools.count(place, -1)
 
-        def fail(agreement: Agreement, token: str, culprit: int = culprit, left: Any = left) -> None:
+        def fail(announce: Any, agreement: Any, token: str, culprit: int = culprit, left: Any = left) -> None:
             if next(left) == 1 and dist.get_rank() == culprit:
                 raise Fault(token)
             announce(agreement, token)
@@ -70,15 +70,13 @@ def fail_at_each(stage: int, block: dict[str, Any], folder: str) -> list[tuple[s
             model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
         ).engine
         use(engine, folder, -1)
-        Agreement.announce = fail  # type: ignore[method-assign]
         begin = time.monotonic()
         try:
-            use(engine, folder, number)
+            with fault_at("collective", fail):
+                use(engine, folder, number)
             found.append(("", "", 0.0))
         except Exception as error:
             found.append((type(error).__name__, str(error), time.monotonic() - begin))
-        finally:
-            Agreement.announce = announce  # type: ignore[method-assign]
         dist.barrier()
     return found
 

@@ -35,9 +35,9 @@ def cut_in_turn() -> list[str]:
     """Ranks 1 and 0 cut their links, one behind the other; rank 3 waits for rank 0 alone."""
     comm, store = routes(), dist.distributed_c10d._get_default_store()
     comm.barrier()
-    rank = comm.mesh.rank
+    rank = comm.rank_group.rank
     if rank == 3:
-        message = dist.irecv(torch.empty(1), 0, group=comm.mesh.group)
+        message = dist.irecv(torch.empty(1), 0, group=comm.rank_group.group)
         assert message is not None
         store.set("rank 3 waits", "")
         begin = time.monotonic()
@@ -51,7 +51,7 @@ def cut_in_turn() -> list[str]:
     if rank == 0:
         store.wait(["rank 1 is gone"])
         with pytest.raises(RuntimeError):
-            dist.recv(torch.empty(1), 1, group=comm.mesh.group)  # so that it knows
+            dist.recv(torch.empty(1), 1, group=comm.rank_group.group)  # so that it knows
         comm.abort_links()
     return []
 
@@ -64,7 +64,7 @@ def fail_under_way(num_bytes: int) -> dict[str, Any]:
     comm = routes()
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
     waited(comm, torch.zeros(2))
-    if comm.mesh.rank == 1:
+    if comm.rank_group.rank == 1:
         assert comm.agreement is not None
         lost = comm.all_gather(flat, "GATHER all")
         comm.agreement.fail(ShardwellError("no more"))
@@ -142,7 +142,7 @@ def interrupted(late: float, grace: float) -> dict[str, Any]:
     """A signal on rank 0, that waits for rank 1; what its memory was is used for something else then."""
     comm = routes()
     waited(comm, torch.zeros(2))
-    if comm.mesh.rank == 1:
+    if comm.rank_group.rank == 1:
         time.sleep(late)
         return waited(comm, torch.full((1 << 20,), 5.0)) | waited(comm, torch.full((1 << 20,), 5.0))
     flat = torch.zeros(1 << 20)
@@ -170,7 +170,7 @@ def patient(seconds: float) -> list[str]:
     """Rank 1 is late, but there: it is asked whether it is, and nothing comes of that."""
     comm = routes()
     waited(comm, torch.zeros(3))
-    if comm.mesh.rank == 1:
+    if comm.rank_group.rank == 1:
         time.sleep(seconds)
     return [waited(comm, torch.zeros(300))["error"] for _ in range(50)]
 
@@ -187,7 +187,7 @@ from tests.support.links import routes, waited
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 comm, flat = routes(), torch.zeros(1 << 28, dtype=torch.uint8)
 waited(comm, torch.zeros(2))
-if comm.mesh.rank == 1:
+if comm.rank_group.rank == 1:
     comm.all_gather(flat, "GATHER all")
     time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)

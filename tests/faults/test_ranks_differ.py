@@ -244,7 +244,7 @@ def gather_unequal(dtypes: bool) -> dict[str, str]:
     """Rank 1 gathers more than the others, or numbers of another kind, under the same name."""
     home = Device(torch.device("cpu"))
     comm = Collectives(world_mesh(home.torch_device), home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
-    comm.agreement = Agreement(comm.mesh, 5.0, comm.abort_links)
+    comm.agreement = Agreement(comm.rank_group, 5.0, comm.abort_links)
     is_odd = dist.get_rank() == 1
     numel, dtype = (8, torch.float64) if is_odd and dtypes else (12 if is_odd else 8, torch.float32)
     try:

@@ -68,7 +68,7 @@ def copied(stage: int) -> dict[str, Any]:
         twin(tokens(0, 1)[0]).backward()
     train(engine, range(2, 3))
     return {
-        "ordinary": all(type(p) is nn.Parameter and not hasattr(p, "_shardwell_keeper") for p in twin.parameters()),
+        "ordinary": all(type(p) is nn.Parameter and not hasattr(p, "_shardwell_owner") for p in twin.parameters()),
         "same": same,
         "tied": twin.head.weight is twin.embed.weight,
         "trained": dist.get_rank() != 0 or all(p.grad is not None for p in twin.parameters()),

@@ -111,7 +111,7 @@ def test_a_part_of_the_root_that_has_parts_runs_alone(grad: bool) -> None:
     engine, model = engine_at(), plain()
     with torch.set_grad_enabled(grad):
         assert torch.equal(engine.module.encoder(rows()), model.encoder(rows()))
-    assert unit_of(engine, "").inside == 0
+    assert unit_of(engine, "").use.in_parts == 0
     if grad:  # and is trained alone
         engine.module.encoder(rows()).square().mean().backward()
         engine.step()
@@ -154,7 +154,7 @@ def test_an_error_that_a_model_catches_leaves_nothing_behind() -> None:
     with pytest.raises(TypeError):
         engine(None)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not any(unit.in_forward for unit in units_of(engine))
+    assert not any(unit.use.in_forward for unit in units_of(engine))
 
 
 def test_naming_the_root_makes_one_unit_of_all() -> None:

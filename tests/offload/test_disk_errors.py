@@ -23,6 +23,7 @@ from shardwell.sharding import Unit
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.support.disk_engines import replace_file
 from tests.support.execution_orders import Choosing
+from tests.support.faults import fault_at
 from tests.support.internals import disk_of, host_updates_of, units_of
 from tests.support.models import batches, share, whole_parameters, zero
 from tests.support.offload_cases import AIO, blocks, check_equal, engine_with, on_disk, quickly
@@ -179,27 +180,23 @@ def lost(folder: str, look: str) -> str:
     config = zero(3, zero_optimization=on_disk(Path(folder)), bf16={"enabled": True}, shardwell=own, aio=AIO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, device="cpu").engine
-    seat = OptimizerSwapper.acquire
     failed: list[str] = []
 
-    def fail_once(store: OptimizerSwapper, unit: Unit, *others: Any) -> Any:
+    def fail_once(acquire: Any, store: OptimizerSwapper, unit: Unit, *others: Any) -> Any:
         if unit.name == "blocks.4" and not failed:
             failed.append(unit.name)
             store.free_buffers.release()
             raise ShardwellError("as it was told")
-        return seat(store, unit, *others)
+        return acquire(store, unit, *others)
 
     def step(used: tuple[int, ...]) -> None:
         engine.backward(engine(torch.ones(2, 16).bfloat16(), used))
         engine.step()
 
-    OptimizerSwapper.acquire = fail_once  # type: ignore[method-assign]
-    try:
+    with fault_at("read of optimizer state", fail_once):
         step((0, 1, 2, 3, 4, 5))
         with pytest.raises(ShardwellError, match="as it was told"):
             step((0, 1, 2)) if look == "step" else engine.save_checkpoint(f"{folder}/saved")
-    finally:
-        OptimizerSwapper.acquire = seat  # type: ignore[method-assign]
     with pytest.raises(ShardwellError, match=r"the update of unit 'blocks\.4' failed.*as it was told") as caught:
         step((0, 1, 2, 3, 4, 5))  # its values may be updated in part
     return str(caught.value)

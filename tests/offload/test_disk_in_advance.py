@@ -18,6 +18,7 @@ from shardwell.offload.disk import DiskTier
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.support.execution_orders import Choosing
+from tests.support.faults import fault_at
 from tests.support.internals import host_updates_of, units_of, updates_if_any
 from tests.support.models import batches, whole_parameters, zero
 from tests.support.offload_cases import AIO, HOST, check_equal, counted, engine_with, on_disk, quickly
@@ -244,7 +245,7 @@ def crossed(folder: str) -> bool:
     with unit.trainable[0].swapped_in():
         guess = updates._reader.submit(lambda: updates.store.prefetch(unit))
         time.sleep(0.1)
-        with updates.store.opened(unit, changes=False):
+        with updates.store.swapped_in(unit, changes=False):
             pass
     with pytest.raises(shardwell.ShardwellError, match="in use"):
         guess.wait()
@@ -264,22 +265,19 @@ def failing(folder: str) -> str:
     quickly()
     engine = engine_with(on_disk(Path(folder)))
     data = batches(3, 4)
-    before, seat = OptimizerSwapper.prefetch, OptimizerSwapper.acquire
 
-    def broken(store: OptimizerSwapper, *_: Any) -> Any:
+    def broken(_: Any, store: OptimizerSwapper, *__: Any) -> Any:
         store.free_buffers.release()
         raise shardwell.ShardwellError("the drive has stopped answering")
 
-    OptimizerSwapper.prefetch = broken  # type: ignore[method-assign]
     try:
-        step(engine, data[0])
-        step(engine, data[1])  # a guess that came to nothing stops nobody
-        OptimizerSwapper.acquire = broken  # type: ignore[method-assign]
-        step(engine, data[2])
-        for unit in units_of(engine):
-            unit.wait()
+        with fault_at("read of optimizer state ahead of time", broken):
+            step(engine, data[0])
+            step(engine, data[1])  # a guess that came to nothing stops nobody
+            with fault_at("read of optimizer state", broken):
+                step(engine, data[2])
+                for unit in units_of(engine):
+                    unit.wait()
     except shardwell.ShardwellError as error:
         return str(error)
-    finally:
-        OptimizerSwapper.prefetch, OptimizerSwapper.acquire = before, seat  # type: ignore[method-assign]
     return ""

@@ -206,7 +206,7 @@ def books(parameters: str, optimizer: str, path: str) -> dict[str, float]:
     quickly()
     engine = engine_with(blocks(parameters, optimizer, path))
     train(engine, 2)
-    numel = sum(group.own[1] - group.own[0] for group in groups_of(engine))
+    numel = sum(group.local_numel for group in groups_of(engine))
     found: defaultdict[str, float] = defaultdict(float)
     for (state, _, tier), size in engine.memory().now.items():
         found[f"{state.value} {tier.value}"] += size / numel

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.offload.cpu_kernels import HostKernel
+from tests.support.faults import fault_at
 
 CALLS = {
     "forward": lambda engine, folder: engine(torch.ones(2, 8)),
@@ -20,9 +20,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_after_a_failed_update_every_use_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
-) -> None:
+def test_after_a_failed_update_every_use_is_refused(tmp_path: Path, stage: int) -> None:
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     config = {
         "zero_optimization": zero,
@@ -32,8 +30,7 @@ def test_after_a_failed_update_every_use_is_refused(
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     engine, *_ = shardwell.initialize(model=model, config=config, device="cpu")
     engine.backward(engine(torch.ones(2, 8)).sum())
-    with monkeypatch.context() as patch:
-        patch.setattr(HostKernel, "step", fails)
+    with fault_at("update on the host", fails):
         engine.step()
         with pytest.raises(shardwell.ShardwellError, match="no more memory"):
             engine.state_dict()

@@ -23,6 +23,7 @@ from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from tests.support.disk_engines import replace_file
+from tests.support.faults import fault_at
 from tests.support.internals import disk_of, end_passes, host_updates_of, trainable_groups_of, units_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.offload_cases import (
@@ -107,7 +108,7 @@ def bytes_of_gradients(block: dict[str, Any], tier: str, accumulation: int) -> t
 
     trained(engine, look=look)
     groups = [group for group in trainable_groups_of(engine) if group.is_stepped_on_host]
-    return sum(group.own[1] - group.own[0] for group in groups), found
+    return sum(group.local_numel for group in groups), found
 
 
 @pytest.mark.parametrize(("accumulation", "each"), [(1, 2), (2, 4)], ids=["16 bits", "sums of micro-steps"])
@@ -142,7 +143,7 @@ def bytes_moved(block: dict[str, Any], tier: str, accumulation: int) -> tuple[in
     finally:
         for name, original in originals.items():
             setattr(DiskTier, name, original)
-    numel = sum(g.own[1] - g.own[0] for g in trainable_groups_of(engine) if g.is_stepped_on_host)
+    numel = sum(g.local_numel for g in trainable_groups_of(engine) if g.is_stepped_on_host)
     return numel, moved["read"], moved["write"]
 
 
@@ -236,22 +237,18 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
     engine = clipped(block, "disk", accumulation)
     trained(engine, 1)
     settled(engine)
-    put_back, failed = SwappedTensors.swap_out, list[SwappedTensors]()
+    failed: list[SwappedTensors] = []
     all_swapped = [away.swapped for away in host_updates_of(engine).offloader._swapper._units.values()]
 
-    def failing(swapped: SwappedTensors, *, changed: bool) -> Any:
+    def failing(put_back: Any, swapped: SwappedTensors, *, changed: bool) -> Any:
         if changed and swapped is all_swapped[1] and not failed:
             failed.append(swapped)
             put_back(swapped, changed=False)
             raise ShardwellError("the drive is gone")
         return put_back(swapped, changed=changed)
 
-    SwappedTensors.swap_out = failing  # type: ignore[method-assign]
-    try:
-        with pytest.raises(ShardwellError) as caught:
-            trained_and_settled(engine)
-    finally:
-        SwappedTensors.swap_out = put_back  # type: ignore[method-assign]
+    with fault_at("write of swapped tensors", failing), pytest.raises(ShardwellError) as caught:
+        trained_and_settled(engine)
     with contextlib.suppress(ShardwellError):
         settled(engine)
     try:
@@ -281,10 +278,10 @@ def with_sums_that_cannot_be_read(block: dict[str, Any], micro: int) -> tuple[bo
     """Of three micro-steps one cannot read the sums so far: whether parameters stay, and change in a step behind it."""
     engine, calls = clipped(block, "disk", 3), list[Unit]()
     trained_and_settled(engine)
-    before, add = whole_parameters(engine.module), GradientSwapper.add
+    before = whole_parameters(engine.module)
 
     def failing(
-        waiting: GradientSwapper, unit: Unit, *args: Any, **kwargs: Any
+        add: Any, waiting: GradientSwapper, unit: Unit, *args: Any, **kwargs: Any
     ) -> tuple[dict[ShardedGroup, Tensor], list[Any]]:
         sums, reads = add(waiting, unit, *args, **kwargs)
         calls.extend([unit] if unit is units_of(engine)[2] else [])
@@ -294,10 +291,8 @@ def with_sums_that_cannot_be_read(block: dict[str, Any], micro: int) -> tuple[bo
             tensor.fill_(float("nan") if micro == 2 else 1e3)
         return sums, [*reads, Lost()]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientSwapper, "add", failing)
-        with pytest.raises(ShardwellError, match="the sums are lost"):
-            trained_and_settled(engine)
+    with fault_at("read of gradient sums", failing), pytest.raises(ShardwellError, match="the sums are lost"):
+        trained_and_settled(engine)
     after = whole_parameters(engine.module)
     return all(after[name].equal(before[name]) for name in after), goes_on(engine)
 

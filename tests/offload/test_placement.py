@@ -98,7 +98,7 @@ def test_what_needs_no_disk_is_not_on_disk_and_what_rests_is_told(ranks: Ranks, 
     assert found["held"] == pytest.approx(found["planned"], abs=100)  # steps are counted, too
     assert found["text"] == (
         "updates on the host, by unit: 5 at once; units by optimizer state: 3 on the device, 5 on the host; "
-        "at rest on each rank: 92.0 KiB on the device, 120.0 KiB on the host"
+        "stored on each rank: 92.0 KiB on the device, 120.0 KiB on the host"
     )
 
 

@@ -70,7 +70,7 @@ def test_bytes_at_rest_for_each_parameter(
     precision: GroupPrecision, place: TierPlacement, each: dict[Tier, int]
 ) -> None:
     kind = GroupKey(precision, trains=True, persistent=False)
-    found = StateFormula(3, num_ranks=4).at_rest(kind, 4001, place)
+    found = StateFormula(3, num_ranks=4).stored_bytes(kind, 4001, place)
     assert +found == {tier: size * 1001 for tier, size in each.items()}  # shares are rounded up
 
 
@@ -80,11 +80,11 @@ def test_what_else_decides_on_bytes() -> None:
         GroupKey(GroupPrecision.of(torch.bfloat16, torch.bfloat16, False), False, False),
     )
     below, formula = TierPlacement(DEVICE, HOST), StateFormula(3, 2)
-    assert +formula.at_rest(frozen, 512, TierPlacement(DISK, DISK)) == {DISK: 512}
+    assert +formula.stored_bytes(frozen, 512, TierPlacement(DISK, DISK)) == {DISK: 512}
     assert +formula.needs(frozen, 512, TierPlacement(HOST, HOST)) == {HOST: 512}
-    assert +StateFormula(3, 2, eight_bits=True).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * (4 + 2) + 2}
-    assert +StateFormula(3, 2, eight_bits=True).at_rest(kind, 512, TierPlacement()) == {DEVICE: 256 * 12}
-    assert +StateFormula(3, 2, num_states=1).at_rest(kind, 512, below) == {DEVICE: 512, HOST: 256 * 8}
+    assert +StateFormula(3, 2, eight_bits=True).stored_bytes(kind, 512, below) == {DEVICE: 512, HOST: 256 * (4 + 2) + 2}
+    assert +StateFormula(3, 2, eight_bits=True).stored_bytes(kind, 512, TierPlacement()) == {DEVICE: 256 * 12}
+    assert +StateFormula(3, 2, num_states=1).stored_bytes(kind, 512, below) == {DEVICE: 512, HOST: 256 * 8}
     assert +formula.needs(kind, 512, TierPlacement()) == {DEVICE: 256 * 14}  # with the gradients
     assert +formula.needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 14}
     assert +StateFormula(3, 2, commit=CommitPolicy.IMMEDIATE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 12}
@@ -97,13 +97,15 @@ def test_what_else_decides_on_bytes() -> None:
     assert +StateFormula(3, 2, accumulates=True).needs(kind, 512, TierPlacement()) == {DEVICE: 256 * 16}
     assert +StateFormula(3, 2, commit=CommitPolicy.SPECULATIVE).needs(kind, 512, below) == {DEVICE: 512, HOST: 256 * 26}
     near = StateFormula(3, 4, ranks_per_copy=2)  # a second copy, of what is frozen for good
-    assert +near.at_rest(kind, 512, TierPlacement()) == {DEVICE: 128 * 12}
+    assert +near.stored_bytes(kind, 512, TierPlacement()) == {DEVICE: 128 * 12}
     assert +near.needs(kind, 512, TierPlacement()) == {DEVICE: 128 * 14 + 256 * 2}
     assert +near.needs(kind, 512, TierPlacement(HOST, HOST)) == {DEVICE: 256 * 2, HOST: 128 * 14}
-    assert +near.at_rest(frozen, 512, TierPlacement(HOST, HOST)) == {HOST: 128 * 2, DEVICE: 256 * 2}
+    assert +near.stored_bytes(frozen, 512, TierPlacement(HOST, HOST)) == {HOST: 128 * 2, DEVICE: 256 * 2}
     small = GroupKey(BF16, True, persistent=True)
-    assert near.at_rest(small, 512, TierPlacement()) == StateFormula(3, 4).at_rest(small, 512, TierPlacement())
-    assert +formula.at_rest(small, 512, TierPlacement(DISK, DISK)) == {DEVICE: 512 * 2 + 256 * 10}
+    assert near.stored_bytes(small, 512, TierPlacement()) == StateFormula(3, 4).stored_bytes(
+        small, 512, TierPlacement()
+    )
+    assert +formula.stored_bytes(small, 512, TierPlacement(DISK, DISK)) == {DEVICE: 512 * 2 + 256 * 10}
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def fed(of: int, kind: str, feedback: bool) -> dict[str, Any]:
     lost = torch.zeros(world.residual_numel(size * shard, codecs)) if feedback else None
     total = torch.zeros(shard)
     for _ in range(times):
-        world.reduce_scatter(values[rank].clone(), total, 1.0, True, "A", codecs, lost=lost).wait()
+        world.reduce_scatter(values[rank].clone(), total, 1.0, True, "A", codecs, residual=lost).wait()
     exact = torch.stack(values).sum(0).chunk(size)[world.shard_index]
     return {"off": float((total / times - exact).abs().max()), "lost": 0 if lost is None else lost.numel()}
 
@@ -98,7 +98,7 @@ def spoiled() -> list[bool]:
     world, codecs = collectives_of(engine_with({})), (Codec("int8"), Codec("int4"))
     lost, into, found = torch.zeros(2 * 300), torch.zeros(300), []
     for number in (1.0, float("nan"), float("inf"), 1.0):
-        world.reduce_scatter(torch.full((600,), number), into, 1.0, False, "A", codecs, lost=lost).wait()
+        world.reduce_scatter(torch.full((600,), number), into, 1.0, False, "A", codecs, residual=lost).wait()
         found.append(bool(into.isfinite().all()) and bool(lost.isfinite().all()))
     return found
 
@@ -184,7 +184,7 @@ def kept() -> dict[str, Any]:
     as_nodes(2)
     engine = engine_with(ON, 3, bf16=True, gradient_clipping=1.0, shardwell={"codecs": {"feedback": True}})
     losses = train(engine, 20)
-    groups = [group for group in groups_of(engine) if group.gradients._lost is not None]
+    groups = [group for group in groups_of(engine) if group.gradients._residual is not None]
     held = sum(size for (state, _, _), size in engine.memory().now.items() if state is StateKind.GRADIENTS)
     return {"losses": losses, "held": held, "padded": sum(group.layout.padded for group in groups)}
 

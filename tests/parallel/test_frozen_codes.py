@@ -217,9 +217,9 @@ def test_plans_know_the_bytes_of_codes(num_ranks: int) -> None:
     with_codes, without = (StateFormula(3, num_ranks, storage_codec=rest) for rest in (codec, None))
     for tier in Tier:
         place = TierPlacement(parameters=tier)
-        assert with_codes.at_rest(frozen, numel, place) == {tier: codec.num_bytes(numel // num_ranks)}
-        assert without.at_rest(frozen, numel, place) == {tier: 2 * numel // num_ranks}
-        assert with_codes.at_rest(trained, numel, place) == without.at_rest(trained, numel, place)
+        assert with_codes.stored_bytes(frozen, numel, place) == {tier: codec.num_bytes(numel // num_ranks)}
+        assert without.stored_bytes(frozen, numel, place) == {tier: 2 * numel // num_ranks}
+        assert with_codes.stored_bytes(trained, numel, place) == without.stored_bytes(trained, numel, place)
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def turned(names: tuple[str, str]) -> list[int]:
     model = Gpt()
     config = zero(3)
     made = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config, mesh=mesh)
-    return list(roles_of(made.engine).shard.mesh.ranks)
+    return list(roles_of(made.engine).shard.rank_group.ranks)
 
 
 def test_the_last_dimension_shards_unless_names_say_otherwise(ranks: Ranks) -> None:

@@ -85,7 +85,7 @@ def gradient_bytes(block: dict[str, Any]) -> tuple[int, int]:
     for batch in batches(2, 12):
         engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
         engine.step()
-    return collectives_of(engine).mesh.node_size, engine.traffic().total(TrafficKind.REDUCE_SCATTER)
+    return collectives_of(engine).rank_group.node_size, engine.traffic().total(TrafficKind.REDUCE_SCATTER)
 
 
 @pytest.mark.parametrize(

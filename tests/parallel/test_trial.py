@@ -48,7 +48,7 @@ def test_second_copies_may_take_half_of_what_a_gpu_has_free(free: int, why: str 
     """Four ranks in nodes of two: 1000 elements in bf16 are 1000 bytes for each. Small parameters stay whole."""
     precision = GroupPrecision.of(torch.float32, torch.bfloat16, trainable=True)
     kinds = {Group(precision, True, persistent=False): 1000, Group(precision, True, persistent=True): 50}
-    shard = SimpleNamespace(mesh=RankGroup(0, 4, 2, "nccl"), all_reduce_min=lambda value, _: value)
+    shard = SimpleNamespace(rank_group=RankGroup(0, 4, 2, "nccl"), all_reduce_min=lambda value, _: value)
     gpu = SimpleNamespace(is_cuda=True, available_bytes=lambda: float(free))
     context = SimpleNamespace(device=gpu, roles=SimpleNamespace(shard=shard))
     tried: Any = (load({}), context, SimpleNamespace(units={"unit": kinds}))

@@ -102,7 +102,7 @@ def _is_ours(warning: warnings.WarningMessage) -> bool:
     """A sentence of shardwell's about the program, not about the machine."""
     text = str(warning.message)
     by = f"{warning.filename} {warning.category.__module__}"
-    return "shardwell" in text or ("shardwell" in by and "what is kept here is in memory" not in text)
+    return "shardwell" in text or ("shardwell" in by and "files here are kept in memory" not in text)
 
 
 def _judge(program: Program, expected: End, found: End, said: list[str]) -> Outcome:

@@ -300,7 +300,7 @@ def zeroed_between(has_optimizer: bool) -> dict[str, Tensor]:
         return whole_parameters(model)
     finish_backward(engine)
     groups = trainable_groups_of(engine)
-    return {g.name: g.gradients.result[: max(0, g.layout.numel - g.own[0])] for g in groups}  # without padding
+    return {g.name: g.gradients.result[: max(0, g.layout.numel - g.local_range[0])] for g in groups}  # without padding
 
 
 def test_gradients_may_be_zeroed_between_forward_and_backward(ranks: Ranks) -> None:

@@ -344,7 +344,7 @@ def warnings_of(partition: int, local_world_size: int) -> dict[str, Any]:
         engine = start(partition)
     finally:
         logging.getLogger("shardwell").removeHandler(handler)
-    mesh = collectives_of(engine).mesh
+    mesh = collectives_of(engine).rank_group
     micro_step(engine)
     engine.step()
     return {"said": said, "node_size": mesh.node_size, "local_world_size": mesh.local_world_size}

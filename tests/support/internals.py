@@ -149,8 +149,8 @@ def memory_kept_by(group: ShardedGroup) -> Iterator[Any]:
     yield from (gradients.result, gradients._flat)
     if gradients._handed is not None:
         yield gradients._handed[0]
-    if gradients._lost is not None:
-        yield gradients._lost._both
+    if gradients._residual is not None:
+        yield gradients._residual._both
     if group.secondary is not None:
         yield group.secondary._kept
     if (prefetched := lifted_shard_of(group)) is not None:

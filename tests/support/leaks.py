@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwell.engine.engine import Engine
 from shardwell.memory import TemporaryBuffers
+from shardwell.parallel import Agreement
 from shardwell.parallel.transport import Work
 from shardwell.sharding.context import EngineContext
 from tests.support.internals import (
@@ -31,6 +32,7 @@ _DEPTH = 12  # callers that a place names
 found: list[str] = []  # what was dropped, and where it was made
 _places: weakref.WeakKeyDictionary[TemporaryBuffers, dict[int, str]] = weakref.WeakKeyDictionary()
 _failed: weakref.WeakSet[TemporaryBuffers] = weakref.WeakSet()  # of engines that went through an error
+_agreements: weakref.WeakKeyDictionary[TemporaryBuffers, weakref.ref[Agreement]] = weakref.WeakKeyDictionary()
 
 
 def watch() -> None:
@@ -38,7 +40,7 @@ def watch() -> None:
     if hasattr(Work, "__del__"):
         return
     make, adopt, allocate = Work.__init__, TemporaryBuffers.adopt, TemporaryBuffers.allocate
-    step, forget, together = Engine.step, Engine.zero_grad, EngineContext.failing_together
+    step, forget, together, share = Engine.step, Engine.zero_grad, Agreement.failing_together, EngineContext.__init__
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
@@ -69,18 +71,23 @@ def watch() -> None:
         look(self)
 
     @contextlib.contextmanager
-    def failing(self: EngineContext, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def failing(self: Agreement, *args: Any, **kwargs: Any) -> Iterator[None]:
         try:
             with together(self, *args, **kwargs):
                 yield
         except Exception:
-            _failed.add(self.temporary)
+            _failed.update(memory for memory, agreement in _agreements.items() if agreement() is self)
             raise
+
+    def shared(self: EngineContext, *args: Any, **kwargs: Any) -> None:
+        share(self, *args, **kwargs)
+        _agreements[self.temporary] = weakref.ref(self.roles.agreement)
 
     for owner, name, function in (
         (Work, "__init__", made), (Work, "__del__", dropped), (TemporaryBuffers, "adopt", adopted),
         (TemporaryBuffers, "allocate", allocated),
-        (Engine, "step", stepped), (Engine, "zero_grad", forgotten), (EngineContext, "failing_together", failing),
+        (Engine, "step", stepped), (Engine, "zero_grad", forgotten), (Agreement, "failing_together", failing),
+        (EngineContext, "__init__", shared),
     ):  # fmt: skip
         setattr(owner, name, function)
 

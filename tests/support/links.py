@@ -20,7 +20,7 @@ def routes() -> Collectives:
     """The collectives of all ranks, on links of their own."""
     home = Device(torch.device("cpu"))
     comm = Collectives(world_mesh(home.torch_device), home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
-    comm.agreement = Agreement(comm.mesh, SOON, comm.abort_links)
+    comm.agreement = Agreement(comm.rank_group, SOON, comm.abort_links)
     return comm
 
 

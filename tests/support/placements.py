@@ -82,7 +82,7 @@ def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[s
         "rows": [(row.parameters.tier, row.optimizer.tier) for row in rows],
         "gradients": [row.gradients.tier for row in rows],
         "held": +held,
-        "planned": engine.offload.at_rest(),
+        "planned": engine.offload.stored_bytes(),
         "text": str(engine.offload),
     }
 
@@ -104,11 +104,11 @@ def born(path: str, remote: str) -> dict[str, Any]:
         with torch.no_grad():
             model.layers[5].inner.weight.mul_(2.0)
     peak = watch.peak - watch.start
-    keepers = [released.owner_of(parameter) for parameter in model.parameters()]
-    at_rest = [keeper.at_rest for keeper in keepers]
-    disk = keepers[0]._registry.context.disk
+    owners = [released.owner_of(parameter) for parameter in model.parameters()]
+    at_rest = [owner.tier_and_bytes for owner in owners]
+    disk = owners[0]._registry.context.disk
     reserved = 0 if disk is None else disk.num_bytes
-    books = keepers[0]._registry.context.memory_stats.report().now
+    books = owners[0]._registry.context.memory_stats.report().now
     with shardwell.zero.GatheredParameters(model.parameters()):
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine = shardwell.initialize(model=model, config=config).engine

@@ -33,10 +33,10 @@ def resting(model: nn.Module) -> set[tuple[Tier, int]]:
     """Tier and bytes an element of each shard."""
     found = set()
     for parameter in model.parameters():
-        keeper = released.owner_of(parameter)
-        assert isinstance(keeper, InitParameter)
-        assert keeper._shard is not None
-        found.add((keeper.at_rest[0], keeper._shard.tensor.element_size()))
+        owner = released.owner_of(parameter)
+        assert isinstance(owner, InitParameter)
+        assert owner._shard is not None
+        found.add((owner.tier_and_bytes[0], owner._shard.tensor.element_size()))
     return found
 
 

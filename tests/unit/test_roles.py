@@ -22,9 +22,9 @@ def roles_with(block: dict[str, int]) -> dict[str, object]:
     found = {
         "one axis": all(role is roles.all for role in (roles.shard, roles.data)),
         "replicates": roles.replicate is not None,
-        "secondary": None if roles.secondary is None else roles.secondary.mesh.size,
+        "secondary": None if roles.secondary is None else roles.secondary.rank_group.size,
         "agreement": roles.agreement is roles.all.agreement,
-        "size": roles.all.mesh.size,
+        "size": roles.all.rank_group.size,
     }
     engine.destroy()
     return found

@@ -212,7 +212,7 @@ def test_the_bytes_that_are_said_are_those_that_rest_after_a_step(ranks: Ranks) 
     for text, sizes in ranks.run(2, report, zero(3, optimizer=ADAMW, gradient_clipping=1.0)):
         assert said(text, "parameters", "the device") == pytest.approx(sizes["parameters device"], rel=0.02)
         assert said(text, "optimizer state", "the device") == pytest.approx(sizes["optimizer device"], rel=0.02)
-        gradients = said(text, "gradients and second copies until the step", "the device")
+        gradients = said(text, "gradients and secondary shards until the step", "the device")
         assert gradients == pytest.approx(sizes["parameters device"], rel=0.02)
 
 
@@ -231,7 +231,7 @@ def on_disk(folder: Path, **param: Any) -> dict[str, Any]:
 
 def test_a_published_file_for_drives_of_which_nothing_reaches_the_drive_says_so(ranks: Ranks, tmp_path: Path) -> None:
     for text, _ in ranks.run(2, report, on_disk(tmp_path, max_in_cpu=1e9)):
-        assert 'offload_param.device is "nvme", but no parameter rests on disk' in text
+        assert 'offload_param.device is "nvme", but no parameter is stored on disk' in text
         assert "max_in_cpu keeps up to 1,000,000,000 elements of each rank on the host" in text
     for text, _ in ranks.run(2, report, on_disk(tmp_path, max_in_cpu=0)):
         assert "max_in_cpu" not in text
@@ -244,8 +244,8 @@ def test_stage_3_that_gathers_nothing_says_so(ranks: Ranks) -> None:
         assert "stage 3, but all parameters are below stage3_param_persistence_threshold 100000" in text
     threshold = {"stage3_param_persistence_threshold": "auto"}
     for text, _ in ranks.run(2, report, zero(3, optimizer=ADAMW, zero_optimization=threshold)):
-        assert "nothing is gathered" not in text
+        assert "nothing is all-gathered" not in text
 
 
 def test_one_rank_is_said_to_have_nobody_to_split_with() -> None:
-    assert "one rank: stage 2 has nobody to split with" in start(zero(2)).startup_report
+    assert "one rank: stage 2 has no other rank to shard over" in start(zero(2)).startup_report

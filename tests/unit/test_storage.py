@@ -110,12 +110,12 @@ def changed(forms: list[tuple[int, str, Tier, Tier]], folder: str) -> list[bool]
     found = []
     for engine in engines(forms, folder):
         (group,) = units_of(engine)[1].groups
-        with group.open_master(changes=True) as master:
+        with group.storage.open(changes=True) as master:
             expected = torch.arange(len(master), device=master.device) * 1.001
             master.copy_(expected)
-            with group.open_master():
+            with group.storage.open():
                 pass
-        with group.open_master() as master:
+        with group.storage.open() as master:
             same = torch.equal(master, expected)
         rounded = expected.to(group.precision.compute)
         with group.swapped_in():

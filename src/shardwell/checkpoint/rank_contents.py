@@ -134,13 +134,13 @@ class RankContents:
         if not group.context.roles.is_first_replica:
             return
         place = group.context.roles.shard.shard_index
-        first = group.layout.shard_range(place)[0] - group.own[0]
+        first = group.layout.shard_range(place)[0] - group.local_range[0]
         for piece in group.layout.pieces(place):
             yield piece.slot, first + piece.in_shard, piece.in_parameter, piece.numel
 
     def _reader_of_masters(self, group: ShardedGroup, at: int, numel: int) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            self._hold(group, group.open_master)
+            self._hold(group, group.storage.open)
             return group.master[at : at + numel]
 
         return read

@@ -86,7 +86,7 @@ def autotune(settings: Config, context: EngineContext, states: ModelStates) -> C
     if not chosen:
         return settings
     told = {key: f"auto -> {json.dumps(choice.value)} ({choice.why})" for key, choice in chosen.items()}
-    if context.roles.all.mesh.rank == 0:
+    if context.roles.all.rank_group.rank == 0:
         logging.getLogger("shardwell").info("%s", "; ".join(f"{key}: {text}" for key, text in told.items()))
     origins = {**settings.origins, **{f"{_BLOCK}.{key}": text for key, text in told.items()}}
     values = {key: choice.value for key, choice in chosen.items()}
@@ -138,14 +138,14 @@ class Autotuner:
             return AutotuneChoice(1, found)
         if hops is None:
             return AutotuneChoice(1, "no nodes of several ranks, all alike")
-        if (why := self._too_large(hops.inside.mesh.size)) is not None:
+        if (why := self._too_large(hops.inside.rank_group.size)) is not None:
             return AutotuneChoice(1, why)
         dtype = found.kind.precision.compute
         plain = self._gather(self._codec if encoded and Codec.takes(dtype) else None)
         times = self._compare(
             plain, lambda flat: hops.inside.all_gather(flat, None, TrafficKind.SETUP), dtype, found.numel
         )
-        size = hops.inside.mesh.size if times.are_worth_it else 1
+        size = hops.inside.rank_group.size if times.are_worth_it else 1
         return AutotuneChoice(size, times.told("gather", "in the node", "over all ranks"))
 
     # ---------------------------------------------------------------------------------------------- the model
@@ -153,17 +153,17 @@ class Autotuner:
     def _split(self) -> list[TrialShard]:
         """Return the shard of each group that is not unsharded on every rank."""
         groups = [group for kinds in self.states.units.values() for group in kinds.items()]
-        size = self.context.roles.shard.mesh.size
+        size = self.context.roles.shard.rank_group.size
         return [TrialShard(kind, -(-numel // size)) for kind, numel in groups if numel and not kind.persistent]
 
     def _largest(self, least_stage: int, travels: Callable[[GroupKind], bool]) -> TrialShard | str:
         """Return the largest shard that `travels`, or the reason why nothing is measured."""
         stage, shard = self.settings.zero_optimization.stage, self.context.roles.shard
-        if shard.mesh.size == 1:
+        if shard.rank_group.size == 1:
             return "one rank"
         if stage < least_stage:
             return f"stage {stage}"
-        if shard.mesh.backend == "fake" or shard.device.is_meta:
+        if shard.rank_group.backend == "fake" or shard.device.is_meta:
             return "simulated ranks"
         found = [one for one in self._split() if travels(one.kind)]
         return max(found, key=lambda one: one.numel) if found else "nothing travels so"
@@ -176,7 +176,7 @@ class Autotuner:
         shard = self.context.roles.shard
         mine = sum(one.numel * one.kind.precision.compute.itemsize for one in self._split())
         room = shard.all_reduce_min(_ROOM * device.available_bytes(), _TOKEN)
-        needed = mine * shard.mesh.size / ranks_per_copy
+        needed = mine * shard.rank_group.size / ranks_per_copy
         return f"copies of {human(needed)}, and room for {human(room)}" if needed > room else None
 
     # ---------------------------------------------------------------------------------------- the collectives
@@ -192,8 +192,10 @@ class Autotuner:
         shard, temporary = self.context.roles.shard, self.context.temporary
 
         def move(flat: Tensor) -> Work:
-            into = temporary.allocate(flat.numel() // shard.mesh.size, dtype, StateKind.STAGING, _PROBE)
-            reduced = shard.reduce_scatter(flat, into, 1 / shard.mesh.size, False, None, codecs, TrafficKind.SETUP)
+            into = temporary.allocate(flat.numel() // shard.rank_group.size, dtype, StateKind.STAGING, _PROBE)
+            reduced = shard.reduce_scatter(
+                flat, into, 1 / shard.rank_group.size, False, None, codecs, TrafficKind.SETUP
+            )
             return reduced.then(lambda: temporary.free(into))
 
         return move
@@ -212,7 +214,7 @@ class Autotuner:
 
     def _affordable(self, move: Move, dtype: torch.dtype, most: int) -> int:
         """Return the elements of a shard that are transferred in about the time allowed."""
-        numel = min(most, max(BLOCK, _FIRST // self.context.roles.shard.mesh.size))
+        numel = min(most, max(BLOCK, _FIRST // self.context.roles.shard.rank_group.size))
         self._seconds(move, dtype, numel)  # the first collective takes longer
         while numel < most and _GROWTH * self._slowest(self._seconds(move, dtype, numel)) < _PATIENCE:
             numel = min(most, _GROWTH * numel)
@@ -221,7 +223,7 @@ class Autotuner:
     def _seconds(self, move: Move, dtype: torch.dtype, numel: int) -> float:
         """Return the seconds of a collective on this rank, if all ranks begin at the same time."""
         shard, device, temporary = self.context.roles.shard, self.context.device, self.context.temporary
-        flat = temporary.allocate(numel * shard.mesh.size, dtype, StateKind.STAGING, _PROBE)
+        flat = temporary.allocate(numel * shard.rank_group.size, dtype, StateKind.STAGING, _PROBE)
         flat.fill_(1)
         shard.barrier(_TOKEN)
         device.now().synchronize()

@@ -52,7 +52,11 @@ class EngineCheckpoints:
         self.saves_in_background = False  # or has done so: `check` may raise an error
         self._without_optimizer = False  # a checkpoint was saved or loaded before there was an optimizer
         self._saver = Saver(
-            self._all.mesh.rank, self._all.mesh.size, engine._agreement.store, context.device, context.memory_stats
+            self._all.rank_group.rank,
+            self._all.rank_group.size,
+            engine._agreement.store,
+            context.device,
+            context.memory_stats,
         )
 
     def meet(self, optimizer: Optimizer) -> None:
@@ -231,7 +235,7 @@ class EngineCheckpoints:
         if must_exist:
             raise CheckpointError(f"{nothing_in(root)}, and strict=True asked for one")
         words = f"{nothing_in(root)}: training begins from scratch. Pass strict=True to have an error instead."
-        if self._all.mesh.rank == 0:
+        if self._all.rank_group.rank == 0:
             logging.getLogger("shardwell").warning("%s", words)
         warnings.warn(words, stacklevel=4)  # on all ranks: filters may make it an error
 
@@ -354,7 +358,7 @@ class EngineCheckpoints:
         Ranks exchange errors of the checkpoint, and the engine can go on. The name contains no tag: names that ranks
         announce are kept in the store, and a name that never repeats would make all that follow it new.
         """
-        with self._context.failing_together(name, common=(CheckpointError,)):
+        with self._context.roles.agreement.failing_together(name, common=(CheckpointError,)):
             try:
                 self._all.barrier(name)
             except DivergenceError as error:
@@ -367,7 +371,7 @@ class EngineCheckpoints:
         first = _share(self._all, repr(given))
         problem = None
         if first != repr(given):
-            problem = CheckpointError(f"{what}: rank 0 has {first}, and rank {self._all.mesh.rank} has {given!r}")
+            problem = CheckpointError(f"{what}: rank 0 has {first}, and rank {self._all.rank_group.rank} has {given!r}")
         self._agree(problem)
 
     def _named(self, given: Any, argument: str) -> str:
@@ -388,7 +392,7 @@ class EngineCheckpoints:
     def _from_rank_0_or_none(self, ask: Callable[[], str | None]) -> str | None:
         """Return what `ask` returns on rank 0; if it raises there, all ranks raise the error."""
         words = _NONE
-        if self._all.mesh.rank == 0:
+        if self._all.rank_group.rank == 0:
             try:
                 text = ask()
                 words = _NONE if text is None else _TEXT + text
@@ -402,8 +406,10 @@ class EngineCheckpoints:
     def _agree(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them has a problem."""
         everyone = self._all
-        first = int(everyone.all_reduce_min(everyone.mesh.size if problem is None else everyone.mesh.rank, "CHECK"))
-        if first < everyone.mesh.size:
+        first = int(
+            everyone.all_reduce_min(everyone.rank_group.size if problem is None else everyone.rank_group.rank, "CHECK")
+        )
+        if first < everyone.rank_group.size:
             words = _share(everyone, _words(problem) if problem is not None else "", first)
             if isinstance(problem, CheckpointError):
                 raise problem
@@ -421,7 +427,7 @@ def _share(everyone: Collectives, text: str, source: int = 0) -> str:
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
     everyone.broadcast(size, source, TrafficKind.SETUP, "TEXT")
     letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if everyone.mesh.rank == source and mine:
+    if everyone.rank_group.rank == source and mine:
         letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     everyone.broadcast(letters, source, TrafficKind.SETUP, "TEXT")
     return bytes(letters.cpu().numpy()).decode()
@@ -432,14 +438,14 @@ def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:
     engine.fit_to_model()
     if engine.optimizer is not None:
         engine.optimizer.settle(but_begun=is_overwritten)
-    opened = [unit.name for unit in engine._scheduler.units if unit.opened]
+    opened = [unit.name for unit in engine._scheduler.units if unit.use.num_contexts]
     if opened:
         raise CheckpointError(f"unit '{opened[0]}' is open: leave GatheredParameters before saving or loading")
 
 
 def _check_whole_steps(engine: Engine) -> None:
     """Raise if an update has begun before its step, a part of which would be saved. All ranks find the same."""
-    ahead = [unit.name for unit in engine._scheduler.units if unit.is_ahead]
+    ahead = [unit.name for unit in engine._scheduler.units if unit.updates.is_ahead]
     if ahead:
         raise CheckpointError(
             f"the update of unit '{ahead[0] or '(root)'}' has begun before its step, and a checkpoint would hold a "

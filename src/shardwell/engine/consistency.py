@@ -40,15 +40,15 @@ _LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared once they are built
 
 
 def before_building(
-    settings: Config, model: nn.Module, cuts: Sequence[UnitSpec], recipe: OptimizerFactory | None
+    settings: Config, model: nn.Module, specs: Sequence[UnitSpec], factory: OptimizerFactory | None
 ) -> dict[str, Section]:
     """Describe what decides how units are built."""
     return {
         "version of": {"torch": torch.__version__.partition("+")[0], "shardwell": __version__},
         "configuration": _settings(settings),
-        "parameter": _parameters(model, recipe),
+        "parameter": _parameters(model, factory),
         "buffer": {name: _kind(buffer) for name, buffer in model.named_buffers()},
-        "unit": {repr(one.name or "(root)"): ", ".join(name for name, _ in one.parameters) for one in cuts},
+        "unit": {repr(one.name or "(root)"): ", ".join(name for name, _ in one.parameters) for one in specs},
     }
 
 
@@ -98,10 +98,10 @@ def _settings(block: ConfigBlock, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _parameters(model: nn.Module, recipe: OptimizerFactory | None) -> dict[str, str]:
+def _parameters(model: nn.Module, factory: OptimizerFactory | None) -> dict[str, str]:
     found = {}
     for name, parameter in model.named_parameters():
-        label = NO_LABEL if recipe is None else recipe.label(parameter)
+        label = NO_LABEL if factory is None else factory.label(parameter)
         group = "" if label == NO_LABEL else f", in parameter group {label}"
         found[repr(name)] = f"{_kind(parameter)}{'' if parameter.requires_grad else ', frozen'}{group}"
     return found

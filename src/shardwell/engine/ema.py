@@ -39,7 +39,7 @@ class ExponentialMovingAverage:
         """Update the averages with the current parameters, without any collective."""
         self._check("update")
         for group, average in self._averages.items():
-            with group.open_master():
+            with group.storage.open():
                 master = group.master.to(average.device)
                 if self.num_updates:
                     average.lerp_(master, 1.0 - self.decay)
@@ -110,7 +110,7 @@ class ExponentialMovingAverage:
         return [group for unit in self._engine._scheduler.units for group in unit.trainable]
 
     def _copy_of(self, group: ShardedGroup) -> Tensor:
-        with group.open_master():
+        with group.storage.open():
             return group.master.detach().to(self._device or group.master.device, copy=True)
 
     def _check(self, what: str) -> None:
@@ -132,9 +132,9 @@ class ExponentialMovingAverage:
         engine = self._engine
         if engine.optimizer is not None:
             engine.optimizer.settle()
-        with engine._context.failing_together("swapped"):
+        with engine._agreement.failing_together("swapped"):
             for unit in engine._scheduler.units:
-                if unit.opened or unit.is_ahead:
+                if unit.use.num_contexts or unit.updates.is_ahead:
                     raise ShardwellError(
                         f"unit '{unit.name or '(root)'}' is in use: leave GatheredParameters, and call engine.step() "
                         "or engine.zero_grad(), before the parameters are exchanged for their averages"

@@ -38,7 +38,7 @@ from shardwell.runtime.rebuild import UnitBuilder, refit
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.runtime.trace import Trace
 from shardwell.sharding import EngineContext
-from shardwell.sharding.edits import look
+from shardwell.sharding.edits import take_edits_closely
 from shardwell.sharding.model_states import OffloadPlan
 
 
@@ -86,12 +86,8 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.global_samples = 0
         self.training_dataloader: ShardedLoader | UserDataLoader | None = None
-        self._scheduler, self._context, self._traffic_stats, self._agreement = (
-            scheduler,
-            context,
-            traffic_stats,
-            agreement,
-        )
+        self._scheduler, self._context = scheduler, context
+        self._traffic_stats, self._agreement = traffic_stats, agreement
         self._builder = builder
         self._fingerprint = ModelFingerprint(model)
         self._handles = {unit: attach(scheduler, unit) for unit in scheduler.units}
@@ -133,7 +129,7 @@ class Engine(nn.Module):
         copied = CopiedInputs(copies) if copies else None
         try:
             running = self._scheduler.forward_scope((args, kwargs))
-            with self._context.failing_together("forward"), running, self._autocast():
+            with self._agreement.failing_together("forward"), running, self._autocast():
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         finally:
             if copied is not None:
@@ -164,7 +160,7 @@ class Engine(nn.Module):
         scaled = contextlib.nullcontext() if CARRIED.scale == scale.value else carrying(scale)
         divided = contextlib.nullcontext() if scale_wrt_gas else reducer.without_division()
         try:
-            with self._context.failing_together("backward"), scaled, divided:
+            with self._agreement.failing_together("backward"), scaled, divided:
                 reducer.views.detach()
                 begin = loss if self._model_scale is None else loss.float() * scale.value
                 begin.backward(retain_graph=retain_graph, create_graph=create_graph)
@@ -207,7 +203,7 @@ class Engine(nn.Module):
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
         try:
-            with self._context.failing_together("step"):
+            with self._agreement.failing_together("step"):
                 self._scheduler.reducer.views.take_edits(at_step=True)
                 self.optimizer.apply_gradients()
         finally:
@@ -303,11 +299,11 @@ class Engine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        return self._context.roles.all.mesh.size
+        return self._context.roles.all.rank_group.size
 
     @property
     def global_rank(self) -> int:
-        return self._context.roles.all.mesh.rank
+        return self._context.roles.all.rank_group.rank
 
     def train_batch_size(self) -> int:
         """Return the number of samples of one optimizer step over all ranks and micro-steps."""
@@ -356,17 +352,21 @@ class Engine(nn.Module):
         """Refit if the model has changed, and keep the optimizer state of parameters that are frozen now."""
         if self._is_destroyed:
             raise ShardwellError(DESTROYED)
-        look(self._scheduler.units)
+        units = self._scheduler.units
+        for unit in units:
+            if unit.has_replaced_parameters(quickly=True):
+                take_edits_closely(units)
+                break
         has_changed = not self._fingerprint.matches()
-        for unit in self._scheduler.units:
-            has_changed = has_changed or unit.needs_rebuild
+        for unit in units:
+            has_changed = has_changed or unit.changes.needs_rebuild
         if has_changed:
             self._refit(keep_frozen_state=True)
 
     def _refit(self, *, keep_frozen_state: bool) -> None:
         self._scheduler.end_passes()
         self._scheduler.end_retention()
-        with self._context.failing_together("refit"):
+        with self._agreement.failing_together("refit"):
             self._scheduler.reducer.views.take_edits()
             units = refit(list(self._scheduler.units), self._builder, self.optimizer, keep_frozen_state)
         for unit in set(self._handles) - set(units):
@@ -385,18 +385,18 @@ class Engine(nn.Module):
         Parameters are all-gathered one unit at a time. With `rank0_only` the other ranks get an empty dictionary.
         """
         kwargs["keep_vars"] = True  # no values are read here
-        with self._context.failing_together("state_dict"):
+        with self._agreement.failing_together("state_dict"):
             found = self.module.state_dict(*args, **kwargs)
             return whole_state(found, self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def parameters_snapshot(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Return the unsharded values of all parameters by name, in fp32, in host memory. All ranks must call it."""
-        with self._context.failing_together("parameters_snapshot"):
+        with self._agreement.failing_together("parameters_snapshot"):
             return snapshot(self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors, such as `state_dict` returns. All ranks must pass the same ones."""
-        with self._context.failing_together("load_state_dict", common=(ShardwellError,)):
+        with self._agreement.failing_together("load_state_dict", common=(ShardwellError,)):
             return load_whole_state(self.module.state_dict(keep_vars=True), state_dict, strict=strict)
 
     def save_checkpoint(

@@ -30,7 +30,7 @@ from shardwell.engine.persistence import persistent_in
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
-from shardwell.errors import ConfigError, ShardwellError
+from shardwell.errors import ConfigError, DivergenceError, ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device
 from shardwell.memory.device import default_device
@@ -106,7 +106,7 @@ def initialize(
     meet_for_initialize(model)
     world = world_mesh(where)
     agreement = Agreement(world)
-    with agreement.telling("initialize"):
+    with agreement.failing_together("initialize", common=(DivergenceError,)):
         asked = load(
             source,
             world_size=world.size,
@@ -156,8 +156,8 @@ def _engine(
         lambda one, cuts, trained: _groups(
             one,
             settings,
-            builder.recipe,
-            _places(cuts, settings, builder.recipe, context, offload, trained),
+            builder.factory,
+            _places(cuts, settings, builder.factory, context, offload, trained),
             context,
             trained,
         ),
@@ -199,14 +199,14 @@ def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext)
     limits = PrefetchLimits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     below = [unit.numel for unit in units if unit.resharding_groups and unit.name]
     needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root stays unsharded
-    if context.roles.all.mesh.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
+    if context.roles.all.rank_group.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
         logging.getLogger("shardwell").warning(
             "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
             "since that takes up to %d whole parameters. Raise it to that, or set 0 if this is meant.",
             limits.live,
             needed,
         )
-    num_ranks = context.roles.data.mesh.size
+    num_ranks = context.roles.data.rank_group.size
     paths_differ = settings.shardwell.find_unused_parameters and num_ranks > 1
     scheduler = Scheduler(units, limits, MicroStep(num_ranks, settings.gradient_accumulation_steps or 1, paths_differ))
     add_links(scheduler, context)
@@ -217,7 +217,7 @@ def _ranks_per_loss(settings: Config, shard: Collectives) -> int:
     """Return over how many ranks the residual of quantised gradients is split; 0 if it is not kept."""
     if not (settings.zero_optimization.zero_quantized_gradients and settings.shardwell.codecs.feedback):
         return 0
-    return shard.hops.inside.mesh.size if shard.hops is not None else int(shard.mesh.size > 1)
+    return shard.hops.inside.rank_group.size if shard.hops is not None else int(shard.rank_group.size > 1)
 
 
 def build_units(
@@ -261,12 +261,12 @@ def _groups(
         feedback=own.codecs.feedback,
     )
     groups = []
-    kinds = _kinds(one, settings, recipe, context.roles.data.mesh.size, places.persistent, trained)
+    kinds = _kinds(one, settings, recipe, context.roles.data.rank_group.size, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
         spec = spec_for(
             zero.stage,
             persistent=kind.persistent,
-            num_ranks=context.roles.shard.mesh.size,
+            num_ranks=context.roles.shard.rank_group.size,
             shard_at_world_one=own.shard_at_world_one,
             overrides=overrides.of(kind.precision.compute, kind.trains),
         )
@@ -313,7 +313,7 @@ def _states(
     trained: Set[int] = frozenset(),
 ) -> ModelStates:
     """Return the sizes of the model's states."""
-    num_shards, num_averaged = context.roles.shard.mesh.size, context.roles.data.mesh.size
+    num_shards, num_averaged = context.roles.shard.rank_group.size, context.roles.data.rank_group.size
     units = {
         one.name: {
             kind: sum(member.parameter.numel() for member in members)

@@ -52,10 +52,12 @@ class Join:
         num_with, num_with_nothing = (int(count) for count in counts.tolist())
         if num_with and num_with_nothing:
             raise ShardwellError(
-                f"{num_with_nothing} of {everyone.mesh.size} ranks had no batch at all inside `engine.join()`: they "
-                "have nothing to repeat while the others train. Give each rank one batch at least."
+                f"{num_with_nothing} of {everyone.rank_group.size} ranks had no batch at all inside `engine.join()`: "
+                "they have nothing to repeat while the others train. Give each rank one batch at least."
             )
-        self._engine._scheduler.reducer.average_over(everyone.mesh.size if self._divides_by_all else max(num_with, 1))
+        self._engine._scheduler.reducer.average_over(
+            everyone.rank_group.size if self._divides_by_all else max(num_with, 1)
+        )
         return num_with > 0
 
     def shadow(self) -> None:
@@ -89,7 +91,7 @@ def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]
         raise ShardwellError("engine.join() is open already: one loop over data is inside one of them")
     engine._join = Join(engine, divide_by_initial_world_size)
     try:
-        with engine._context.failing_together("a loop inside engine.join()"):
+        with engine._agreement.failing_together("a loop inside engine.join()"):
             yield
         engine._join.shadow()
     finally:

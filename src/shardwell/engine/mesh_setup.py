@@ -65,9 +65,9 @@ def _check_replicas(settings: Config) -> None:
 def open_nodes(context: EngineContext, settings: Config) -> EngineContext:
     """Return the context with this rank's node, if its ranks hold a secondary shard of the parameters (hpZ)."""
     shard = context.roles.shard
-    if not ranks_per_copy(settings, shard.mesh.size):
+    if not ranks_per_copy(settings, shard.rank_group.size):
         return context
-    roles = replace(context.roles, secondary=shard.over(node_mesh(shard.mesh)))
+    roles = replace(context.roles, secondary=shard.over(node_mesh(shard.rank_group)))
     roles.agreement.cut_links = roles.abort_links
     return replace(context, roles=roles)
 
@@ -82,8 +82,8 @@ def _with_nodes(world: RankGroup, ranks_per_node: int) -> RankGroup:
     """Return the same ranks, with the node size that the configuration sets."""
     if world.rank == 0 and world.local_world_size < world.size and world.local_world_size % ranks_per_node:
         logging.getLogger("shardwell").warning(
-            "zero_optimization.zero_hpz_partition_size %d: some second copies are split over ranks of two nodes, since "
-            "a node has %d. Gathers in backward leave it then; use %d, or a number that divides it.",
+            "zero_optimization.zero_hpz_partition_size %d: some secondary shards are split over ranks of two nodes, "
+            "since a node has %d. All-gathers in backward leave it then; use %d, or a number that divides it.",
             ranks_per_node,
             world.local_world_size,
             world.local_world_size,

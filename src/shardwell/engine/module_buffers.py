@@ -26,7 +26,7 @@ def place_buffers(
         buffer.data = buffer.data.to(context.device.torch_device, dtype if casts else None)
         context.roles.data.broadcast(buffer.data, token=f"SETUP {name}")
     missed = [suffix for suffix in kept if suffix not in found]
-    if dtype is not None and kept_by_user and missed and context.roles.all.mesh.rank == 0:
+    if dtype is not None and kept_by_user and missed and context.roles.all.rank_group.rank == 0:
         known = ", ".join(name for name, buffer in model.named_buffers() if buffer.is_floating_point()) or "none"
         logging.getLogger("shardwell").warning(
             "shardwell.keep_fp32_buffers: no buffer's name ends with %s; the floating ones are: %s",

@@ -21,13 +21,13 @@ def uses_offload(settings: Config) -> bool:
     return not is_on_device or (own.commit, own.moments, own.gradients) not in _WITHOUT_OFFLOAD
 
 
-def plan_states(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
+def plan_states(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Return where the states of all units are stored; raise if they do not fit there."""
     if not uses_offload(settings):
         return OffloadPlan.on_device(states)
     from shardwell.offload.plan import plan_offload
 
-    return plan_offload(states, cuts, settings, context)
+    return plan_offload(states, specs, settings, context)
 
 
 def with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -> EngineContext:
@@ -41,7 +41,9 @@ def with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -
         return context
     from shardwell.offload.storage import OffloadTiers
 
-    tiers = OffloadTiers(context.device, context.memory_stats, context.temporary, context.roles.shard.mesh.size, disk)
+    tiers = OffloadTiers(
+        context.device, context.memory_stats, context.temporary, context.roles.shard.rank_group.size, disk
+    )
     if disk is not None:
         disk.tell = context.roles.agreement.fail  # otherwise the other ranks would wait for what this rank cannot read
     block = settings.zero_optimization.offload_param
@@ -64,8 +66,8 @@ def add_links(scheduler: Scheduler, context: EngineContext) -> None:
     if context.tiers is not None:
         from shardwell.offload.prefetch import offload_links
 
-        num_ranks, buffers = context.roles.shard.mesh.size, context.tiers.read_buffers
-        scheduler.prefetch_links += offload_links(scheduler.prefetch_budget, num_ranks, buffers, scheduler.record)
+        num_ranks, buffers = context.roles.shard.rank_group.size, context.tiers.read_buffers
+        scheduler.prefetch.links += offload_links(scheduler.prefetch.budget, num_ranks, buffers, scheduler.record)
 
 
 def move_up(before: OffloadPlan, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:

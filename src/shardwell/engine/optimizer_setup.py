@@ -1,4 +1,4 @@
-"""The optimizer of an engine, and the choice of who performs its updates."""
+"""The optimizer of an engine, and the choice of the executor that performs its updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwell.sharding.spec import CommitPolicy
 
 
 def make_optimizer(
-    recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
+    factory: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
 ) -> ShardedOptimizer:
     """Return the optimizer of an engine, connected with its scheduler and its units."""
     settings = engine.config
@@ -27,22 +27,22 @@ def make_optimizer(
         settings.zero_optimization.offload_optimizer.buffer_count,
         settings.shardwell.moments == "8bit",
     )
-    executor = _executor(recipe, scheduler, context, options)
-    optimizer = ShardedOptimizer(recipe, executor, context, options, scheduler)
+    executor = _executor(factory, scheduler, context, options)
+    optimizer = ShardedOptimizer(factory, executor, context, options, scheduler)
     optimizer.trainer = weakref.ref(engine)
-    if recipe.given is not None:
-        redirect(recipe.given, engine)
+    if factory.given is not None:
+        redirect(factory.given, engine)
     for owner in (unit.owner for unit in scheduler.units if unit.owner is not None):
         owner.optimizer = weakref.proxy(optimizer)
     return optimizer
 
 
 def _executor(
-    recipe: OptimizerFactory, scheduler: Scheduler, context: EngineContext, options: StepOptions
+    factory: OptimizerFactory, scheduler: Scheduler, context: EngineContext, options: StepOptions
 ) -> UpdateExecutor:
-    """Choose who performs updates, and connect it with the scheduler."""
+    """Choose the executor that performs updates, and connect it with the scheduler."""
     units = [unit for unit in scheduler.units if unit.trainable]
-    inner, slices = make_inner(recipe, units, context.roles.shard)
+    inner, slices = make_inner(factory, units, context.roles.shard)
     rows = {group.spec for unit in scheduler.units for group in unit.groups}
     is_plain = all(spec.optimizer.tier is Tier.DEVICE and spec.commit is CommitPolicy.AFTER_NORM for spec in rows)
     if is_plain and not options.eight_bit_moments:  # these are for the host

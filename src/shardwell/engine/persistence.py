@@ -9,12 +9,12 @@ _SMALL = 100_000  # elements: larger parameters are worth an all-gather in any m
 _SHARE = 0.01  # of a model: what small parameters may cost in all if the configuration sets no bound
 
 
-def persistent_in(cuts: list[UnitSpec], zero: ZeroConfig) -> set[int]:
+def persistent_in(specs: list[UnitSpec], zero: ZeroConfig) -> set[int]:
     """Return the ids of persistent parameters, smallest first while their sum is below the model's threshold.
 
     "auto" has a bound of its own: a small model consists of small parameters, and none of it would be sharded.
     """
-    parameters = sorted((p for one in cuts for _, p in one.parameters), key=lambda p: p.numel())
+    parameters = sorted((p for one in specs for _, p in one.parameters), key=lambda p: p.numel())
     threshold, most = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
     bounds = [] if most is None else [most]
     if isinstance(threshold, str):

@@ -22,7 +22,7 @@ from shardwell.sharding.model_states import OffloadPlan
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
-_UNTIL = "gradients and second copies until the step"
+_UNTIL = "gradients and secondary shards until the step"
 _ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
 
 
@@ -51,11 +51,11 @@ def _notes(engine: Engine, given: UserArguments) -> Iterator[Note]:
     yield from remarks(config)
     yield from _numbers_left_open(engine)
     if offload.states.formula.num_ranks == 1 and config.zero_optimization.stage:
-        yield Note(f"one rank: stage {config.zero_optimization.stage} has nobody to split with")
-    yield from _whole(engine)
+        yield Note(f"one rank: stage {config.zero_optimization.stage} has no other rank to shard over")
+    yield from _unsharded(engine)
     yield from _narrow(engine)
     yield from _unreached(config, offload)
-    yield _resting(engine.memory(), offload)
+    yield _stored(engine.memory(), offload)
     if offload.commits or config.shardwell.placement == "auto":
         yield Note(str(offload))
 
@@ -83,8 +83,8 @@ def _numbers_left_open(engine: Engine) -> Iterator[Note]:
         yield Note(f"optimizer: {', '.join(f'{name} {group.get(name)}' for name in names)}", hurts=True)
 
 
-def _whole(engine: Engine) -> Iterator[Note]:
-    """Report what is not sharded at stage 3 because it is small."""
+def _unsharded(engine: Engine) -> Iterator[Note]:
+    """Report the parameters that are not sharded at stage 3 because they are small."""
     zero = engine.config.zero_optimization
     units = engine.offload.states.units
     if zero.stage != 3:
@@ -96,14 +96,14 @@ def _whole(engine: Engine) -> Iterator[Note]:
     key, threshold = "stage3_param_persistence_threshold", zero.stage3_param_persistence_threshold
     if sizes[True] and not sizes[False]:
         yield Note(
-            f"stage 3, but all parameters are below {key} {threshold}: they stay whole on every rank and nothing is "
-            "gathered. Lower it, or remove it",
+            f"stage 3, but all parameters are below {key} {threshold}: they stay unsharded on every rank, and nothing "
+            "is all-gathered. Lower it, or remove it",
             hurts=True,
         )
     elif sizes[True]:
         share = 100 * sizes[True] / sizes.total()
         yield Note(
-            f"small parameters ({sizes[True]:,} elements, {share:.2g}% of the model) stay whole on every rank, as "
+            f"small parameters ({sizes[True]:,} elements, {share:.2g}% of the model) stay unsharded on every rank, as "
             f"{key} {threshold} says"
         )
 
@@ -128,9 +128,9 @@ def _unreached(config: Config, offload: OffloadPlan) -> Iterator[Note]:
         held = sum(offload.states.shares().values())
         if not any(place.parameters is Tier.DISK for place in places):
             yield Note(
-                f'offload_param.device is "nvme", but no parameter rests on disk: offload_param.max_in_cpu keeps up to '
-                f"{param.max_in_cpu:,} elements of each rank on the host, and this one has {held:,}. Set it to 0 for "
-                "all on disk",
+                'offload_param.device is "nvme", but no parameter is stored on disk: offload_param.max_in_cpu keeps '
+                f"up to {param.max_in_cpu:,} elements of each rank on the host, and this one has {held:,}. Set it to 0 "
+                "for all on disk",
                 hurts=True,
             )
         elif any(place.parameters is Tier.HOST for place in places):
@@ -140,7 +140,7 @@ def _unreached(config: Config, offload: OffloadPlan) -> Iterator[Note]:
             )
 
 
-def _resting(memory: MemoryReport, offload: OffloadPlan) -> Note:
+def _stored(memory: MemoryReport, offload: OffloadPlan) -> Note:
     """Report where every byte is stored."""
     sizes: Counter[tuple[str, Tier]] = Counter()
     names = {StateKind.PARAMETERS: "parameters", StateKind.OPTIMIZER: "optimizer state"}
@@ -153,7 +153,7 @@ def _resting(memory: MemoryReport, offload: OffloadPlan) -> Note:
             row = formula.spec(kind, offload.places[name])
             own = formula.share(numel) if row.optimizer.axis is not None else numel
             sizes["optimizer state", row.optimizer.tier] += formula.moments(own, kind, row.optimizer.tier) * kind.trains
-            waiting = formula.needs(kind, numel, offload.places[name]) - formula.at_rest(
+            waiting = formula.needs(kind, numel, offload.places[name]) - formula.stored_bytes(
                 kind, numel, offload.places[name]
             )
             for tier, size in waiting.items():

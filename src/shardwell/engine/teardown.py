@@ -43,7 +43,7 @@ class ModelBefore:
         scheduler.reducer.forget()
         if is_whole:
             scheduler.end_retention()
-            with context.failing_together("destroy"):
+            with context.roles.agreement.failing_together("destroy"):
                 self._give_back(model, scheduler.units, optimizer, context)
             scheduler.adopt_units([])
         if optimizer is not None:

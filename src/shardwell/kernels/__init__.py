@@ -68,16 +68,16 @@ class KernelInfo:
         return f"compiled, {self.isa}" if self.native else f"torch operations ({self.reason})"
 
 
-def update(rule: Rule, stretch: UpdateArgs, threads: int | None = None) -> None:
-    """Apply one step. No other code may use the tensors of `stretch` until the call returns; no lock is held."""
-    if isinstance(stretch.state, Moments8bitArgs):
+def update(rule: Rule, args: UpdateArgs, threads: int | None = None) -> None:
+    """Apply one step. No other code may use the tensors of `args` until the call returns; no lock is held."""
+    if isinstance(args.state, Moments8bitArgs):
         if not isinstance(rule, AdamRule):
             raise ShardwellError(f"{type(rule).__name__}: found 8-bit moments, which only Adam has")
-    elif len(stretch.state) != rule.num_states:
+    elif len(args.state) != rule.num_states:
         raise ShardwellError(
-            f"{type(rule).__name__}: found {len(stretch.state)} tensors of state, expected {rule.num_states}"
+            f"{type(rule).__name__}: found {len(args.state)} tensors of state, expected {rule.num_states}"
         )
-    _chosen()[0].update(rule, stretch, _threads(threads))
+    _chosen()[0].update(rule, args, _threads(threads))
 
 
 def add(

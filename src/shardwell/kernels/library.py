@@ -134,9 +134,9 @@ class Library:
     def isa(self) -> str:
         return ISAS[self._isa]
 
-    def update(self, rule: Rule, stretch: UpdateArgs, threads: int) -> None:
+    def update(self, rule: Rule, args: UpdateArgs, threads: int) -> None:
         function = getattr(self._library, _FUNCTIONS[type(rule)])
-        call, numbers = _lowered(stretch), rule.numbers()
+        call, numbers = _lowered(args), rule.numbers()
         function(ctypes.byref(call), ctypes.byref(numbers), self._isa, threads)
 
     def add(self, total: Tensor, gradient: Tensor, factor: float, fresh: bool, threads: int) -> None:
@@ -174,13 +174,13 @@ def find(folders: Iterable[str]) -> Path:
     raise UnusableLibraryError(f"{NAME} was not built: install shardwell again where there is a C++ compiler")
 
 
-def _lowered(stretch: UpdateArgs) -> _UpdateArgs:
-    call = _UpdateArgs(numel=stretch.numel, factor=stretch.factor, seed=stretch.seed & 0xFFFFFFFF)
-    call.gradient, call.gradient_type = stretch.gradient.data_ptr(), _NUMBERS[stretch.gradient.dtype]
-    in_place = OutOfPlaceState(stretch.master, stretch.state)
-    call.old, call.now = _slot(in_place), _slot(stretch.new or in_place)
-    if stretch.out is not None:
-        call.out, call.out_type = stretch.out.data_ptr(), _NUMBERS[stretch.out.dtype]
+def _lowered(args: UpdateArgs) -> _UpdateArgs:
+    call = _UpdateArgs(numel=args.numel, factor=args.factor, seed=args.seed & 0xFFFFFFFF)
+    call.gradient, call.gradient_type = args.gradient.data_ptr(), _NUMBERS[args.gradient.dtype]
+    in_place = OutOfPlaceState(args.master, args.state)
+    call.old, call.now = _slot(in_place), _slot(args.new or in_place)
+    if args.out is not None:
+        call.out, call.out_type = args.out.data_ptr(), _NUMBERS[args.out.dtype]
     return call
 
 

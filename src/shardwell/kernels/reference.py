@@ -42,12 +42,12 @@ class Reference:
     isa = "torch"
 
     @torch.no_grad()
-    def update(self, rule: Rule, stretch: UpdateArgs, threads: int) -> None:
-        if stretch.new is not None:
-            _copy(stretch.master, stretch.state, stretch.new)
-            stretch = replace(stretch, master=stretch.new.master, state=stretch.new.state, new=None)
-        for span in _chunks(stretch.numel):
-            _update(rule, stretch, span)
+    def update(self, rule: Rule, args: UpdateArgs, threads: int) -> None:
+        if args.new is not None:
+            _copy(args.master, args.state, args.new)
+            args = replace(args, master=args.new.master, state=args.new.state, new=None)
+        for span in _chunks(args.numel):
+            _update(rule, args, span)
 
     @torch.no_grad()
     def add(self, total: Tensor, gradient: Tensor, factor: float, fresh: bool, threads: int) -> None:
@@ -82,24 +82,24 @@ def _tensors(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8b
     ]
 
 
-def _update(rule: Rule, stretch: UpdateArgs, span: slice) -> None:
-    gradient = stretch.gradient[span].float() * stretch.factor
-    halves = stretch.master
+def _update(rule: Rule, args: UpdateArgs, span: slice) -> None:
+    gradient = args.gradient[span].float() * args.factor
+    halves = args.master
     if isinstance(halves, SplitMaster):
         master = rounding.join(halves.high[span], halves.low[span], torch.empty_like(gradient))
     else:
         master = halves[span]
-    if isinstance(stretch.state, Moments8bitArgs):
+    if isinstance(args.state, Moments8bitArgs):
         assert isinstance(rule, AdamRule)
-        first, second = moments8.decode(stretch.state, span)
+        first, second = moments8.decode(args.state, span)
         _adam(rule.numbers(), master, gradient, first, second)
-        moments8.encode(stretch.state, span, first, second, stretch.seed)
+        moments8.encode(args.state, span, first, second, args.seed)
     else:
-        _apply(rule, master, gradient, [state[span] for state in stretch.state])
+        _apply(rule, master, gradient, [state[span] for state in args.state])
     if isinstance(halves, SplitMaster):
         rounding.split(master, halves.high[span], halves.low[span])
-    if stretch.out is not None:
-        rounding.narrow(master, stretch.out[span])
+    if args.out is not None:
+        rounding.narrow(master, args.out[span])
 
 
 def _apply(rule: Rule, master: Tensor, gradient: Tensor, state: list[Tensor]) -> None:

@@ -23,8 +23,8 @@ from shardwell.memory.device import AsyncScalar
 from shardwell.offload.loop_observer import StepBeginning
 from shardwell.offload.speculation import Options, are_same, hyperparameters_of
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
+from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
-from shardwell.sharding.unit import PendingUpdate
 
 STEPS_TO_LEARN = 3
 _KEY = '"shardwell": {"commit": "after_norm"}'
@@ -34,7 +34,7 @@ class CommitPhase(enum.Enum):
     """The phases of the "auto" commit policy."""
 
     LEARNING = "updates wait for the norm, and steps are watched"
-    AT_ONCE = "updates go at once, and whoever could tell gets an error"
+    AT_ONCE = "updates are applied immediately, and code that could notice gets an error"
     AFTER_NORM = "updates wait for the norm, for good"
 
 
@@ -111,12 +111,12 @@ class AutoCommit:
 
     def leave(self, unit: Unit) -> None:
         """Stop watching a unit."""
-        unit.is_watched = False
+        unit.updates.is_watched = False
         self._groups.pop(unit.index, None)
         self._begun.pop(unit.index, None)
 
     def _apply(self, unit: Unit, groups: list[ShardedGroup]) -> None:
-        unit.is_watched = self.phase is not CommitPhase.AFTER_NORM
+        unit.updates.is_watched = self.phase is not CommitPhase.AFTER_NORM
         for group in groups:
             group.commit_by(CommitPolicy.IMMEDIATE if self.phase is CommitPhase.AT_ONCE else CommitPolicy.AFTER_NORM)
 
@@ -251,6 +251,6 @@ class AutoCommit:
         self._log(level, f"updates wait for the norm from now on, because {self._conflict}; after")
 
     def _log(self, level: int, what: str) -> None:
-        if self._context.roles.all.mesh.rank == 0:
+        if self._context.roles.all.rank_group.rank == 0:
             text = '"commit": "auto": %s a backward and its step in %d steps'
             logging.getLogger("shardwell").log(level, text, what, self._num_plain)

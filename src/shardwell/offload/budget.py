@@ -32,7 +32,8 @@ def tier_budgets(
     must be there, unless the user says otherwise. These bytes, and the `unsharded` ones of the unit that computes, are
     not free on the host then.
     """
-    budget, device, local_world_size = config.shardwell.memory, context.device, context.roles.all.mesh.local_world_size
+    budget, device = config.shardwell.memory, context.device
+    local_world_size = context.roles.all.rank_group.local_world_size
     held = held_bytes(parameters, device)
     above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
     available = free_host_bytes(local_world_size) * budget.host
@@ -57,11 +58,11 @@ def held_bytes(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Ti
     """Return the bytes per tier of parameters that are in no unit yet."""
     found: Counter[Tier] = Counter()
     for parameter in parameters:
-        keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
-        if isinstance(keeper, InitParameter):
-            tier, size = keeper.at_rest
+        owner = released.owner_of(parameter) if released.is_owned(parameter) else None
+        if isinstance(owner, InitParameter):
+            tier, size = owner.tier_and_bytes
             found[tier if device.is_cuda or tier is Tier.DISK else Tier.HOST] += size
-        elif keeper is None and not parameter.is_meta:
+        elif owner is None and not parameter.is_meta:
             found[Tier.DEVICE if parameter.is_cuda else Tier.HOST] += parameter.nbytes
     return found
 

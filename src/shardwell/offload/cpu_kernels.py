@@ -70,8 +70,8 @@ class HostKernel:
         narrow = out if out.dtype.itemsize == 2 else None
         new = kernels.OutOfPlaceState(spare.master[span], self._kept(spare.state, span)) if spare is not None else None
         kept, seed = self._kept(state, span), _seed(state, span)
-        stretch = kernels.UpdateArgs(gradient[span], master[span], kept, target.factor, narrow, seed, new)
-        kernels.update(rule, stretch, self.threads)
+        args = kernels.UpdateArgs(gradient[span], master[span], kept, target.factor, narrow, seed, new)
+        kernels.update(rule, args, self.threads)
         stepped = (master if spare is None else spare.master)[span]
         if narrow is None and out.data_ptr() != stepped.data_ptr():
             out.copy_(stepped)

@@ -32,7 +32,7 @@ _REMEDIES = {
     errno.ENOENT: "mount the drive, or make the directory",
     errno.ENOTDIR: "name a directory",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    ENDED_EARLY: "the file was cut while it was in use: use a path that nobody else changes",
+    ENDED_EARLY: "the file was cut while it was in use: use a path that no other program changes",
 }
 _LOOK = "look for the drive in the kernel's log (dmesg), and use another path"
 
@@ -41,7 +41,7 @@ def disk_error(path: Path, doing: str, error: int) -> ShardwellError:
     """Return an error that says what failed where, what is free there, and what to do."""
     reason = "fewer bytes moved than were asked for" if error == ENDED_EARLY else os.strerror(error)
     free = free_bytes(path)
-    found = "what is free there cannot be told" if free is None else f"{human(free)} are free there"
+    found = "the free space there is unknown" if free is None else f"{human(free)} are free there"
     return ShardwellError(f"{path}: {doing} failed ({reason}); {found}; {_REMEDIES.get(error, _LOOK)}")
 
 
@@ -168,7 +168,7 @@ def _tell(path: Path, is_direct: bool) -> None:
         return
     _told.add(path)
     if kind in _MEMORY_FILE_SYSTEMS:
-        warnings.warn(f"{path}: what is kept here is in memory, not on a disk ({kind}); use another path", stacklevel=5)
+        warnings.warn(f"{path}: files here are kept in memory, not on a disk ({kind}); use another path", stacklevel=5)
     else:
         warnings.warn(
             f"{path}: the file system ({kind}) cannot go around the page cache; reads and writes go through it",

@@ -23,8 +23,8 @@ from shardwell.optim.grad_norm import norm_of, sum_of_squares
 from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices
 from shardwell.sharding import EngineContext, Unit
+from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
-from shardwell.sharding.unit import PendingUpdate
 
 Norm = Tensor | Callable[[], float]  # or a function that waits for it
 
@@ -39,7 +39,7 @@ def commit_of(unit: Unit) -> CommitPolicy:
 
 def has_all_gradients(unit: Unit) -> bool:
     """Return whether this rank has all gradients of a unit that the boundary brings."""
-    return not unit.in_backward and all(group.gradients.is_complete for group in unit.trainable)
+    return not unit.use.in_backward and all(group.gradients.is_complete for group in unit.trainable)
 
 
 class EarlyExecutor(InlineExecutor):
@@ -249,7 +249,7 @@ class UnpublishedUnits:
         if self._auto.watch(unit, pending, is_complete=is_complete):
             if commit is CommitPolicy.IMMEDIATE:
                 self._note(unit)
-                unit.is_ahead = True
+                unit.updates.is_ahead = True
         elif commit is CommitPolicy.SPECULATIVE and self._queue is not None:
             self._note(unit)
             unit.await_update(Revocable(unit, self.revoke), hides=True)
@@ -267,7 +267,7 @@ class UnpublishedUnits:
     def add(self, unit: Unit) -> None:
         """Note an update that has begun: reads wait for it, and the secondary shard of old values is dropped."""
         self._note(unit)
-        unit.is_ahead = True
+        unit.updates.is_ahead = True
         unit.await_update(PublishAfter(unit, self._pending(unit)))
 
     def _note(self, unit: Unit) -> None:
@@ -278,7 +278,7 @@ class UnpublishedUnits:
     def remove(self, unit: Unit) -> None:
         """Remove a unit that the caller publishes now."""
         if self._units.pop(unit.index, None) is not None:
-            unit.is_ahead = False
+            unit.updates.is_ahead = False
             unit.await_update(None)
 
     def give_up(self, *, together: bool) -> None:
@@ -289,7 +289,7 @@ class UnpublishedUnits:
         """
         units, self._units = self._units, {}
         for unit in units.values():
-            unit.is_ahead = False
+            unit.updates.is_ahead = False
             if self._queue is not None:
                 self._queue.give_up(unit)
             pending = self._pending(unit)

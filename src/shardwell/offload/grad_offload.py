@@ -55,7 +55,7 @@ class GradientOffloader:
             sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
         )
         self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to copy to the host before they are updated
-        self._copier = Worker("shardwell porter", gate=self._ahead)
+        self._copier = Worker("shardwell gradient copies", gate=self._ahead)
         self._throttle = ByteThrottle(max(2 * self.largest, int(_THROTTLE_SHARE * context.device.capacity_bytes())))
         self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the copy thread
         self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: gradients to be added
@@ -286,7 +286,7 @@ class GradientOffloader:
 
     def _total_of(self, group: ShardedGroup) -> Tensor:
         if group not in self._totals:
-            self._totals[group] = torch.empty(group.own[1] - group.own[0], dtype=torch.float32, device="cpu")
+            self._totals[group] = torch.empty(group.local_numel, dtype=torch.float32, device="cpu")
             size = self._totals[group].numel() * 4
             self._context.memory_stats.add(StateKind.GRADIENTS, group.unit, Tier.HOST, size)
         return self._totals[group]
@@ -349,7 +349,7 @@ def _sizes(gradients: dict[ShardedGroup, Tensor]) -> list[int]:
 
 def _param_bytes(group: ShardedGroup) -> int:
     """Return the bytes of this rank's part in the compute dtype."""
-    return aligned_size((group.own[1] - group.own[0]) * group.precision.compute.itemsize)
+    return aligned_size((group.local_numel) * group.precision.compute.itemsize)
 
 
 def aligned_size(num_bytes: int) -> int:

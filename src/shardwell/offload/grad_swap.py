@@ -175,7 +175,7 @@ class GradientSwapper:
 
 def _tensor(before: Tensor | None, group: ShardedGroup, dtype: torch.dtype) -> Tensor:
     """Return the same tensor as before if it fits, or one that has no memory yet."""
-    numel = group.own[1] - group.own[0]
+    numel = group.local_numel
     if before is not None and before.dtype is dtype and before.numel() == numel:
         return before
     return torch.zeros(1, dtype=dtype, device="cpu").expand(numel)

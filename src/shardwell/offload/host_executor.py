@@ -29,8 +29,8 @@ from shardwell.optim.grad_norm import norm_of, sum_of_squares
 from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, scalar_state
 from shardwell.sharding import EngineContext, Unit
+from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
-from shardwell.sharding.unit import PendingUpdate
 
 
 def make_executor(
@@ -63,7 +63,7 @@ def host_updates(
     if not mine:
         if eight_bits and any(unit.trainable for unit in units):
             warnings.warn(
-                'shardwell.moments "8bit" has no effect: no optimizer state rests on the host or on disk. Is '
+                'shardwell.moments "8bit" has no effect: no optimizer state is stored on the host or on disk. Is '
                 "offload_optimizer.ratio 0, or is there room on the device?",
                 stacklevel=2,
             )
@@ -265,7 +265,7 @@ class HostExecutor:
 
     def state(self, unit: Unit, *, changes: bool) -> contextlib.AbstractContextManager[None]:
         store = self.queue.store
-        return contextlib.nullcontext() if store is None else store.opened(unit, changes=changes)
+        return contextlib.nullcontext() if store is None else store.swapped_in(unit, changes=changes)
 
     def pack_state(self, shard: ParamSlice, state: dict[str, Any]) -> dict[str, Any]:
         return self.queue.kernel.pack_state(state) if shard.group.is_stepped_on_host else state
@@ -311,7 +311,7 @@ class HostExecutor:
         """Return the bytes that a unit needs on the device: master weights, moments, and gradients that wait."""
         groups = [group for group in unit.trainable if group.is_stepped_on_host]
         per_element = 4 * (1 + len(self.queue.kernel.keys))
-        return sum((g.own[1] - g.own[0]) * (per_element + g.precision.compute.itemsize) for g in groups)
+        return sum((g.local_numel) * (per_element + g.precision.compute.itemsize) for g in groups)
 
     @torch.no_grad()
     def _move_up(self, unit: Unit) -> None:

@@ -354,8 +354,8 @@ class HostUpdateQueue:
         gradients, unless those are still needed or have another size.
         """
         dtypes = [shard.group.precision.compute for shard in job.shards]
-        if not any(shard.group.at_rest.is_cuda for shard in job.shards):
-            return [shard.group.at_rest[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
+        if not any(shard.group.storage.parameters.is_cuda for shard in job.shards):
+            return [shard.group.storage.parameters[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
         gradients = [job.gradient(shard) for shard in job.shards]
         same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(gradients, dtypes, strict=True))
         if job.assumed is None and same_size and not job.added and job.transfer.swapped is None:
@@ -468,8 +468,8 @@ def _master(shard: ParamSlice) -> Tensor | kernels.SplitMaster:
     if shard.group.split_master is None:
         return shard.tensor
     high, low = shard.group.split_master
-    stretch = slice(shard.start, shard.start + shard.tensor.numel())
-    return kernels.SplitMaster(high[stretch], low[stretch])
+    span = slice(shard.start, shard.start + shard.tensor.numel())
+    return kernels.SplitMaster(high[span], low[span])
 
 
 def _chunks(numel: int) -> Iterator[slice]:

@@ -34,7 +34,7 @@ from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, is_elementwise
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 
-FEWEST_SEATS = 3  # one to read into, one to update, one to write from
+FEWEST_BUFFERS = 3  # one to read into, one to update, one to write from
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class OptimizerSwapper:
     ) -> None:
         self._tier, self._inner, self._shards, self._context = tier, inner, shards, context
         self._by_unit: dict[int, SwappedTensors] = {}  # by unit
-        self._num_buffers = max(FEWEST_SEATS, num_buffers)
+        self._num_buffers = max(FEWEST_BUFFERS, num_buffers)
         self._buffers = StagingPool(AlignedAllocator(context.device, context.memory_stats), self._num_buffers, 0)
         self.free_buffers = threading.Semaphore(self._num_buffers)
         self._ready: dict[int, UpdateBuffer] = {}  # by unit: buffers that were filled ahead
@@ -90,13 +90,13 @@ class OptimizerSwapper:
     def copies(self, units: Iterable[Unit]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield each stepped tensor with a copy of its state, for all state on disk."""
         for unit in units:
-            with self.opened(unit, changes=False):
+            with self.swapped_in(unit, changes=False):
                 for shard in self._shards.of(unit):
                     if swapped_masters(shard.group) is not None and shard.tensor in self._inner.state:
                         yield shard.tensor, _copied(self._inner.state[shard.tensor])
 
     @contextlib.contextmanager
-    def opened(self, unit: Unit, *, changes: bool) -> Iterator[None]:
+    def swapped_in(self, unit: Unit, *, changes: bool) -> Iterator[None]:
         """Return a context in which a unit's state is in memory. It may be nested."""
         if not self.has(unit):
             yield
@@ -152,7 +152,7 @@ class OptimizerSwapper:
         """Size the update buffers for the largest of these units, with its state."""
 
         def size(group: ShardedGroup) -> int:
-            numel = group.own[1] - group.own[0] if swapped_masters(group) is not None else 0
+            numel = group.local_numel if swapped_masters(group) is not None else 0
             state = [numel, Moment8bit.num_blocks(numel)] if kernel.eight_bits else [4 * numel]
             parameters = sum(swapped.num_bytes for swapped in swapped_tensors(group))
             return parameters + len(kernel.keys) * sum(rounded(part) for part in state)
@@ -280,7 +280,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 def _all_of(group: ShardedGroup, shards: list[ParamSlice]) -> bool:
     """Return whether shards are all that this rank has of a group, including padding."""
-    return sum(shard.tensor.numel() for shard in shards if shard.group is group) == group.own[1] - group.own[0]
+    return sum(shard.tensor.numel() for shard in shards if shard.group is group) == group.local_numel
 
 
 def blank(state: dict[str, Any], shard: ParamSlice) -> dict[str, Any]:

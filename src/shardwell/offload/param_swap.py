@@ -79,19 +79,19 @@ class ReadBuffers:
 
 
 class SwappedShard:
-    """One tensor on disk. Only one thread may use it at a time; its `chest` may be used by several."""
+    """One tensor on disk. Only one thread may use it at a time; its `swapped` tensors may be used by several."""
 
-    def __init__(self, pages: ReadBuffers, swapped: SwappedTensors) -> None:
+    def __init__(self, buffers: ReadBuffers, swapped: SwappedTensors) -> None:
         self.swapped = swapped
-        self._pages = pages
+        self._buffers = buffers
         self._coming: tuple[Tensor, list[DiskTransfer]] | None = None
 
     def expect(self) -> bool:
         """Start to read it ahead, if a slot is free and the tensor is neither in use nor still being written."""
-        if self._coming is not None or not self._pages.has_room or self.swapped.is_busy:
+        if self._coming is not None or not self._buffers.has_room or self.swapped.is_busy:
             return False
         self._coming = self._begin()
-        self._pages.num_ahead += 1
+        self._buffers.num_ahead += 1
         return True
 
     @property
@@ -100,25 +100,25 @@ class SwappedShard:
         return self._coming is not None and all(transfer.has_succeeded for transfer in self._coming[1])
 
     def _begin(self) -> tuple[Tensor, list[DiskTransfer]]:
-        slot = self._pages.slots.take(self.swapped.num_bytes)
+        slot = self._buffers.slots.take(self.swapped.num_bytes)
         try:
             return slot, self.swapped.swap_in_to(slot, urgent=True)
         except BaseException:
-            self._pages.slots.give(slot, Event())
+            self._buffers.slots.give(slot, Event())
             raise
 
     def read(self) -> Tensor:
         """Return a slot (1D, bytes) that begins with the contents. The caller gives the slot back with `give`."""
         if self._coming is not None:
             (slot, reads), self._coming = self._coming, None
-            self._pages.num_ahead -= 1
+            self._buffers.num_ahead -= 1
         else:
             slot, reads = self._begin()
         begin = time.monotonic()
         try:
             for transfer in reads:
                 transfer.wait()
-            self._pages.pace.note(max((one.seconds for one in reads), default=0.0), time.monotonic() - begin)
+            self._buffers.pace.note(max((one.seconds for one in reads), default=0.0), time.monotonic() - begin)
         except BaseException:
             self.give(slot, AllOf(reads))
             raise
@@ -128,13 +128,13 @@ class SwappedShard:
 
     def give(self, slot: Tensor, after: Waitable) -> None:
         """Give a slot back, which is free after the event."""
-        self._pages.slots.give(slot, after)
+        self._buffers.slots.give(slot, after)
 
     def forget(self) -> None:
         """Drop what was read ahead."""
         if self._coming is not None:
             (slot, reads), self._coming = self._coming, None
-            self._pages.num_ahead -= 1
+            self._buffers.num_ahead -= 1
             for transfer in reads:
                 transfer.synchronize()
             self.swapped.swap_out(changed=False)

@@ -1,4 +1,4 @@
-"""The plan of what is stored on the host or on disk, when its updates commit, and whether it fits there."""
+"""The plan of the state that is stored on the host or on disk: its tiers, its commit policies, whether it fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwell.offload.budget import bytes_by_path, held_bytes, tier_budgets
 from shardwell.offload.disk import AioSettings, DiskTier
 from shardwell.offload.disk_file import free_bytes
 from shardwell.offload.grad_swap import NUM_SLOTS
-from shardwell.offload.optimizer_swap import FEWEST_SEATS
+from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.offload.placement import plan, table, tier_ladder
 from shardwell.optim import ShardedOptimizer
 from shardwell.parallel.mesh import RankGroup
@@ -87,27 +87,27 @@ def _check_reach(settings: Config) -> None:
         )
 
 
-def plan_offload(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
+def plan_offload(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Return the plan; raise before anything is allocated if it does not fit into host memory or on disk."""
     _check_reach(settings)
     if settings.shardwell.placement == "auto":
-        return _plan_places(states, cuts, settings, context)
-    return _plan_as_asked(states, cuts, settings, context)
+        return _plan_places(states, specs, settings, context)
+    return _plan_as_asked(states, specs, settings, context)
 
 
-def _plan_places(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
+def _plan_places(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Place the units on the highest tiers that have room."""
     rungs = _rungs(settings)
     needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
     buffers = [_buffers(states, rung, settings, context.device) for rung in rungs]
     floor = sum(unit[-1][Tier.DEVICE] for unit in needs)
-    parameters = [parameter for one in cuts for _, parameter in one.parameters]
+    parameters = [parameter for one in specs for _, parameter in one.parameters]
     free = tier_budgets(settings, context, parameters, _paths(settings), floor, states.largest_unsharded())
     found = plan(needs, buffers, free)
     if not found.fits(free):
         raise ShardwellError(
             f"the model does not fit where shardwell.placement may put it. Needed on each of "
-            f"{context.roles.all.mesh.size} rank(s): {table(found.needed, free)}. "
+            f"{context.roles.all.rank_group.size} rank(s): {table(found.needed, free)}. "
             f"{_remedy(found.needed, free, settings)}"
         )
     places = {name: rungs[rung] for name, rung in zip(states.units, found.rungs, strict=True)}
@@ -138,10 +138,10 @@ def _buffers(states: ModelStates, deep: TierPlacement, settings: Config, device:
     slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
     size = slots * max((states.sent(name, deep) for name in units), default=0)
     if deep.optimizer is Tier.DISK:
-        seats = max(FEWEST_SEATS, zero.offload_optimizer.buffer_count)
-        size += seats * max((states.stepped(name, deep) for name in units), default=0)
+        num_buffers = max(FEWEST_BUFFERS, zero.offload_optimizer.buffer_count)
+        size += num_buffers * max((states.stepped(name, deep) for name in units), default=0)
         if deep.gradients is Tier.DISK:
-            size += (seats + NUM_SLOTS) * max((states.waiting(name, deep) for name in units), default=0)
+            size += (num_buffers + NUM_SLOTS) * max((states.waiting(name, deep) for name in units), default=0)
     if deep.parameters is Tier.DISK:
         size += zero.offload_param.buffer_count * max((states.held(name) for name in units), default=0)
     return Counter({Tier.HOST: size})
@@ -165,16 +165,16 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
     return text[0].upper() + text[1:]
 
 
-def _plan_as_asked(states: ModelStates, cuts: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
+def _plan_as_asked(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Place a share of the units where the offload blocks say."""
-    mesh, device = context.roles.all.mesh, context.device
+    mesh, device = context.roles.all.rank_group, context.device
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
     buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
     needed = total(states.needs(name, place) for name, place in places.items())
     available = free_host_bytes(mesh.local_world_size) / mesh.local_world_size
     if not device.has_device_memory:  # what is on the device takes of the same memory, and so do activations
-        parameters = [parameter for one in cuts for _, parameter in one.parameters]
+        parameters = [parameter for one in specs for _, parameter in one.parameters]
         more = needed[Tier.DEVICE] + states.largest_unsharded() - held_bytes(parameters, device)[Tier.HOST]
         available = max(0.0, min(settings.shardwell.memory.host, 1.0) * available - max(0, more))
     free = {Tier.HOST: available}
@@ -210,7 +210,7 @@ def _with_gradients_above(
 
 
 def _speculating(states: ModelStates, places: dict[str, TierPlacement], below: list[str], free: float) -> set[str]:
-    """Return the units whose speculative state fits into half of what is free."""
+    """Return the units whose speculative state fits into half of the free bytes."""
     sizes = {name: states.stepped(name, places[name]) + states.sent(name, places[name]) for name in below}
     return _that_fit(sizes, _SHARE * free)
 
@@ -222,15 +222,17 @@ class ShortageReport:
     states: ModelStates
     places: dict[str, TierPlacement]
     settings: Config
-    mesh: RankGroup
+    rank_group: RankGroup
 
     def needs(self, num_bytes: int) -> str:
         """Describe the bytes of one rank, for this node and for each parameter."""
         numel = sum(sum(self.states.units[name].values()) for name, place in self.places.items() if place.depth)
-        shares = self.mesh.size if self.settings.zero_optimization.stage else 1
+        shares = self.rank_group.size if self.settings.zero_optimization.stage else 1
         each = f"{num_bytes * shares / max(1, numel):.3g} bytes for each of {numel:,} parameters"
-        here = self.mesh.local_world_size
-        return f"{human(num_bytes * here)} on this node: {each}, over {self.mesh.size} rank(s), {here} of them here"
+        here = self.rank_group.local_world_size
+        return (
+            f"{human(num_bytes * here)} on this node: {each}, over {self.rank_group.size} rank(s), {here} of them here"
+        )
 
     @property
     def ways(self) -> str:
@@ -243,18 +245,18 @@ def _check_host(short: ShortageReport, needed: int, buffers: int, speculates: bo
     if any(place.depth for place in short.places.values()) and needed + buffers > free:
         slower = 'set shardwell.commit to "after_norm", ' if speculates else ""
         raise ShardwellError(
-            f"what rests below the device needs more host memory than there is: {short.needs(needed)}, and "
-            f"{human(buffers)} of buffers for each of those. There is room for "
-            f"{human(free * short.mesh.local_world_size)}. To fit, {slower}{short.ways}"
+            f"state on the host and on disk needs more host memory than there is: {short.needs(needed)}, and "
+            f"{human(buffers)} of staging buffers for each rank here. "
+            f"{human(free * short.rank_group.local_world_size)} may be used. To fit, {slower}{short.ways}"
         )
 
 
 def _check_drives(short: ShortageReport, needed: int) -> None:
-    for path, part in bytes_by_path(needed * short.mesh.local_world_size, _paths(short.settings)):
+    for path, part in bytes_by_path(needed * short.rank_group.local_world_size, _paths(short.settings)):
         found = free_bytes(path)
         if found is not None and part > found:
             raise ShardwellError(
-                f"what rests on disk needs {short.needs(needed)}. {human(part)} of that go to {path}, where "
+                f"state on disk needs {short.needs(needed)}. {human(part)} of it go to {path}, where "
                 f"{human(found)} are free. Free space there, name a path on another drive too, {short.ways}"
             )
 

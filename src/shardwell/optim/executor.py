@@ -1,4 +1,4 @@
-"""Who performs the updates of a step: the seam between the optimizer and offloading.
+"""The executors that perform the updates of a step: the seam between the optimizer and offloading.
 
 `ShardedOptimizer` decides whether a step is taken, and an `UpdateExecutor` takes it. `InlineExecutor` steps all units
 on the current stream once the norm is known. The executors that update earlier, or on the host, are in `offload/`;
@@ -22,7 +22,7 @@ from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, SliceStates
 from shardwell.parallel import Collectives
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.pending_update import PendingUpdate
 
 
 @dataclass(frozen=True)
@@ -111,21 +111,21 @@ class UpdateExecutor(Protocol):
         """Move the state of the first units to the device, as much as fits into `free` bytes; return their names."""
 
 
-def make_inner(recipe: OptimizerFactory, units: Sequence[Unit], comm: Collectives) -> tuple[Optimizer, ParamSlices]:
+def make_inner(factory: OptimizerFactory, units: Sequence[Unit], comm: Collectives) -> tuple[Optimizer, ParamSlices]:
     """Return the inner torch optimizer over this rank's slices of the units' master weights, and the slices."""
     slices = ParamSlices(units, one_per_parameter=False)
-    inner = _made(recipe, slices)
+    inner = _made(factory, slices)
     if needs_full_tensors(inner):  # a tensor must not span several parameters
         slices = ParamSlices(units, one_per_parameter=True)
-        inner = _made(recipe, slices)
+        inner = _made(factory, slices)
         inner.whole = ShardedFullTensors(slices, inner, comm)  # type: ignore[attr-defined]
     inner.state = SliceStates(dict, inner.state)
     return inner, slices
 
 
-def _made(recipe: OptimizerFactory, slices: ParamSlices) -> Optimizer:
-    labels = range(1 + max(recipe.labels.values(), default=0))
-    return recipe.make([[shard.tensor for shard in slices if shard.label == label] for label in labels])
+def _made(factory: OptimizerFactory, slices: ParamSlices) -> Optimizer:
+    labels = range(1 + max(factory.labels.values(), default=0))
+    return factory.make([[shard.tensor for shard in slices if shard.label == label] for label in labels])
 
 
 class InlineExecutor:
@@ -171,7 +171,7 @@ class InlineExecutor:
                 for group in unit.trainable:
                     if group.gradients.result is not None and group not in self.elsewhere:
                         groups.append(group)
-                        stack.enter_context(group.open_master(changes=True))
+                        stack.enter_context(group.storage.open(changes=True))
             if not groups:
                 return
             if self._full_tensors is not None:
@@ -211,7 +211,7 @@ class InlineExecutor:
                 shard.tensor.grad = None
 
     def _step_inner(self) -> None:
-        """Run the inner optimizer's step without its hooks: `StepHooks` runs them once for all chunks."""
+        """Run the inner optimizer's step without its hooks: `ShardedOptimizer` runs them once for all chunks."""
         if self._own_step is not None and not hasattr(self._own_step, "_wrapped_by_lr_sched"):
             self._own_step()
             return

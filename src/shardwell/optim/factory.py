@@ -69,15 +69,15 @@ def factory_for(
     groups = _parameter_groups(model, model_parameters)
     if optimizer is not None:
         kind = Muon if optimizer is torch.optim.Muon else optimizer
-        recipe = replace(_from_factory(kind, groups, device), num_states=_num_states(kind, groups))
-        check_factory(recipe.make, groups, device)
-        return recipe
+        found = replace(_from_factory(kind, groups, device), num_states=_num_states(kind, groups))
+        check_factory(found.make, groups, device)
+        return found
     if block is not None:
         factory, options = by_name(block, device)
         if factory is Muon:
             groups = _groups_for_muon(model, groups, options)
-        recipe = _from_factory(_made(factory, options, block.type), groups, device)
-        return replace(recipe, num_states=_num_states(factory, [options]))
+        found = _from_factory(_made(factory, options, block.type), groups, device)
+        return replace(found, num_states=_num_states(factory, [options]))
     return None
 
 
@@ -195,17 +195,17 @@ def _from_torch_muon(given: torch.optim.Muon) -> OptimizerFactory:
 
     Torch's Muon accepts full matrices only. Schedulers may refer to its parameter groups, so these are kept.
     """
-    recipe = _from_object(given)
+    found = _from_object(given)
 
     def make(shards: list[list[Tensor]]) -> Optimizer:
-        recipe.make(shards)
+        found.make(shards)
         made = Muon([dict(group) for group in given.param_groups])
         for theirs, ours in zip(given.param_groups, made.param_groups, strict=True):
             theirs.update(ours)
         made.param_groups = given.param_groups
         return made
 
-    return OptimizerFactory(recipe.labels, make, is_collective=lambda: True, given=given)
+    return OptimizerFactory(found.labels, make, is_collective=lambda: True, given=given)
 
 
 def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device) -> OptimizerFactory:

@@ -112,7 +112,7 @@ class ShardedFullTensors:
         mine = {self._name(tensor): values.reshape(-1) for tensor, values in parts}
         matrices = list(self._matrices())
         split = [matrix for matrix in matrices if matrix.is_split]
-        swap = _Swap(self._comm, split, balance([_cost(matrix.slot) for matrix in split], self._comm.mesh.size))
+        swap = _Swap(self._comm, split, balance([_cost(matrix.slot) for matrix in split], self._comm.rank_group.size))
         wholes = swap.collect(mine, self._where)
         for matrix in matrices:
             if not matrix.is_split:  # every rank has it, and computes it redundantly
@@ -131,7 +131,7 @@ class ShardedFullTensors:
         wants_whole: Callable[[dict[str, object]], bool] = self._inner.wants_whole  # type: ignore[attr-defined]
         for group in self._groups:
             is_split = group.spec.optimizer.axis is not None
-            places = [self._comm.shard_index_of(rank) for rank in range(self._comm.mesh.size)]
+            places = [self._comm.shard_index_of(rank) for rank in range(self._comm.rank_group.size)]
             held = [list(group.layout.pieces(place)) for place in places] if is_split else []
             for slot in group.layout.slots:
                 label = self._shards.labels[slot.name]
@@ -169,7 +169,7 @@ class _Swap:
 
     def collect(self, mine: dict[str, Tensor], where: torch.device) -> dict[str, Tensor]:
         """Send this rank's parts to their owners, and return the matrices (flat) that this rank owns."""
-        rank, ranks = self.comm.mesh.rank, range(self.comm.mesh.size)
+        rank, ranks = self.comm.rank_group.rank, range(self.comm.rank_group.size)
         outgoing = [
             _joined([mine[matrix.slot.name] for matrix, _ in self._crossing(rank, owner)], where) for owner in ranks
         ]
@@ -188,7 +188,7 @@ class _Swap:
 
     def give_back(self, wholes: dict[str, Tensor], where: torch.device) -> dict[str, Tensor]:
         """Send each rank its part of the results, and return this rank's parts."""
-        rank, ranks = self.comm.mesh.rank, range(self.comm.mesh.size)
+        rank, ranks = self.comm.rank_group.rank, range(self.comm.rank_group.size)
         outgoing = [
             _joined(
                 [

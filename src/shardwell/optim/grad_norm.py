@@ -88,7 +88,7 @@ class GradNorm:
             (replicated if is_replicated else sharded).append(norm)
         seen: list[bool] = []  # by the number of the parameter: this rank has a gradient of it
         for group in self._slices.groups:
-            seen += group.gradients.seen
+            seen += group.gradients.has_gradient
         if not all(seen):
             flags = torch.tensor(seen, dtype=torch.float64, device=device.torch_device)
         elif self._all_seen is not None and len(self._all_seen) == len(seen):
@@ -131,7 +131,7 @@ class HyperparameterCheck:
         """Append the checksum; if the ranks' differed at the last step, raise an error on all ranks."""
         if self._later is not None:
             (later, checksum), self._later = self._later, None
-            if float(later.get()) != checksum * self._context.roles.all.mesh.size:
+            if float(later.get()) != checksum * self._context.roles.all.rank_group.size:
                 self._raise_difference()
         numbers: list[float] = []
         for group in self._optimizer.param_groups:
@@ -153,7 +153,7 @@ class HyperparameterCheck:
         """Take the sum; where the host need not wait for it, it is compared now."""
         if self._reads_later:
             self._later = self._context.device.read_async(total), self._checksum
-        elif total.item() != self._checksum * self._context.roles.all.mesh.size:
+        elif total.item() != self._checksum * self._context.roles.all.rank_group.size:
             self._raise_difference()
 
     def _raise_difference(self) -> NoReturn:
@@ -217,7 +217,7 @@ class OverflowCheck:
 
         `describe_partial` is `UpdateExecutor.describe_partial`.
         """
-        self._device, self._is_first_rank = context.device, context.roles.all.mesh.rank == 0
+        self._device, self._is_first_rank = context.device, context.roles.all.rank_group.rank == 0
         self._slices, self._scale, self._policy = slices, scale, policy
         self._describe_partial = describe_partial
         self.pending: AsyncScalar | None = None  # a norm that the host has not read yet

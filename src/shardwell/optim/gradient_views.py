@@ -94,7 +94,7 @@ class GradientViews:
 
     def __init__(self, context: EngineContext, holder: GradientHolder) -> None:
         self._context, self._holder = context, holder
-        self._has_peers = context.roles.all.mesh.size > 1
+        self._has_peers = context.roles.all.rank_group.size > 1
         self._views: dict[ShardedGroup, list[GradientView]] = {}
         self._all: list[GradientView] = []
         self._parameters: list[nn.Parameter] = []  # of all views, in their order: they are read before every forward
@@ -168,9 +168,9 @@ class GradientViews:
                 gradients = group.gradients
                 # It is not known yet which parameters of a unit got a gradient on other ranks.
                 all_hang = self._has_peers and gradients.state in (GradState.REDUCING, GradState.REDUCED)
-                if all_hang and not self._has_told and not all(gradients.seen):
-                    self._tell_of_unseen(views, gradients.seen)
-                for view, seen in zip(views, gradients.seen, strict=True):
+                if all_hang and not self._has_told and not all(gradients.has_gradient):
+                    self._tell_of_unseen(views, gradients.has_gradient)
+                for view, seen in zip(views, gradients.has_gradient, strict=True):
                     if not view.is_attached and (seen or all_hang) and view.parameter.grad is None:
                         view.parameter.grad = view.gradient
                         view.is_attached = self._is_attached = True
@@ -180,7 +180,7 @@ class GradientViews:
         self._norms.clear()
 
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
-        if views[0].unit.is_user_unit:
+        if views[0].unit.spec.is_user_unit:
             return  # the user expects it
         self._has_told = True
         names = [view.group.layout.slots[view.index].name for view, was in zip(views, seen, strict=True) if not was]
@@ -388,11 +388,11 @@ class GradientViews:
     def _over_ranks(self, mine: Tensor, order: float) -> Tensor:
         """Return the norms of full gradients from the norms of the parts of all ranks."""
         shard = self._context.roles.shard
-        if shard.mesh.size == 1:
+        if shard.rank_group.size == 1:
             return mine
         if order == float("inf"):
-            rows = mine.new_zeros(shard.mesh.size, mine.numel())
-            rows[shard.mesh.rank] = mine
+            rows = mine.new_zeros(shard.rank_group.size, mine.numel())
+            rows[shard.rank_group.rank] = mine
             shard.all_reduce_sum(rows, "GRADIENT NORMS")
             return rows.amax(0)
         total = mine.clone() if order == 0 else mine**order

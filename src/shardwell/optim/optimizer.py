@@ -1,17 +1,18 @@
 """The optimizer that the user holds: norm, overflow check and clipping over this rank's shards.
 
-Who performs the updates, and when, is the business of its `UpdateExecutor`.
+Its `UpdateExecutor` performs the updates.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import StateKind, Tier
@@ -19,11 +20,10 @@ from shardwell.optim.executor import StepOptions, UpdateExecutor
 from shardwell.optim.factory import NO_LABEL, OptimizerFactory
 from shardwell.optim.grad_norm import GradNorm, OverflowCheck, clip_factor, hyperparameter_checks
 from shardwell.optim.param_slices import ParamSlice, bytes_of_state, check_cut, scalar_state
-from shardwell.optim.step_hooks import StepHooks
-from shardwell.optim.user_optimizer import SteppingEngine, step_with
+from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.edits import take_edits_before_step
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.pending_update import PendingUpdate
 
 
 class StepScheduler(Protocol):
@@ -43,21 +43,20 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(
         self,
-        recipe: OptimizerFactory,
+        factory: OptimizerFactory,
         executor: UpdateExecutor,
         context: EngineContext,
         options: StepOptions,
         scheduler: StepScheduler,
     ) -> None:
         super().__init__([torch.zeros(0)], {})
-        self._recipe, self._context = recipe, context
+        self._factory, self._context = factory, context
         self._finish_backward, self._after_update = executor.at_step(scheduler.finish_backward), scheduler.after_update
         self._clip, self.scale = options.clip, options.scale
         self.executor, self.shards, self.inner = executor, executor.slices, executor.inner
         self.trainer: Callable[[], SteppingEngine | None] = lambda: None  # the engine: its `step` is called
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_initial_state = bool(self.state)  # as Adagrad has
-        self._hooks = StepHooks(self, recipe.given)
         summed = [*hyperparameter_checks(context, self.inner), *executor.summed_with_norm]
         self._grad_norm = GradNorm(context, self.shards, summed)
         self._overflow_check = OverflowCheck(
@@ -100,16 +99,16 @@ class ShardedOptimizer(Optimizer):
         for parameter in params:
             if not released.is_owned(parameter) and (engine := self.trainer()) is not None:
                 engine.fit_to_model()  # the parameter may have been added after the last forward
-            keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
-            if not isinstance(keeper, Unit):
+            owner = released.owner_of(parameter) if released.is_owned(parameter) else None
+            if not isinstance(owner, Unit):
                 raise ShardwellError("add_param_group takes parameters of the model that was given to initialize")
-            if self._recipe.label(parameter) != NO_LABEL:
+            if self._factory.label(parameter) != NO_LABEL:
                 raise ValueError("some parameters appear in more than one parameter group")
-            self._recipe.labels[id(parameter)] = label
-            if keeper in self.shards.units:
-                keeper.wait()
-                with self.states_of(keeper, changes=True):
-                    tensors += [s.tensor for s in self.shards.relabel(keeper, parameter, label, self.inner)]
+            self._factory.labels[id(parameter)] = label
+            if owner in self.shards.units:
+                owner.wait()
+                with self.states_of(owner, changes=True):
+                    tensors += [s.tensor for s in self.shards.relabel(owner, parameter, label, self.inner)]
         self.inner.add_param_group({**param_group, "params": tensors})
 
     # ----------------------------------------------------------------------------------------------------- step
@@ -124,7 +123,10 @@ class ShardedOptimizer(Optimizer):
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
         units = self.shards.units
-        take_edits_before_step(units)
+        for unit in units:
+            if unit.has_replaced_parameters() or unit.changes.was_retained or unit.changes.needs_rebuild:
+                take_edits_before_step(units)
+                break
         self._mark_stepped()
         self._finish_backward()
         for unit in units:
@@ -148,7 +150,7 @@ class ShardedOptimizer(Optimizer):
             may_step = self._may_step(norm)
             if may_step:
                 clip = clip_factor(self._norm, self._clip)
-                with self._hooks.around():
+                with self._step_hooks():
                     for unit, pending in self.executor.step(norm, clip, self._grad_norm.unseen):
                         self._after_update(unit, pending)
             else:
@@ -166,9 +168,33 @@ class ShardedOptimizer(Optimizer):
         if len(self.state) != self._num_states:  # torch allocates state at the first step
             self.count_states()
 
+    @contextlib.contextmanager
+    def _step_hooks(self) -> Iterator[None]:
+        """Run the step hooks around a step, once, under the name that torch's profiler has for it.
+
+        The inner `step` would run its hooks in each of its calls, of which there are several, or none. Hooks that are
+        registered for all optimizers get the inner one.
+        """
+        inner, given = self.inner, self._factory.given
+        hooked = [inner, self] if given is None or given is inner else [given, inner, self]
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(hooked[0]).__name__}.step"):
+            for hook in list(_global_optimizer_pre_hooks.values()):
+                if hook is not meet_foreign_step and (result := hook(inner, (inner,), {})) is not None:
+                    _check_hook_result(result)
+            for one in hooked:
+                for hook in list(one._optimizer_step_pre_hooks.values()):
+                    if (result := hook(one, (one,), {})) is not None:
+                        _check_hook_result(result)
+            yield
+            for one in hooked:
+                for after in list(one._optimizer_step_post_hooks.values()):
+                    after(one, (one,), {})
+            for after in list(_global_optimizer_post_hooks.values()):
+                after(inner, (inner,), {})
+
     def _mark_stepped(self) -> None:
         """Mark the optimizers as stepped: torch warns of schedulers that are stepped before their optimizer."""
-        for optimizer in (self, self.inner, self._recipe.given):
+        for optimizer in (self, self.inner, self._factory.given):
             if optimizer is not None:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -297,3 +323,15 @@ class ShardedOptimizer(Optimizer):
         self._num_states = -1
         self.count_states()
         return moved
+
+
+def _check_hook_result(result: Any) -> None:
+    """Refuse arguments from a step pre-hook: `step` has only a closure."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RuntimeError(f"a step pre-hook must return None or a tuple of (args, kwargs), but returned {result}")
+    args, kwargs = result
+    if any(value is not None for value in [*args[1:], *kwargs.values()]):
+        raise ShardwellError(
+            "a step pre-hook gave the step a closure: sharded optimizers evaluate one before the step begins. Call "
+            "it before the step, or pass it to step()."
+        )

@@ -32,13 +32,13 @@ class ParamAccess:
 
     def __init__(self, parameter: nn.Parameter, *, of_gradient: bool = False) -> None:
         """Locate the parameter; with `of_gradient`, values that were changed by hand are not taken over."""
-        keeper = released.owner_of(parameter) if released.is_owned(parameter) else None
-        if not isinstance(keeper, Unit):
+        owner = released.owner_of(parameter) if released.is_owned(parameter) else None
+        if not isinstance(owner, Unit):
             raise ShardwellError("this parameter does not belong to a model that was given to initialize")
-        self._unit = keeper
+        self._unit = owner
         if not of_gradient:
-            keeper.take_over_edits()
-        self._group, self._slot = _locate(keeper, parameter)
+            owner.take_over_edits()
+        self._group, self._slot = _locate(owner, parameter)
         self._index = self._group.layout.slots.index(self._slot)
         self._piece = self._own_piece()
 
@@ -56,7 +56,7 @@ class ParamAccess:
     def master(self) -> Tensor:
         """Return the full master weights (ND), or the values that an optimizer would step."""
         self._unit.wait()
-        with self._group.open_master():
+        with self._group.storage.open():
             return self._assemble(self._group.precision.master, self._part(self._group.master))
 
     def assembled(self, mine: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class ParamAccess:
     def local_master(self) -> Tensor | None:
         """Return this rank's part of the master weights (1D); None if it has none."""
         self._unit.wait_local_update()
-        with self._group.open_master():
+        with self._group.storage.open():
             part = self._part(self._group.master)
             return None if part is None else part.clone()
 
@@ -74,7 +74,7 @@ class ParamAccess:
         """Set the master weights, and the parameter if it is unsharded. Every rank passes the same values."""
         self._unit.wait()
         wide = self._flat_of(value, self._group.precision.master)
-        with self._group.open_master(changes=True):
+        with self._group.storage.open(changes=True):
             part = self._part(self._group.master)
             if part is not None and self._piece is not None:
                 part.copy_(self._slice(wide))
@@ -88,8 +88,8 @@ class ParamAccess:
         """Set this rank's part of the master weights; only where no other rank has a copy of it."""
         if not self._group.spec.reshards or self._group.stays_unsharded:
             raise ShardwellError(
-                f"'{self._slot.name}' rests whole on every rank, and the others would not see a change of this rank's "
-                "part: use safe_set_full_fp32_param."
+                f"'{self._slot.name}' is stored unsharded on every rank, and the others would not see a change of this "
+                "rank's part: use safe_set_full_fp32_param."
             )
         self._unit.wait_local_update()
         if self._unit.residency is Residency.UNSHARDING:
@@ -100,7 +100,7 @@ class ParamAccess:
                 "would not see a change of this rank's part: use safe_set_full_fp32_param, or change it after a step, "
                 "before the next forward."
             )
-        with self._group.open_master(changes=True):
+        with self._group.storage.open(changes=True):
             part = self._part(self._group.master)
             if part is not None:
                 part.copy_(value.reshape(-1))
@@ -186,7 +186,7 @@ class ParamAccess:
             if not self._is_trained or self._group.gradients.result is None:
                 raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
             mine = self.part_of(self._checked(value).to(self._group.gradients.wide))
-            self._group.gradients.seen[self._index] = True
+            self._group.gradients.has_gradient[self._index] = True
             if part is not None:
                 part.copy_(mine)
 
@@ -219,7 +219,7 @@ class ParamAccess:
         self._tell()
         gradients, device = self._group.gradients, self._group.context.device
         gradients.wait()
-        flags = [gradients.has_any and gradients.seen[self._index], self._waits, gradients.is_discarded]
+        flags = [gradients.has_any and gradients.has_gradient[self._index], self._waits, gradients.is_discarded]
         if not device.is_meta:
             total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
             self._group.context.roles.all.all_reduce_sum(total, f"READ {self._slot.name} gradient")
@@ -280,8 +280,8 @@ class ParamAccess:
         local = self.local_state()
         shard = self._group.context.roles.shard
         where = self._group.context.device.torch_device
-        has = torch.zeros(shard.mesh.size, dtype=torch.float64, device=where)
-        has[shard.mesh.rank] = kind = self._kind_of(local, key)
+        has = torch.zeros(shard.rank_group.size, dtype=torch.float64, device=where)
+        has[shard.rank_group.rank] = kind = self._kind_of(local, key)
         shard.all_reduce_sum(has, f"READ {self._slot.name} {key}")
         if not bool(has.any()):
             return None
@@ -316,7 +316,7 @@ class ParamAccess:
         size = torch.tensor([len(mine)], dtype=torch.int64, device=where)
         shard.broadcast(size, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
         letters = torch.zeros(int(size), dtype=torch.uint8, device=where)
-        if shard.mesh.rank == source and mine:
+        if shard.rank_group.rank == source and mine:
             letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         shard.broadcast(letters, source, TrafficKind.ALL_GATHER, f"READ {self._slot.name} {what}")
         return bytes(letters.tolist()).decode()
@@ -326,8 +326,8 @@ class ParamAccess:
         shard = self._group.context.roles.shard
         where = self._group.context.device.torch_device
         names = "\n".join(sorted(self.local_state()))
-        size = torch.zeros(shard.mesh.size, dtype=torch.float64, device=where)
-        size[shard.mesh.rank] = len(names.encode())
+        size = torch.zeros(shard.rank_group.size, dtype=torch.float64, device=where)
+        size[shard.rank_group.rank] = len(names.encode())
         shard.all_reduce_sum(size, f"READ {self._slot.name} names")
         if not bool(size.any()):
             return {}
@@ -387,11 +387,11 @@ class ParamAccess:
             if part is not None:
                 flat.copy_(part)
             return flat.as_strided(slot.shape, slot.stride)
-        for rank in range(shard.mesh.size):
+        for rank in range(shard.rank_group.size):
             for piece in group.layout.pieces(shard.shard_index_of(rank)):
                 if piece.slot is slot:
                     view = flat[piece.in_parameter : piece.in_parameter + piece.numel]
-                    if rank == shard.mesh.rank and part is not None:
+                    if rank == shard.rank_group.rank and part is not None:
                         view.copy_(part)
                     shard.broadcast(view, rank, TrafficKind.ALL_GATHER, f"READ {slot.name}")
         return flat.as_strided(slot.shape, slot.stride)

@@ -222,7 +222,7 @@ def _chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     size = 0
     for unit in units:
         chunk.append(unit)
-        size += sum(group.own[1] - group.own[0] for group in unit.trainable)
+        size += sum(group.local_numel for group in unit.trainable)
         if size >= _CHUNK:
             yield chunk
             chunk, size = [], 0

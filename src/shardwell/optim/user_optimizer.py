@@ -99,22 +99,22 @@ def meet_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Take over, or refuse, an optimizer that is about to step parameters of an engine's model."""
     for group in optimizer.param_groups:
         for tensor in group["params"]:
-            if "_shardwell_keeper" in tensor.__dict__:
+            if "_shardwell_owner" in tensor.__dict__:
                 _adopt_or_refuse(optimizer, released.owner_of(tensor), args, kwargs)
                 return
 
 
-def _adopt_or_refuse(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) -> None:
+def _adopt_or_refuse(optimizer: Optimizer, unit: Any, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
-    if not isinstance(keeper, Unit) or keeper.owner is None or keeper.owner.adopt is None:
+    if not isinstance(unit, Unit) or unit.owner is None or unit.owner.adopt is None:
         raise ShardwellError(
             f"this {name} steps parameters of a model that was built in shardwell.zero.Init and not given to "
             "shardwell.initialize yet: do that first, with optimizer=..."
         )
-    if keeper.optimizer is not None:
+    if unit.optimizer is not None:
         raise ShardwellError(
             f"this {name} was made over parameters of a model that a shardwell engine trains with an optimizer of its "
-            f"own ({type(keeper.optimizer.inner).__name__}). Values and gradients are split over the ranks: it would "
+            f"own ({type(unit.optimizer.inner).__name__}). Values and gradients are split over the ranks: it would "
             "train nothing. Call engine.step(), or give this optimizer to shardwell.initialize(optimizer=...) and name "
             "none in the configuration."
         )
@@ -123,7 +123,7 @@ def _adopt_or_refuse(optimizer: Optimizer, keeper: Any, args: Any, kwargs: Any) 
             f"a step with a closure must not be the first one of this {name}: give the optimizer to "
             "shardwell.initialize(optimizer=...)"
         )
-    keeper.owner.adopt(optimizer)  # its parameters are shards without gradients now: the rest of this step does nothing
+    unit.owner.adopt(optimizer)  # its parameters are shards without gradients now: the rest of this step does nothing
 
 
 # --------------------------------------------------------------------------------------------- gradients of shards

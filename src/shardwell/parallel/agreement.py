@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.checkpoint import _StopRecomputationError
 
-from shardwell.errors import DivergenceError, PeerError, ShardwellError
+from shardwell.errors import DivergenceError, NonFiniteError, PeerError, ShardwellError
 from shardwell.parallel.heartbeat import Heartbeat, Heartbeats
 from shardwell.parallel.mesh import RankGroup, timeout
 from shardwell.parallel.rank_store import RankStore
@@ -226,13 +227,18 @@ class Agreement:
         return error
 
     @contextlib.contextmanager
-    def telling(self, what: str) -> Iterator[None]:
-        """Tell the other ranks of an error raised inside, which would leave them waiting, before it propagates."""
+    def failing_together(self, where: str, *, common: tuple[type[ShardwellError], ...] = ()) -> Iterator[None]:
+        """Report an error raised inside to the other ranks before it propagates, so that they do not wait.
+
+        All ranks raise the `common` errors themselves. The signal by which torch ends a recomputation is no error.
+        """
         try:
             yield
+        except _StopRecomputationError:
+            raise
         except Exception as error:
-            if not isinstance(error, (PeerError, DivergenceError)):
-                self.fail(ShardwellError(f"{type(error).__name__} in {what}: {error}"))
+            if not isinstance(error, (PeerError, NonFiniteError, *common)):
+                self.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
             raise
 
     def post_message(self, words: str) -> None:

@@ -4,7 +4,7 @@
 device choose the transport once:
 
 - *point-to-point* (gloo on cpu): `parallel/gloo.py`;
-- *library* (nccl, simulated ranks, gloo on cuda): `parallel/library.py`;
+- *torch's own collectives* (nccl, simulated ranks, gloo on cuda): `parallel/torch_transport.py`;
 - *hierarchical*, over one of these, for all-gathers and reduce-scatters over several nodes: `parallel/hierarchical.py`;
 - *replicated*, over one of these, for reduce-scatters whose results are replicated (HSDP): `parallel/replicated.py`.
 """
@@ -25,10 +25,10 @@ from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.gloo import GlooTransport
 from shardwell.parallel.hierarchical import HierarchicalTransport
-from shardwell.parallel.library import LibraryTransport, SingleRankTransport
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.replicated import ReplicatedTransport
+from shardwell.parallel.torch_transport import SingleRankTransport, TorchTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
 from shardwell.parallel.transport import DirectTransport, Transport, Work
 
@@ -55,7 +55,7 @@ class NodeHops:
 class Collectives:
     """The collectives of one engine over one group of ranks."""
 
-    mesh: RankGroup
+    rank_group: RankGroup  # the ranks of the group, as this rank sees them
     device: Device
     links: Links
     direct: DirectTransport  # between all ranks of the group
@@ -88,7 +88,7 @@ class Collectives:
     def set_nodes(self, mesh: RankGroup) -> None:
         """Set the mesh of the same ranks with other nodes, by which received bytes are counted."""
         num_local = mesh.num_local_peers
-        self.mesh = mesh
+        self.rank_group = mesh
         self._from_peers = ReceivedParts(num_local, mesh.size - 1 - num_local, int(mesh.size > 1))
         if self.hops is None:
             self._from_shards = self._from_peers
@@ -98,7 +98,7 @@ class Collectives:
         self._spans_nodes = mesh.node_size < mesh.size
         self.set_nodes(mesh)
         if hops is not None:
-            self.hops, (node, across) = hops, (hops.inside.mesh, hops.across.mesh)
+            self.hops, (node, across) = hops, (hops.inside.rank_group, hops.across.rank_group)
             self.shard_index, self.host_starts_hops = self.shard_index_of(mesh.rank), self.host_drives_progress
             self._from_shards = ReceivedParts(across.size * (node.size - 1), across.size - 1, 2)
             self.transport = HierarchicalTransport(
@@ -122,8 +122,8 @@ class Collectives:
         """Return the index of the shard of a flat buffer that `rank` owns."""
         if self.hops is None:
             return rank
-        node, local_rank = divmod(rank, self.hops.inside.mesh.size)
-        return local_rank * self.hops.across.mesh.size + node
+        node, local_rank = divmod(rank, self.hops.inside.rank_group.size)
+        return local_rank * self.hops.across.rank_group.size + node
 
     @property
     def agreement(self) -> Agreement | None:
@@ -133,7 +133,7 @@ class Collectives:
     @agreement.setter
     def agreement(self, agreement: Agreement | None) -> None:
         self.links.agreement = agreement
-        self._has_all_ranks = agreement is not None and self.mesh.size == agreement.size
+        self._has_all_ranks = agreement is not None and self.rank_group.size == agreement.size
 
     # ------------------------------------------------------------------------------------------ moves of flat buffers
 
@@ -145,10 +145,10 @@ class Collectives:
         With a codec, all shards get dequantised values, this rank's own too. Without a token, the caller announced it.
         """
         # A rank that is alone in its node announces it, too: the other ranks expect the token.
-        if codec is not None and self.mesh.size > 1 and flat.numel():
-            self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.mesh.size), self._from_shards)
+        if codec is not None and self.rank_group.size > 1 and flat.numel():
+            self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.rank_group.size), self._from_shards)
             return quantized.all_gather(self, flat, codec, self._temporary)
-        self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.mesh.size, self._from_shards)
+        self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.rank_group.size, self._from_shards)
         return self.transport.all_gather(flat)
 
     def all_gather_codes(
@@ -165,7 +165,7 @@ class Collectives:
         `copied` is called when the copy of `rest` is enqueued on the all-gather stream, which reads it no more after
         that. `keep` is passed the quantised shards of all ranks.
         """
-        num_bytes = codec.num_bytes(flat.numel() // self.mesh.size)
+        num_bytes = codec.num_bytes(flat.numel() // self.rank_group.size)
         self._begin(token, flat, TrafficKind.ALL_GATHER, num_bytes, self._from_shards)
         return quantized.all_gather(self, flat, codec, self._temporary, rest, copied, keep)
 
@@ -178,22 +178,24 @@ class Collectives:
         token: str | None,
         codecs: tuple[Codec, Codec] | None = None,
         kind: TrafficKind = TrafficKind.REDUCE_SCATTER,
-        lost: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`; `flat` is invalid then.
 
         The sum is made in fp32 at least, in rank order with this rank first, unless the library's reduce-scatter makes
-        it. `codecs` quantise inside a node and between nodes; `lost` keeps the quantisation error of the last hop,
+        it. `codecs` quantise inside a node and between nodes; `residual` keeps the quantisation error of the last hop,
         which is added the next time. Without a token, the caller has announced the collective.
         """
-        if self.mesh.size > 1:
+        if self.rank_group.size > 1:
             if codecs is not None and flat.numel():
                 path = self._quantized_path(*codecs)
                 for (comm, _), num_bytes in zip(path, quantized.bytes_per_peer(path, flat.numel()), strict=True):
                     self._begin(token, flat, kind, num_bytes, comm._from_peers)
                     token = None  # announced once, counted for each hop
-                return quantized.reduce_scatter(path, flat, into, scale, accumulate, self._temporary, lost)
-            self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.mesh.size, self._from_shards)
+                return quantized.reduce_scatter(path, flat, into, scale, accumulate, self._temporary, residual)
+            self._begin(
+                token, flat, kind, flat.numel() * flat.element_size() // self.rank_group.size, self._from_shards
+            )
             if self.replicate is not None:
                 self.replicate.count_all_reduce(flat, into.numel(), kind)
         return self.transport.reduce_scatter(flat, into, scale, accumulate)
@@ -201,12 +203,12 @@ class Collectives:
     def count_all_reduce(self, flat: Tensor, numel: int, kind: TrafficKind) -> None:
         """Count the all-reduce of `numel` sums of `flat`: a reduce-scatter and an all-gather, in fp32 at least."""
         wide, peers = torch.promote_types(flat.dtype, torch.float32), self._from_peers
-        num_bytes = -(-numel // self.mesh.size) * wide.itemsize
+        num_bytes = -(-numel // self.rank_group.size) * wide.itemsize
         self._begin(None, None, kind, 2 * num_bytes, peers)
 
     def residual_numel(self, numel: int, codecs: tuple[Codec, Codec]) -> int:
         """Return the number of elements that the last hop of a quantised reduce-scatter quantises."""
-        return quantized.residual_numel(self._quantized_path(*codecs), numel) if self.mesh.size > 1 else 0
+        return quantized.residual_numel(self._quantized_path(*codecs), numel) if self.rank_group.size > 1 else 0
 
     def _quantized_path(self, inside: Codec, between: Codec) -> list[tuple[Collectives, Codec]]:
         """Return the hops of a quantised reduce-scatter, with the codec of each."""
@@ -218,13 +220,13 @@ class Collectives:
 
     def all_to_all(self, outgoing: list[Tensor], incoming: list[Tensor], token: str) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it. Sizes may differ; both sides must know them."""
-        mesh = self.mesh
-        incoming[mesh.rank].copy_(outgoing[mesh.rank])
-        if mesh.size == 1:
+        ranks = self.rank_group
+        incoming[ranks.rank].copy_(outgoing[ranks.rank])
+        if ranks.size == 1:
             return
-        sizes = [0 if rank == mesh.rank else tensor.nbytes for rank, tensor in enumerate(incoming)]
-        intra_node = sum(size for rank, size in enumerate(sizes) if mesh.is_same_node(rank))
-        received = ReceivedParts(intra_node, sum(sizes) - intra_node, num_hops=mesh.size)
+        sizes = [0 if rank == ranks.rank else tensor.nbytes for rank, tensor in enumerate(incoming)]
+        intra_node = sum(size for rank, size in enumerate(sizes) if ranks.is_same_node(rank))
+        received = ReceivedParts(intra_node, sum(sizes) - intra_node, num_hops=ranks.size)
         self._begin(token, None, TrafficKind.OPTIMIZER, 1, received)
         self.direct.exchange(outgoing, incoming)
 
@@ -232,32 +234,32 @@ class Collectives:
         self, tensor: Tensor, source: int = 0, kind: TrafficKind = TrafficKind.SETUP, token: str = "broadcast"
     ) -> None:
         """Overwrite `tensor` on every rank with the tensor of rank `source`."""
-        if self.mesh.size == 1 or tensor.numel() == 0:
+        if self.rank_group.size == 1 or tensor.numel() == 0:
             return
         is_text = tensor.dtype is torch.uint8  # text has any length, which the ranks were sent before
         self._begin(token, None if is_text else tensor, kind, tensor.nbytes, self._received_from(source))
-        self._complete(dist.broadcast, tensor, src=self.mesh.global_rank(source))
+        self._complete(dist.broadcast, tensor, src=self.rank_group.global_rank(source))
 
     def scatter(self, flat: Tensor, into: Tensor, token: str, source: int = 0) -> None:
         """Copy this rank's shard of `source`'s `flat` to `into`; `flat` may be overwritten on the other ranks."""
-        if self.mesh.size == 1 or flat.numel() == 0:
+        if self.rank_group.size == 1 or flat.numel() == 0:
             start = self.shard_index * into.numel()
             into.copy_(flat[start : start + into.numel()])
             return
         received = into if self.direct.sends_shards else flat
         self._begin(token, into, TrafficKind.SETUP, received.nbytes, self._received_from(source))
-        self.direct.scatter(flat, into, source, [self.shard_index_of(rank) for rank in range(self.mesh.size)])
+        self.direct.scatter(flat, into, source, [self.shard_index_of(rank) for rank in range(self.rank_group.size)])
 
     def all_reduce_sum(self, value: Tensor, token: str) -> None:
         """Sum a small tensor over the ranks, in place."""
-        if self.mesh.size > 1:
+        if self.rank_group.size > 1:
             num_bytes = 2 * value.numel() * value.element_size()
             self._begin(token, value, TrafficKind.CONTROL, num_bytes, self._from_peers)
             self._complete(dist.all_reduce, value)
 
     def all_reduce_min(self, value: float, token: str) -> float:
         """Return the smallest of all ranks' values."""
-        if self.mesh.size == 1:
+        if self.rank_group.size == 1:
             return value
         least = self.device.scalar(value, torch.float64)
         self._begin(token, None, TrafficKind.CONTROL, 2 * least.nbytes, self._from_peers)
@@ -270,12 +272,12 @@ class Collectives:
 
     def tell_all(self, mine: bytes, token: str) -> list[bytes]:
         """All-gather the bytes of each rank, which must have the same length on all ranks."""
-        size = self.mesh.size
+        size = self.rank_group.size
         if size == 1:
             return [mine]
         self._begin(token, None, TrafficKind.CONTROL, len(mine), self._from_peers)
         flat = torch.zeros(size * len(mine), dtype=torch.uint8, device=self.device.torch_device)
-        flat.chunk(size)[self.mesh.rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        flat.chunk(size)[self.rank_group.rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         self.direct.all_gather(flat).wait()
         return [bytes(part.tolist()) for part in flat.cpu().chunk(size)]
 
@@ -307,14 +309,14 @@ class Collectives:
 
     def _received_from(self, source: int) -> ReceivedParts:
         """Return what this rank receives if only `source` sends."""
-        if source == self.mesh.rank:
+        if source == self.rank_group.rank:
             return ReceivedParts(0, 0)
-        return ReceivedParts(1, 0) if self.mesh.is_same_node(source) else ReceivedParts(0, 1)
+        return ReceivedParts(1, 0) if self.rank_group.is_same_node(source) else ReceivedParts(0, 1)
 
     def _complete(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
         try:
-            work = collective(*args, **kwargs, group=self.mesh.group, async_op=True)
+            work = collective(*args, **kwargs, group=self.rank_group.group, async_op=True)
         except RuntimeError as error:
             self.links.raise_cause(error)
         self.direct.wait([work])
@@ -342,7 +344,7 @@ class Collectives:
         if self.hops is not None:
             self.hops.inside.close()
             self.hops.across.close()
-        self.mesh.close()
+        self.rank_group.close()
 
 
 def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:
@@ -351,4 +353,4 @@ def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: Tem
         return SingleRankTransport(device)
     if mesh.backend == "gloo" and device.torch_device.type == "cpu":
         return GlooTransport(mesh, links, temporary)
-    return LibraryTransport(mesh, device, links, temporary)
+    return TorchTransport(mesh, device, links, temporary)

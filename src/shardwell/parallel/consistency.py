@@ -50,7 +50,7 @@ class _Exchange:
 
     def __init__(self, world: Collectives, prefix: str, speakers: tuple[int, int]) -> None:
         assert world.agreement is not None
-        self._rank, self._size, self._store = world.mesh.rank, world.mesh.size, world.agreement.store
+        self._rank, self._size, self._store = world.rank_group.rank, world.rank_group.size, world.agreement.store
         self._prefix, self._speakers = prefix, speakers
 
     def swap(self, what: str, mine: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:

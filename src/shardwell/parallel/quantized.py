@@ -26,7 +26,7 @@ class Route(Protocol):
     """What a quantised collective needs of the `Collectives` that announced and counted it."""
 
     @property
-    def mesh(self) -> RankGroup: ...
+    def rank_group(self) -> RankGroup: ...
 
     @property
     def device(self) -> Device: ...
@@ -61,7 +61,7 @@ def all_gather(
     index = comm.shard_index
 
     def bring(memory: Tensor) -> Work:
-        codes = memory.view(comm.mesh.size, -1)
+        codes = memory.view(comm.rank_group.size, -1)
         with comm.device.all_gather_stream.after_current():
             if rest is None:
                 codec.encode(flat.view(len(codes), -1)[index], codes[index])
@@ -86,7 +86,7 @@ def decode(
 
     `bring` starts to write the quantised shards to memory; `keep` is passed that memory before it is freed.
     """
-    shards, stream = flat.view(comm.mesh.size, -1), comm.device.all_gather_stream
+    shards, stream = flat.view(comm.rank_group.size, -1), comm.device.all_gather_stream
     size = codec.num_bytes(shards.shape[1])
     memory = temporary.allocate(len(shards) * size, torch.uint8, StateKind.STAGING, STAGING)
     moved = bring(memory)
@@ -113,22 +113,22 @@ def reduce_scatter(
     scale: float,
     accumulate: bool,
     temporary: TemporaryBuffers,
-    lost: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Work:
     """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, over the hops of a path.
 
-    `lost` (1D) is the quantisation error of the last hop of the previous call: it is added before this one quantises,
-    and replaced by the new error.
+    `residual` (1D) is the quantisation error of the last hop of the previous call: it is added before this one
+    quantises, and replaced by the new error.
     """
     (comm, codec), *rest = path
-    rows = flat.view(comm.mesh.size, -1)
+    rows = flat.view(comm.rank_group.size, -1)
     size, stream = codec.num_bytes(rows.shape[1]), comm.device.reduce_stream
     sent, received = (temporary.allocate(len(rows) * size, torch.uint8, StateKind.STAGING, STAGING) for _ in range(2))
     with stream.after_current():
-        if rest or lost is None:
+        if rest or residual is None:
             codec.encode(rows, sent.view(-1, size))
         else:
-            _encode_with(lost.view_as(rows), codec, rows, sent.view(-1, size), temporary)
+            _encode_with(residual.view_as(rows), codec, rows, sent.view(-1, size), temporary)
     moved = comm.direct.all_to_all(sent, received)
     part = (
         temporary.allocate(rows.shape[1], torch.float32, StateKind.STAGING, STAGING) if rest else _wide(into, temporary)
@@ -141,7 +141,9 @@ def reduce_scatter(
             if not rest and part is not into:
                 into.add_(part) if accumulate else into.copy_(part)
         return (
-            reduce_scatter(rest, part, into, scale, accumulate, temporary, lost) if rest else Work(stream.record().wait)
+            reduce_scatter(rest, part, into, scale, accumulate, temporary, residual)
+            if rest
+            else Work(stream.record().wait)
         )
 
     def give() -> None:
@@ -157,7 +159,7 @@ def bytes_per_peer(path: Sequence[tuple[Route, Codec]], numel: int) -> list[int]
     """Return the bytes that this rank receives from each peer, on each hop of a quantised reduce-scatter."""
     found = []
     for comm, codec in path:
-        numel //= comm.mesh.size
+        numel //= comm.rank_group.size
         found.append(codec.num_bytes(numel))
     return found
 
@@ -165,17 +167,17 @@ def bytes_per_peer(path: Sequence[tuple[Route, Codec]], numel: int) -> list[int]
 def residual_numel(path: Sequence[tuple[Route, Codec]], numel: int) -> int:
     """Return the number of elements that the last hop of a quantised reduce-scatter quantises."""
     for comm, _ in path[:-1]:
-        numel //= comm.mesh.size
+        numel //= comm.rank_group.size
     return numel
 
 
-def _encode_with(lost: Tensor, codec: Codec, rows: Tensor, codes: Tensor, temporary: TemporaryBuffers) -> None:
-    """Quantise `rows` plus the earlier error `lost`; store the new error there, with non-finite values as zero."""
+def _encode_with(residual: Tensor, codec: Codec, rows: Tensor, codes: Tensor, temporary: TemporaryBuffers) -> None:
+    """Quantise `rows` plus the earlier error `residual`; store the new error there, with non-finite values as zero."""
     total, said = (temporary.allocate(rows.numel(), torch.float32, StateKind.STAGING, STAGING) for _ in range(2))
-    total.view_as(rows).copy_(rows).add_(lost)
+    total.view_as(rows).copy_(rows).add_(residual)
     codec.encode(total.view_as(rows), codes)
     codec.decode(codes, said.view_as(rows))
-    lost.copy_(total.sub_(said).nan_to_num_(0.0, 0.0, 0.0).view_as(rows))
+    residual.copy_(total.sub_(said).nan_to_num_(0.0, 0.0, 0.0).view_as(rows))
     temporary.free(total)
     temporary.free(said)
 

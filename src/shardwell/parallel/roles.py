@@ -36,16 +36,16 @@ class MeshRoles:
         assert agreement is not None, "set the agreement of the collectives first"
         rows = [sorted(row) for row in rows]
         agreement.meet(f"MESH {rows}")  # before groups are made: ranks with different meshes would hang there
-        shard = world.over(mesh_of(world.mesh, rows))
-        shard.use_nodes(shard.mesh, None)
-        replicate = world.over(mesh_of(world.mesh, list(zip(*rows, strict=True))))
+        shard = world.over(mesh_of(world.rank_group, rows))
+        shard.use_nodes(shard.rank_group, None)
+        replicate = world.over(mesh_of(world.rank_group, list(zip(*rows, strict=True))))
         shard.use_replicas(replicate)
         return cls(shard, replicate, world, world, None, agreement)
 
     @property
     def is_first_replica(self) -> bool:
         """Whether this rank is the first of those that hold its shard: it alone counts in sums, and is saved."""
-        return self.replicate is None or self.replicate.mesh.rank == 0
+        return self.replicate is None or self.replicate.rank_group.rank == 0
 
     def collectives(self) -> list[Collectives]:
         """Return the collectives of all roles, each of them once."""
@@ -68,7 +68,7 @@ def ranks_per_node(world: Collectives) -> int:
 
     The last node may have fewer ranks. With other uneven sizes or another order of ranks, each rank counts as a node.
     """
-    mesh = world.mesh
+    mesh = world.rank_group
     if mesh.size == 1:
         return 1
     most = int(-world.all_reduce_min(-mesh.local_world_size, "NODES"))

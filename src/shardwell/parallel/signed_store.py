@@ -80,7 +80,7 @@ class SignedStore:
         `expected` must be empty.
         """
         if expected:
-            raise ValueError("only what is not there can be replaced")
+            raise ValueError("only a missing value can be replaced")
         signed = self._signed(name, value.encode())
         there = self._store.compare_set(name, "", signed)
         for _ in range(_MOST_TRIES):
@@ -88,7 +88,7 @@ class SignedStore:
                 return found
             self._store.set(name, "")  # torch compares text, and the foreign value may not be text
             there = self._store.compare_set(name, "", signed)
-        raise RuntimeError(f"somebody keeps writing to '{name}' in the store, without this job's secret")
+        raise RuntimeError(f"another program keeps writing to '{name}' in the store, without this job's secret")
 
     def add(self, name: str, number: int) -> int:
         """Add to a counter and return its value: the number of signed entries, one for each rank and each time.

@@ -52,7 +52,7 @@ def thread_location(state: int | None) -> str:
             if inside:
                 return f"in the engine, called at {place}"
             return f"in user code at {place}" + (f" ({frames[0][2]})" if number else "")
-    return "in code that is nobody's"
+    return "in library code"
 
 
 def _dumped(state: int) -> str:

@@ -16,14 +16,14 @@ _COMMITS = {  # by the words of the configuration
 }
 
 
-def settle_commit(settings: Config, recipe: OptimizerFactory | None) -> Config:
+def settle_commit(settings: Config, factory: OptimizerFactory | None) -> Config:
     """Return the configuration with "after_norm", the only policy for an optimizer whose steps use collectives.
 
     Each rank decides alone whether a unit can be updated before the norm: it may lack a gradient that other ranks have.
     """
     own = settings.shardwell
     may_go_ahead = own.placement == "auto" or settings.zero_optimization.offload_optimizer.device != "none"
-    if recipe is None or own.commit == "after_norm" or not may_go_ahead or not recipe.is_collective():
+    if factory is None or own.commit == "after_norm" or not may_go_ahead or not factory.is_collective():
         return settings
     if own.commit != "auto":
         raise ConfigError(

@@ -48,7 +48,7 @@ class PreForwardHook(_ModuleHook):
             return
         if unit.resharding_groups:
             call.is_hooked = scheduler.saved.push()
-        if unit.in_forward > 1:
+        if unit.use.in_forward > 1:
             return  # the module called itself: its backward ends with the outermost call
         # Autograd runs the nodes that were recorded last first. So when the gradient of any input is known, everything
         # that this forward recorded has run. The gradient of a leaf says nothing about that order: then the end of the
@@ -76,7 +76,7 @@ class PostForwardHook(_ModuleHook):
         # Gradients that the user set are not divided by the accumulation steps: they must be taken out of `p.grad`
         # before autograd adds to them.
         announces = not unit.name and scheduler.reducer.micro_step.accumulation_steps > 1
-        is_prepared = unit.resharding_groups or unit.is_user_unit or unit.may_be_hidden
+        is_prepared = unit.resharding_groups or unit.spec.is_user_unit or unit.may_be_hidden
         if announces or is_prepared:
             nodes = set()
             for tensor in tensors_in(output):
@@ -111,8 +111,8 @@ class PreInnerForwardHook(_ModuleHook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         unit = self._unit
-        unit.inside += 1
-        if not unit.in_forward and unit.residency is not Residency.UNSHARDED:
+        unit.use.in_parts += 1
+        if not unit.use.in_forward and unit.residency is not Residency.UNSHARDED:
             self._scheduler.retain_for_part(unit)
 
 
@@ -121,8 +121,8 @@ class PostInnerForwardHook(_ModuleHook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         unit = self._unit
-        unit.inside = max(unit.inside - 1, 0)
-        if unit.is_retained and not unit.inside and not unit.in_forward:
+        unit.use.in_parts = max(unit.use.in_parts - 1, 0)
+        if unit.use.is_retained and not unit.use.in_parts and not unit.use.in_forward:
             self._scheduler.end_forward()
 
 

@@ -102,7 +102,7 @@ class PrefetchBudget:
 
         It is not started before an update: waiting for that here would delay work that can already run.
         """
-        may_wait = unit.awaits_update if self._num_ranks > 1 else not unit.is_up_to_date
+        may_wait = unit.updates.is_awaited if self._num_ranks > 1 else not unit.is_up_to_date
         return unit.residency is Residency.SHARDED and not may_wait and self.admits(unit, order)
 
     def admits(self, unit: Unit, order: ExecutionOrder, num_parts: int = 1) -> bool:
@@ -116,3 +116,22 @@ class PrefetchBudget:
             if other.residency is not Residency.SHARDED:
                 live += other.numel
         return live + unit.numel // num_parts <= self._limits.live
+
+
+class Prefetch:
+    """The prefetch of one engine: the expected orders of units, and what may be started ahead of them."""
+
+    forward: ExecutionOrder
+    backward: ExecutionOrder
+
+    def __init__(self, limits: PrefetchLimits, num_ranks: int) -> None:
+        self.limits = limits
+        self.budget = PrefetchBudget(limits, num_ranks)
+        self.links: list[PrefetchLink] = []  # bring shards below the device to it, ahead of their all-gathers
+
+    def adopt_units(self, units: Sequence[Unit], resharding: Sequence[Unit]) -> None:
+        """Expect these units from now on; those in `resharding` are all-gathered, in the order of their modules."""
+        self.forward = ExecutionOrder(resharding)
+        root = [unit for unit in resharding if not unit.name]  # its outputs are the model's: it comes first
+        self.backward = ExecutionOrder(root + [unit for unit in resharding[::-1] if unit.name], is_backward=True)
+        self.budget.adopt_units(units)

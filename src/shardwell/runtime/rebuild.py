@@ -29,19 +29,19 @@ from shardwell.sharding.edits import take_edits_closely
 class UnitBuilder:
     """The functions by which `initialize` builds units and optimizers."""
 
-    cut: Callable[[], list[UnitSpec]]
+    wrap: Callable[[], list[UnitSpec]]
     groups: Callable[[UnitSpec, list[UnitSpec], Set[int]], list[ShardedGroup]]
     optimizer: Callable[[Any, OptimizerFactory], ShardedOptimizer]  # takes the engine
-    recipe_of: Callable[[Optimizer], OptimizerFactory | None]
-    recipe: OptimizerFactory | None
+    factory_of: Callable[[Optimizer], OptimizerFactory | None]
+    factory: OptimizerFactory | None
 
     def adopt(self, given: Optimizer, engine: Any, units: Sequence[Unit]) -> ShardedOptimizer:
         """Return the optimizer of an engine that was built without one, from an optimizer that the user made since."""
-        self.recipe = self.recipe_of(given)
-        assert self.recipe is not None
+        self.factory = self.factory_of(given)
+        assert self.factory is not None
         for group in (group for unit in units for group in unit.trainable):
-            group.relabel([self.recipe.label(parameter) for parameter in group.parameters])
-        return self.optimizer(engine, self.recipe)
+            group.relabel([self.factory.label(parameter) for parameter in group.parameters])
+        return self.optimizer(engine, self.factory)
 
 
 def refit(
@@ -52,31 +52,31 @@ def refit(
     With `keep_frozen_state`, parameters that were trained and are frozen now keep their training state.
     """
     take_edits_closely(units)
-    cuts = builder.cut()
+    specs = builder.wrap()
     before = {unit.name: unit for unit in units}
-    fitting = {one.name for one in cuts if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
-    if units and (len(fitting) < len(cuts) or before.keys() != fitting):
-        check_alike(units[0].groups[0].context.roles.all, "refit", _described(cuts))
+    fitting = {one.name for one in specs if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
+    if units and (len(fitting) < len(specs) or before.keys() != fitting):
+        check_alike(units[0].groups[0].context.roles.all, "refit", _described(specs))
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
-    present = {id(p) for one in cuts for _, p in one.parameters}
+    present = {id(p) for one in specs for _, p in one.parameters}
     trained: set[int] = set()
     if keep_frozen_state:
         trained = {id(p) for unit in units for group in unit.trainable for p in group.parameters}
     with torch.no_grad():
         for unit in units:
             if unit.name not in fitting:
-                labels.update(_labels_of_the_gone(unit, present, builder.recipe))
+                labels.update(_labels_of_the_gone(unit, present, builder.factory))
                 remembered.update(take_apart(unit, optimizer))
-    unused = iter(sorted({unit.index for unit in units} ^ set(range(len(units) + len(cuts)))))
+    unused = iter(sorted({unit.index for unit in units} ^ set(range(len(units) + len(specs)))))
     now = []
-    for one in cuts:
+    for one in specs:
         if one.name in fitting:
             now.append(before[one.name])
             continue
-        _label_newcomers(one, labels, builder.recipe)
+        _label_newcomers(one, labels, builder.factory)
         index = before[one.name].index if one.name in before else next(unused)
-        unit = Unit(index, one, builder.groups(one, cuts, trained))
+        unit = Unit(index, one, builder.groups(one, specs, trained))
         now.append(unit)
         unit.keeps_frozen = one.name in before and before[one.name].keeps_frozen
         if optimizer is not None:
@@ -92,7 +92,7 @@ def _fits(unit: Unit, one: UnitSpec, keep_frozen_state: bool) -> bool:
     """Return whether a unit still has the module and the parameters of a unit spec, and can train them."""
     mine = {id(p): group for group in unit.groups for p in group.parameters}
     return (
-        not unit.needs_rebuild
+        not unit.changes.needs_rebuild
         and unit.module is one.module
         and mine.keys() == {id(p) for _, p in one.parameters}
         and all(mine[id(p)].trainable or not p.requires_grad for _, p in one.parameters)
@@ -100,35 +100,35 @@ def _fits(unit: Unit, one: UnitSpec, keep_frozen_state: bool) -> bool:
     )
 
 
-def _labels_of_the_gone(unit: Unit, present: set[int], recipe: OptimizerFactory | None) -> dict[str, int]:
+def _labels_of_the_gone(unit: Unit, present: set[int], factory: OptimizerFactory | None) -> dict[str, int]:
     """Return the parameter groups of parameters that left the model, by name.
 
     A new parameter of the same name takes the parameter group over. The parameters that left keep it too, as long as
     they live: they may come back.
     """
     labels: dict[str, int] = {}
-    if recipe is None:
+    if factory is None:
         return labels
     for group in unit.groups:
         for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
             if id(parameter) not in present:
-                labels[slot.name] = recipe.label(parameter)
-                weakref.finalize(parameter, recipe.labels.pop, id(parameter), None)
+                labels[slot.name] = factory.label(parameter)
+                weakref.finalize(parameter, factory.labels.pop, id(parameter), None)
     return labels
 
 
-def _label_newcomers(one: UnitSpec, labels: dict[str, int], recipe: OptimizerFactory | None) -> None:
+def _label_newcomers(one: UnitSpec, labels: dict[str, int], factory: OptimizerFactory | None) -> None:
     """Give new parameters the parameter group of the parameter that had their name before."""
-    if recipe is None:
+    if factory is None:
         return
     for name, parameter in one.parameters:
-        if id(parameter) not in recipe.labels and labels.get(name, NO_LABEL) != NO_LABEL:
-            recipe.labels[id(parameter)] = labels[name]
+        if id(parameter) not in factory.labels and labels.get(name, NO_LABEL) != NO_LABEL:
+            factory.labels[id(parameter)] = labels[name]
 
 
 def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
     """Make a unit's parameters ordinary ones with their master weights as values; return their optimizer state."""
-    if any(any(group.gradients.seen) for group in unit.trainable):
+    if any(any(group.gradients.has_gradient) for group in unit.trainable):
         raise ModelChangedError(
             f"the parameters of '{unit.name or '(root)'}' were changed while gradients wait for a step. "
             "Change the model after engine.step() or engine.zero_grad()."
@@ -169,10 +169,10 @@ def _give_back(unit: Unit, remembered: dict[int, dict[str, Any]]) -> None:
                     ParamAccess(parameter).set_state(key, value)
 
 
-def _described(cuts: Sequence[UnitSpec]) -> dict[str, Section]:
+def _described(specs: Sequence[UnitSpec]) -> dict[str, Section]:
     """Describe the model as it is now, for a comparison between ranks."""
     found = {}
-    for one in cuts:
+    for one in specs:
         for name, parameter in one.parameters:
             kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
             frozen = "" if parameter.requires_grad else ", frozen"

@@ -43,7 +43,7 @@ class MicroStep:
     adds_up: tuple[ReduceAt, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive what is asked for with every gradient."""
+        """Derive the values that are read with every gradient."""
         reduces, adds_up = [], []
         for time in ReduceAt:
             at_micro_step = time is ReduceAt.MICRO_STEP
@@ -75,11 +75,11 @@ class Reducer:
         self.reduced: Callable[[Unit, bool], None] | None = None  # called with a unit, and whether at the boundary
         self.in_flight: dict[ShardedGroup, bool] = {}  # reductions in flight, and whether they are the boundary's
         self.sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
-        self._units: dict[str, Unit] = {}
+        self.units: dict[str, Unit] = {}
 
     def adopt_units(self, units: dict[str, Unit]) -> None:
         """Reduce the gradients of these units, by name, from now on."""
-        self._units = units
+        self.units = units
         self.views.take(list(units.values()))
 
     def average_over(self, num_ranks: int) -> None:
@@ -111,7 +111,7 @@ class Reducer:
             is_last=step.at_boundary,
         )
         self.views.attach_one(group, index)
-        unit.has_new_gradients = True
+        unit.use.has_new_gradients = True
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """Accumulate a gradient that the user set, as one of this rank: it is averaged over the ranks."""
@@ -201,7 +201,7 @@ class Reducer:
                 reduced[group.unit] = self.in_flight.pop(group)
         if self.reduced is not None:
             for name, at_boundary in reduced.items():
-                self.reduced(self._units[name], at_boundary)
+                self.reduced(self.units[name], at_boundary)
 
     def finish_earlier(self) -> None:
         """Wait for reductions that micro-steps before the boundary left in flight."""
@@ -269,7 +269,7 @@ class Reducer:
 
     def forget(self) -> None:
         """Drop all gradients; no reduction may be in flight."""
-        for unit in self._units.values():
+        for unit in self.units.values():
             for group in unit.trainable:
                 group.gradients.clear()
         self.clear()

@@ -125,7 +125,7 @@ class SavedViews:
                     tensor._version,
                     base if id(base) in self._parameters else None,
                     base is tensor,
-                    unit.num_updates,
+                    unit.updates.count,
                 )
         # A node's own result is detached, because it would hold the node that holds it. A leaf belongs to no node.
         return (tensor.detach() if tensor.grad_fn is not None else tensor), tensor._version
@@ -139,9 +139,9 @@ class SavedViews:
                 raise _changed(_versions(tensor, version))
             return tensor
         unit, parameter = packed.unit, packed.parameter
-        if unit.residency is not Residency.UNSHARDED or not (unit.in_backward or unit.is_retained):
+        if unit.residency is not Residency.UNSHARDED or not (unit.use.in_backward or unit.use.is_retained):
             self._need(unit)
-        if packed.num_updates != unit.num_updates:
+        if packed.num_updates != unit.updates.count:
             raise _changed(f"the parameters of unit '{unit.name or '(root)'}' were updated by step()")
         if parameter is not None:
             if parameter._version != packed.version:

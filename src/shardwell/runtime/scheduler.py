@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import BackwardError, ReleasedParameterError
-from shardwell.runtime.prefetch import ExecutionOrder, PrefetchBudget, PrefetchLimits, PrefetchLink
+from shardwell.runtime.prefetch import ExecutionOrder, Prefetch, PrefetchLimits
 from shardwell.runtime.reducer import MicroStep, Reducer
 from shardwell.runtime.saved_tensors import SavedViews
 from shardwell.runtime.trace import NOT_PROFILED, Trace, TraceAction, is_profiling, profiled
@@ -28,9 +28,10 @@ from shardwell.runtime.transforms import in_transform, outside_trace, outside_tr
 from shardwell.sharding import Residency, ShardedGroup, Unit
 from shardwell.sharding.edits import take_edits_closely
 from shardwell.sharding.gradients import GradState
-from shardwell.sharding.unit import PendingUpdate, UnitOwner
+from shardwell.sharding.pending_update import PendingUpdate
+from shardwell.sharding.unit import UnitOwner
 
-_is_retained: Callable[[Unit], bool] = attrgetter("is_retained")
+_is_retained: Callable[[Unit], bool] = attrgetter("use.is_retained")
 current_task: Callable[[], int] = torch._C._current_graph_task_id  # of the running autograd graph; -1 outside backward
 
 
@@ -41,6 +42,14 @@ class ForwardCall:
     unit: Unit
     is_counted: bool  # counted in the unit's `in_forward`
     is_hooked: bool = False  # it switched on the saved-tensor hooks
+
+
+@dataclass
+class GraphUse:
+    """Whether the user may still run a backward through a graph that a forward recorded."""
+
+    is_open: bool = False  # no step has used the graph up yet
+    was_used: bool = False  # a backward went through it
 
 
 class PassObserver(Protocol):
@@ -60,11 +69,7 @@ class Scheduler:
     """A scheduler that unshards, prefetches and reshards the units of one engine and starts their reduce-scatters."""
 
     def __init__(self, units: Sequence[Unit], limits: PrefetchLimits, micro_step: MicroStep) -> None:
-        self.limits = limits
-        self.prefetch_budget = PrefetchBudget(limits, micro_step.num_averaged)
-        self.prefetch_links: list[
-            PrefetchLink
-        ] = []  # bring shards to the device ahead of all-gathers, where they are below it
+        self.prefetch = Prefetch(limits, micro_step.num_averaged)
         self.trace: Trace | None = None
         self.reducer = Reducer(micro_step)
         self.reducer.drop_gradients = self.discard_backward
@@ -72,24 +77,17 @@ class Scheduler:
         self._in_model = False  # the engine's forward runs
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
         self._tasks: set[int] = set()
-        self._graph_is_open = False  # a forward recorded a graph that no step has used up yet
-        self._graph_was_used = False  # a backward went through it
+        self._graph = GraphUse()
         self.saved = SavedViews(self.request_unshard)
         self.calls: list[ForwardCall] = []  # the innermost last
-        self._seen: list[Unit] = []  # released, but other tensors still look at their memory
+        self._aliased: list[Unit] = []  # released, but other tensors still look at their memory
         self.adopt_units(units)
 
     def adopt_units(self, units: Sequence[Unit]) -> None:
         """Schedule these units from now on."""
         self.units = units
-        self._by_name = {unit.name: unit for unit in units}
         self._resharding_units = [unit for unit in units if unit.resharding_groups]
-        self._forward = ExecutionOrder(self._resharding_units)
-        root = [unit for unit in self._resharding_units if not unit.name]  # its outputs are the model's: it comes first
-        self._backward = ExecutionOrder(
-            root + [unit for unit in self._resharding_units[::-1] if unit.name], is_backward=True
-        )
-        self.prefetch_budget.adopt_units(units)
+        self.prefetch.adopt_units(units, self._resharding_units)
         self.saved.take(self._resharding_units)
         optimizer = next((unit.optimizer for unit in units if unit.optimizer is not None), None)
         take_edits = partial(take_edits_closely, units)
@@ -97,7 +95,7 @@ class Scheduler:
         owner = UnitOwner(self.retain, reducer.reduce_now, reducer.views.take_edits, take_edits, self.adopt, optimizer)
         for unit in units:
             unit.owner = owner
-        self.reducer.adopt_units(self._by_name)
+        self.reducer.adopt_units({unit.name: unit for unit in units})
 
     def record(self, action: TraceAction, unit: Unit) -> None:
         """Append an action to the trace, if one is recorded."""
@@ -121,11 +119,11 @@ class Scheduler:
     def forward_scope(self, inputs: Any = ()) -> Iterator[None]:
         """Run the engine's forward inside. What an aborted pass left behind is dropped first."""
         if torch.is_grad_enabled():
-            self._graph_is_open = True
+            self._graph.is_open = True
         if current_task() == -1:  # otherwise the whole model is recomputed, and its units are in their backward
             if self.observer is not None and torch.is_grad_enabled():
                 self.observer.forward_begins(inputs)
-            self._graph_was_used = self.reducer.has_met_scale = False
+            self._graph.was_used = self.reducer.has_met_scale = False
             self._drop_leftovers()
             self.reducer.views.take_edits()
         before, self._in_model = self._in_model, True
@@ -138,29 +136,29 @@ class Scheduler:
             raise refusal from error
         finally:
             self._in_model = before
-        if not self._graph_is_open:
+        if not self._graph.is_open:
             self._end_without_graph()
 
     def _drop_leftovers(self) -> None:
         """Reset the state of units, hooks and prefetches that an aborted pass left behind."""
         if self._resharding_units:
-            self._forward.start()
-            for link in self.prefetch_links:
+            self.prefetch.forward.start()
+            for link in self.prefetch.links:
                 link.cancel()
             if self.saved.pushed:
                 self.saved.clear()
         self.calls.clear()
         for unit in self.units:
-            if unit.is_retained:
+            if unit.use.is_retained:
                 unit.check_retention()
-            if unit.in_forward or unit.inside or unit.in_backward:
-                unit.in_forward, unit.inside, unit.in_backward = 0, 0, False
+            if unit.use.in_forward or unit.use.in_parts or unit.use.in_backward:
+                unit.use.in_forward, unit.use.in_parts, unit.use.in_backward = 0, 0, False
                 self.reshard(unit)
 
     def _end_without_graph(self) -> None:
         """End a forward of the engine that recorded no graph: nothing will use what is retained or prefetched."""
         self.end_retention()
-        for link in self.prefetch_links:
+        for link in self.prefetch.links:
             link.cancel()
         for unit in self.units:
             if unit.residency is Residency.UNSHARDING:
@@ -171,64 +169,64 @@ class Scheduler:
         if current_task() != -1:
             self._pre_recomputation(unit)
             return
-        unit.in_forward += 1
+        unit.use.in_forward += 1
         if torch.is_grad_enabled():
-            self._graph_is_open = True
+            self._graph.is_open = True
             if self.observer is not None and not self._in_model:
                 self.observer.part_begins()
-        if unit.resharding_groups or unit.residency is not Residency.UNSHARDED or unit.awaits_update:
+        if unit.resharding_groups or unit.residency is not Residency.UNSHARDED or unit.updates.is_awaited:
             if torch._C._get_tracing_state() is None:
-                self._unshard(unit, self._forward)
+                self._unshard(unit, self.prefetch.forward)
             else:
                 with outside_trace(unit):
-                    self._unshard(unit, self._forward)
+                    self._unshard(unit, self.prefetch.forward)
         if self.trace is not None:
             self.record(TraceAction.FORWARD, unit)
 
     def _pre_recomputation(self, unit: Unit) -> None:
         """Unshard a unit whose forward is recomputed: this is part of its backward."""
-        if not unit.reshards_in_recompute:
+        if not unit.spec.is_tile:
             self.pre_backward(unit, recomputes=True)
             return
         self._enter_graph_task(unit)
-        unit.in_backward = True
+        unit.use.in_backward = True
         self._start_unshard(unit)
         unit.wait()
 
     def post_forward(self, unit: Unit) -> None:
         """Reshard a unit after its forward, unless its backward needs it soon."""
         if current_task() != -1:
-            if unit.reshards_in_recompute:
-                unit.in_backward = False
+            if unit.spec.is_tile:
+                unit.use.in_backward = False
                 self.reshard(unit)
             return
-        unit.in_forward = max(unit.in_forward - 1, 0)
-        if unit.resharding_groups and not (self.limits.reuse_distance > 0 and self._used_again_soon(unit)):
+        unit.use.in_forward = max(unit.use.in_forward - 1, 0)
+        if unit.resharding_groups and not (self.prefetch.limits.reuse_distance > 0 and self._used_again_soon(unit)):
             self.reshard(unit)
 
     def abandon_forward(self, unit: Unit) -> None:
         """Reshard a unit whose forward ended in an error, which the user may catch."""
-        unit.in_forward = max(unit.in_forward - 1, 0)
+        unit.use.in_forward = max(unit.use.in_forward - 1, 0)
         self.reshard(unit)
 
     def _used_again_soon(self, unit: Unit) -> bool:
         """Return whether fewer than `reuse_distance` elements are used between a unit's forward and its backward."""
-        after = self._forward.elements_after(unit) if torch.is_grad_enabled() else None
-        return after is not None and 2 * after < self.limits.reuse_distance
+        after = self.prefetch.forward.elements_after(unit) if torch.is_grad_enabled() else None
+        return after is not None and 2 * after < self.prefetch.limits.reuse_distance
 
     def _unshard(self, unit: Unit, order: ExecutionOrder) -> None:
         """Unshard a unit, wait for it, and start the prefetch of the units that are expected next."""
-        if self._seen:
-            self._look_at_seen()
+        if self._aliased:
+            self._free_unaliased()
         if not unit.resharding_groups:
             unit.wait()
             return
         expected = order.visit(unit)
         self._start_unshard(unit)
         unit.wait()
-        if expected is not None and self.prefetch_budget.may_prefetch(expected, order):
+        if expected is not None and self.prefetch.budget.may_prefetch(expected, order):
             self._start_unshard(expected)
-        for link in self.prefetch_links:
+        for link in self.prefetch.links:
             link.start(expected, order)
 
     def _start_unshard(self, unit: Unit) -> None:
@@ -248,15 +246,15 @@ class Scheduler:
             if self.trace is not None:
                 self.record(TraceAction.RESHARD, unit)
             if unit.is_aliased:
-                self._seen.append(unit)
+                self._aliased.append(unit)
 
-    def _look_at_seen(self) -> None:
+    def _free_unaliased(self) -> None:
         """Free released units whose last view is gone, such as a view that a module returned and the hook cloned."""
-        seen, self._seen = self._seen, []
-        for unit in seen:
+        aliased, self._aliased = self._aliased, []
+        for unit in aliased:
             unit.free_if_unaliased()
             if unit.is_aliased:
-                self._seen.append(unit)
+                self._aliased.append(unit)
 
     def keep_frozen(self, most: int) -> None:
         """Let frozen parameters stay unsharded from now on, unit after unit, up to `most` elements."""
@@ -275,8 +273,8 @@ class Scheduler:
         all ranks do the same thing anyway: in a forward or backward, or while a loss is computed from the outputs of a
         forward.
         """
-        in_pass = current_task() != -1 or self._in_model or any(u.in_forward or u.inside for u in self.units)
-        if not in_pass and not (self._graph_is_open and torch.is_grad_enabled()):
+        in_pass = current_task() != -1 or self._in_model or any(u.use.in_forward or u.use.in_parts for u in self.units)
+        if not in_pass and not (self._graph.is_open and torch.is_grad_enabled()):
             return False
         unit.retain()
         self._start_unshard(unit)
@@ -286,26 +284,26 @@ class Scheduler:
     def retain_for_part(self, unit: Unit) -> None:
         """Retain a sharded unit, because a part of its module is called, but not by the module itself."""
         if torch.is_grad_enabled():
-            self._graph_is_open = True
+            self._graph.is_open = True
         unit.retain()
         self._start_unshard(unit)
         unit.wait()
 
     def end_forward(self) -> None:
         """End retention after a forward, if no graph was recorded."""
-        if not self._graph_is_open:
+        if not self._graph.is_open:
             self.end_retention()
 
     def end_retention(self) -> None:
         """Reshard all retained units: no graph needs them any more."""
-        self._graph_is_open = self._graph_was_used = False
+        self._graph.is_open = self._graph.was_used = False
         retained = list(filter(_is_retained, self.units))
         if retained:
             take_edits_closely(
                 retained
             )  # once their memory is freed, the owner of a parameter's values cannot be found
         for unit in retained:
-            unit.is_retained = False
+            unit.use.is_retained = False
             self.reshard(unit)
 
     # ------------------------------------------------------------------------------------------------- backward
@@ -318,17 +316,17 @@ class Scheduler:
         """
         self._enter_graph_task(unit)
         if not recomputes and torch.is_grad_enabled():
-            unit.is_retained = True
-        if not unit.in_backward:
-            unit.in_backward = True
+            unit.use.is_retained = True
+        if not unit.use.in_backward:
+            unit.use.in_backward = True
             if self.trace is not None:
                 self.record(TraceAction.BACKWARD, unit)
             if self.reducer.in_flight:
                 self.reducer.wait_for_larger_units(unit.numel)
-        if unit.pending_update is not None:
+        if unit.updates.pending is not None:
             unit.revoke_speculation()  # a graph that is used again saved the values before the update
         if unit.resharding_groups:
-            self._unshard(unit, self._backward)
+            self._unshard(unit, self.prefetch.backward)
 
     def announce_backward(self, *_grads: Any) -> None:
         """Prepare gradients for the model's backward, before its first operation; it may be called repeatedly."""
@@ -338,7 +336,7 @@ class Scheduler:
     def request_unshard(self, unit: Unit) -> None:
         """Unshard a unit of which autograd reads saved tensors, whether or not a hook announced its backward."""
         where = f"unit '{unit.name or '(root)'}'"
-        if self._by_name.get(unit.name) is not unit:
+        if self.reducer.units.get(unit.name) is not unit:
             raise BackwardError(
                 f"{where} was built anew after the forward of this backward, because the model was changed in between: "
                 "run the forward again"
@@ -353,7 +351,7 @@ class Scheduler:
 
     def _enter_graph_task(self, unit: Unit) -> None:
         """Record the graph task in which a unit was seen, and end the unit's backward when that task ends."""
-        task = unit.task = current_task()
+        task = unit.use.task = current_task()
         if task not in self._tasks:
             if not self._tasks:
                 self._begin_backward()
@@ -364,12 +362,12 @@ class Scheduler:
         """Prepare for a backward when its first operation is seen."""
         if self.reducer.in_flight:
             self.reducer.finish_earlier()  # here, because all ranks are at the same place
-        self._graph_was_used = True
+        self._graph.was_used = True
         for unit in self.units:
-            if unit.is_retained:
+            if unit.use.is_retained:
                 unit.check_retention()
         if self._resharding_units:
-            self._backward.start()
+            self.prefetch.backward.start()
         self.reducer.views.detach(has_begun=True)
         if self.observer is not None:
             self.observer.backward_begins()
@@ -400,18 +398,18 @@ class Scheduler:
         the next gradient: a unit that is called several times in a forward ends as often, and most of its gradients
         come with the last call.
         """
-        if unit.has_new_gradients or (unit.is_user_unit and unit.in_backward):
+        if unit.use.has_new_gradients or (unit.spec.is_user_unit and unit.use.in_backward):
             self.reducer.reduce(unit)
-        unit.has_new_gradients = unit.in_backward = False
+        unit.use.has_new_gradients = unit.use.in_backward = False
         if unit.resharding_groups:
             self.reshard(unit)
 
     def _post_graph_task(self, task: int) -> None:
         """End the backward of all units that were seen in a graph task, also of units whose inputs need no gradient."""
         for unit in reversed(self.units):
-            if unit.task == task:
-                unit.task = -1
-                if unit.in_backward or unit.has_new_gradients:
+            if unit.use.task == task:
+                unit.use.task = -1
+                if unit.use.in_backward or unit.use.has_new_gradients:
                     self.post_backward(unit)
         self._tasks.discard(task)
         step = self.reducer.micro_step
@@ -428,17 +426,17 @@ class Scheduler:
             for unit in self.units:
                 for group in unit.trainable:
                     if self.reducer.micro_step.paths_differ or group.gradients.state is GradState.PARTIAL:
-                        unit.has_new_gradients = True
+                        unit.use.has_new_gradients = True
             self.end_passes()
 
     def end_passes(self) -> None:
         """End all passes and wait for all reductions in flight. Gradients that wait for the boundary still do."""
         for unit in reversed(self.units):
-            unit.task = -1
+            unit.use.task = -1
             self.post_backward(unit)
         self._tasks.clear()
         if self._resharding_units:
-            for link in self.prefetch_links:
+            for link in self.prefetch.links:
                 link.cancel()
         self.reducer.finish()
 
@@ -451,7 +449,7 @@ class Scheduler:
                 self.reducer.end_boundary()
             else:
                 self.finish_backward()
-        if self._graph_was_used:
+        if self._graph.was_used:
             self.end_retention()
 
     def after_update(self, unit: Unit, arrival: PendingUpdate | None = None) -> None:

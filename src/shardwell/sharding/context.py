@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.checkpoint import _StopRecomputationError
-
-from shardwell.errors import NonFiniteError, PeerError, ShardwellError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import MeshRoles
 from shardwell.sharding.tiers import TierFactory
@@ -29,22 +24,6 @@ class EngineContext:
     def disk(self) -> Any:
         """Return the `DiskTier`, or None if nothing is stored on disk."""
         return None if self.tiers is None else self.tiers.disk
-
-    @contextlib.contextmanager
-    def failing_together(self, where: str, *, common: tuple[type[ShardwellError], ...] = ()) -> Iterator[None]:
-        """Report an error of this rank to the other ranks before it is raised, so that they do not wait.
-
-        All ranks raise the `common` errors themselves. The signal by which torch ends a recomputation is no error.
-        """
-        try:
-            yield
-        except _StopRecomputationError:
-            raise
-        except Exception as error:
-            is_common = isinstance(error, (PeerError, NonFiniteError, *common))
-            if not is_common:
-                self.roles.agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
-            raise
 
     def close(self) -> None:
         """Close the files on disk and the connections."""

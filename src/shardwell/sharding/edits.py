@@ -1,12 +1,12 @@
 """Values that were changed by hand: `p.data = x`, `p.data.copy_(x)`, `p.clamp_()`, `module.load_state_dict`.
 
 Parameters that stay unsharded are views of their group's flat buffer. A parameter that was given other memory is
-detected before every forward, by its address, and before every step, by all properties of the view: its values are
-copied back, and it is a view again. A change in place is in the flat buffer already. Where the master weights are a
-slice of the flat buffer, or a remainder to it, nothing has to be done. Separate master weights are compared with it
-when they are opened (`SeparateStorage.open`): an element that is not the rounding of its master weight was changed, and
-becomes the master weight. Master weights on the host of parameters on a GPU are compared only when a hash of all bits
-(`digest`) says that something changed.
+detected before every forward, by its address, and before every step, by all properties of the view
+(`Unit.has_replaced_parameters`): its values are copied back, and it is a view again. A change in place is in the flat
+buffer already. Where the master weights are a slice of the flat buffer, or a remainder to it, nothing has to be done.
+Separate master weights are compared with it when they are opened (`SeparateStorage.open`): an element that is not the
+rounding of its master weight was changed, and becomes the master weight. Master weights on the host of parameters on a
+GPU are compared only when a hash of all bits (`digest`) says that something changed.
 
 As in DDP, every rank is expected to change the same values in the same way.
 """
@@ -14,7 +14,6 @@ As in DDP, every rank is expected to change the same values in the same way.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ModelChangedError
-from shardwell.kernels.rounding import adopt, narrow
-from shardwell.memory import Tier
+from shardwell.kernels.rounding import adopt
 from shardwell.memory.device import AsyncScalar, Event
 from shardwell.parallel import TrafficKind
 from shardwell.sharding.layout import Slot
@@ -54,22 +52,12 @@ class ReplacedValues:
         return self.group.parameters[self.index]
 
     @property
-    def stretch(self) -> tuple[int, int, int]:
+    def byte_range(self) -> tuple[int, int, int]:
         """Return the storage of the parameter, its first byte in it, and the byte behind its last."""
         data = self.parameter.data
         first = int(data.storage_offset()) * data.itemsize
         reach = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True)) + 1
         return data.untyped_storage()._cdata, first, first + reach * data.itemsize
-
-
-def look(units: Sequence[Unit]) -> None:
-    """Take over replaced values before a forward; the check costs 0.1 µs per parameter."""
-    is_replaced = False
-    for unit in units:
-        for group in unit.groups:
-            is_replaced = is_replaced or bool(group.views.replaced(quickly=True))
-    if is_replaced:
-        take_edits_closely(units)
 
 
 @torch.no_grad()
@@ -94,16 +82,11 @@ def take_edits_closely(units: Sequence[Unit]) -> None:
 
 def take_edits_before_step(units: Sequence[Unit]) -> None:
     """Take over values that replaced parameters since their gradients were computed."""
-    is_replaced = False
-    for unit in units:
-        for group in unit.groups:
-            is_replaced = is_replaced or bool(group.views.replaced())
-    if is_replaced:
-        take_edits_closely(units)
+    take_edits_closely(units)
     for unit in units:
         if unit.changes.was_retained:
             unit.check_retention()
-        if unit.needs_rebuild:
+        if unit.changes.needs_rebuild:
             raise ModelChangedError(
                 f"a parameter of '{unit.name or '(root)'}' was given another shape between backward and step. Change "
                 "the model after engine.step() or engine.zero_grad()."
@@ -116,7 +99,7 @@ def _fits(one: ReplacedValues) -> bool:
     if one.group.context.device.is_meta:
         return False
     if tuple(data.shape) != slot.shape:
-        one.unit.needs_rebuild = True
+        one.unit.changes.needs_rebuild = True
         return False
     if data.dtype != place.dtype or data.device != place.device:
         raise ModelChangedError(
@@ -126,11 +109,11 @@ def _fits(one: ReplacedValues) -> bool:
         )
     if one.group.spec.reshards:
         raise ModelChangedError(
-            f"'{slot.name}' was given other values while it was whole for a moment, and they would be lost: each rank "
-            f"holds only its shard of unit '{one.unit.name}'. Change it inside "
+            f"'{slot.name}' was given other values while it was unsharded for a moment, and they would be lost: each "
+            f"rank holds only its shard of unit '{one.unit.name}'. Change it inside "
             "`with shardwell.zero.GatheredParameters(parameter, modifier_rank=0):`, or use engine.load_state_dict."
         )
-    if one.unit.is_ahead:
+    if one.unit.updates.is_ahead:
         raise ModelChangedError(
             f"'{slot.name}' was given other values between backward and step, when its update had begun already. Set "
             '"shardwell": {"commit": "after_norm"}, or change it after the step.'
@@ -142,8 +125,8 @@ def _check_apart(found: list[ReplacedValues], units: Sequence[Unit]) -> None:
     """Refuse parameters that share memory: plain PyTorch would update it through both, and a shard through neither."""
     replaced = {id(one.parameter) for one in found}
     storages = {group.flat.tensor.untyped_storage()._cdata: group for unit in units for group in unit.groups}
-    taken = [(one.stretch, one.slot.name) for one in found if one.slot.numel]
-    for storage in {stretch[0] for stretch, _ in taken} & set(storages):
+    taken = [(one.byte_range, one.slot.name) for one in found if one.slot.numel]
+    for storage in {byte_range[0] for byte_range, _ in taken} & set(storages):
         group = storages[storage]
         size = group.flat.tensor.itemsize
         for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
@@ -182,19 +165,19 @@ def bring_home(group: ShardedGroup, source: int | None) -> bool:
 def take_over_in_place(group: ShardedGroup, values: Tensor | None = None) -> None:
     """Write values that were changed by hand to the master weights; `values` are the parameters, if copied already."""
     if group.may_be_edited_apart:
-        adopt(group.master, (group.at_rest if values is None else values).to(group.master.device))
+        adopt(group.master, (group.storage.parameters if values is None else values).to(group.master.device))
 
 
 def brought_down(group: ShardedGroup, after: Event) -> Tensor:
     """Return the stored parameters (1D, on the host) after the event `after`; waits for the copy."""
     with group.context.device.upload_stream.after(after):
-        return group.at_rest.cpu()
+        return group.storage.parameters.cpu()
 
 
 def note_digest(group: ShardedGroup) -> None:
     """Record on the current stream that the parameters on the device are the rounding of master weights on the host."""
-    if group.may_be_edited_apart and group.at_rest.is_cuda and not group.master.is_cuda:
-        group.digest = digest(group.at_rest)
+    if group.may_be_edited_apart and group.storage.parameters.is_cuda and not group.master.is_cuda:
+        group.digest = digest(group.storage.parameters)
 
 
 def digest(values: Tensor) -> Tensor:
@@ -212,7 +195,7 @@ def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callabl
     found: list[tuple[ShardedGroup, Callable[[], bool]]] = []
     for group in groups:
         if group.digest is not None:
-            read = group.context.device.read_async(digest(group.at_rest) != group.digest)
+            read = group.context.device.read_async(digest(group.storage.parameters) != group.digest)
             found.append((group, partial(_is_set, read)))
         elif group.may_be_edited_apart:
             found.append((group, lambda: True))
@@ -221,86 +204,3 @@ def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callabl
 
 def _is_set(read: AsyncScalar) -> bool:
     return bool(read.get())
-
-
-# ------------------------------------------------------------------- changes of parameters that will be resharded
-
-
-_CLOSE_LOOKS = 4  # reshards that compare values: a forward that changes its own parameters does so from the start
-
-_version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-
-
-class ChangeWatch:
-    """Finds changes of a unit's unsharded parameters that are lost when their memory is freed."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._has_warned = False
-        self.gathered_at = 0  # the unit's `num_updates` at its all-gather
-        self.was_retained = False  # since its all-gather
-        self._num_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
-        self.reset(parameters)
-
-    def reset(self, parameters: list[nn.Parameter]) -> None:
-        """Expect the parameters to stay as they are now."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._versions = list(map(_version, parameters))  # how often each was changed in place by the user
-
-    def check(self, unit: Unit, *, closely: bool | None = None) -> None:
-        """Warn if unsharded parameters were changed in place, because the change is lost when they are freed.
-
-        Torch does not count changes of `p.data`. `closely`: values are compared with the stored ones. By default this
-        is done where a change is likely, and the unit is about to be resharded.
-        """
-        if closely is None:
-            closely = self.was_retained or self._num_looks < _CLOSE_LOOKS
-            self._num_looks, self.was_retained = self._num_looks + 1, False
-        with torch._C.DisableTorchFunctionSubclass():
-            now = list(map(_version, unit.parameters))
-        is_lost = closely and self._differs(unit)
-        if (is_lost or now != self._versions) and not self._has_warned:
-            self._warn(unit, now, is_lost=is_lost)
-        self._versions = now
-
-    def _differs(self, unit: Unit) -> bool:
-        """Whether values differ from the stored ones, and only the user can have changed them."""
-        is_updated = unit.num_updates != self.gathered_at or unit.is_ahead or unit.pending_update is not None
-        if is_updated or not unit.is_unsharded:
-            return False
-        return any(is_unlike_its_shard(group) for group in unit.resharding_groups)
-
-    def _warn(self, unit: Unit, now: list[int], *, is_lost: bool) -> None:
-        """Warn once, with the names of the parameters that were changed and will be freed."""
-        slots = [slot for group in unit.groups for slot in group.layout.slots]
-        freed = {id(slot) for group in unit.resharding_groups for slot in group.layout.slots}
-        changed = zip(slots, now, self._versions, strict=True)
-        names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
-        if names or is_lost:
-            self._has_warned = True
-            warn_of_lost(unit.name, names)
-
-
-def is_unlike_its_shard(group: ShardedGroup) -> bool:
-    """Whether unsharded parameters differ from the stored ones, where that is cheap to know.
-
-    The parameters must have been all-gathered unquantised.
-    """
-    stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.own)]
-    is_on_disk = group.spec.parameters.tier is Tier.DISK
-    if group.is_quantized or not group.all_gather.is_exact or is_on_disk or stored.is_meta:
-        return False
-    if stored.device != mine.device:
-        return False
-    rounded = narrow(stored, torch.empty_like(mine)) if stored.dtype != mine.dtype else stored
-    return not torch.equal(rounded.view(torch.uint8), mine.view(torch.uint8))
-
-
-def warn_of_lost(unit: str, names: list[str]) -> None:
-    """Warn that a change in place of parameters of this unit is lost."""
-    logging.getLogger("shardwell").warning(
-        "%s of unit '%s' changed in place while whole for a moment, and the change is lost: each rank holds only its "
-        "shard. Change parameters inside `with shardwell.zero.GatheredParameters(parameters, modifier_rank=0):`, or "
-        "use engine.load_state_dict; what a forward changes by itself belongs in a buffer.",
-        ", ".join(f"'{name}'" for name in names) or "a parameter",
-        unit or "(root)",
-    )

@@ -32,17 +32,17 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         several = [params] if isinstance(params, nn.Parameter) else list(params or [])
         kept = [p for p in several if enabled and isinstance(p, nn.Parameter) and released.is_owned(p)]
         for parameter in kept:
-            keeper = released.owner_of(parameter)
-            if isinstance(keeper, InitParameter):
-                keeper.belong_to(parameter)
-        self._keepers = list({id(released.owner_of(p)): released.owner_of(p) for p in kept}.values())
+            owner = released.owner_of(parameter)
+            if isinstance(owner, InitParameter):
+                owner.belong_to(parameter)
+        self._owners = list({id(released.owner_of(p)): released.owner_of(p) for p in kept}.values())
         self._modifier_rank = modifier_rank
 
     def __enter__(self) -> GatheredParameters:
         with contextlib.ExitStack() as undo:
-            for keeper in self._keepers:
-                keeper.open()
-                undo.callback(keeper.close, None)
+            for owner in self._owners:
+                owner.open()
+                undo.callback(owner.close, None)
             undo.pop_all()
         return self
 
@@ -50,9 +50,9 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         first: BaseException | None = None
-        for keeper in self._keepers:  # close all of them, also if one fails
+        for owner in self._owners:  # close all of them, also if one fails
             try:
-                keeper.close(self._modifier_rank)
+                owner.close(self._modifier_rank)
             except BaseException as problem:
                 first = first or problem  # the others fail because of it
         if first is not None:

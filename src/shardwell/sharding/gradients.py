@@ -57,7 +57,7 @@ class Gradients:
         self._name, self._unit, self._token = name, unit, f"REDUCE {name}"
         self._layout, self._spec, self._precision = layout, spec, precision
         self._comm, self._temporary = comm, temporary
-        self._own = slice(*layout.shard_range(comm.shard_index))
+        self._local = slice(*layout.shard_range(comm.shard_index))
         self.state = GradState.NONE
         self.result = None
         self.commit = spec.commit  # when an update made from them is committed
@@ -66,7 +66,7 @@ class Gradients:
         self._handed: tuple[Tensor, float] | None = None  # a micro-step to be accumulated, and its factor
         self._flat: Tensor | None = None  # 1D, padded
         self._filled = [False] * len(layout.slots)  # slots with a gradient in the flat buffer
-        self.seen = [False] * len(layout.slots)  # slots with a gradient since the last `clear`
+        self.has_gradient = [False] * len(layout.slots)  # slots with a gradient since the last `clear`
         self._at_boundary = [False] * len(layout.slots)  # slots with a gradient at the boundary
         self.is_complete = False  # all of them; gradients of earlier micro-steps do not count
         self._scaled_late = False
@@ -75,7 +75,7 @@ class Gradients:
         self._pending: Work | None = None  # a reduce-scatter
         self._averaged: Tensor | None = None  # 1D: what it averages in place, with specs that keep full gradients
         self._publishing: Work | None = None  # the all-gather of that
-        self._lost: QuantizationResidual | None = None  # the quantisation error that is not sent yet
+        self._residual: QuantizationResidual | None = None  # the quantisation error that is not sent yet
         self.loss_scale = 1.0  # the loss scale of this step's gradients
 
     @property
@@ -92,7 +92,7 @@ class Gradients:
         Wide gradients are scaled here, at no cost beyond the copy. 16-bit gradients are scaled where they are summed in
         fp32, except for the division that precedes the reduce-scatter.
         """
-        self.seen[index] = True
+        self.has_gradient[index] = True
         if is_last and not self._at_boundary[index]:
             self._at_boundary[index] = True
             self.is_complete = all(self._at_boundary)
@@ -183,25 +183,25 @@ class Gradients:
         """Start the reduce-scatter into `result`; the result is as wide as the gradients and as what was sent."""
         dtype = self._precision.accumulate if accumulates else torch.promote_types(self._precision.compute, flat.dtype)
         as_it_is = self._scale == 1.0 and not accumulates and flat.dtype == dtype
-        if self._comm.mesh.size == 1 and self.result is None and as_it_is:
+        if self._comm.rank_group.size == 1 and self.result is None and as_it_is:
             return Work(partial(self._adopt, flat))
         adds = self.result is not None
         if self.result is None:
             self.result = self._temporary.allocate(self._layout.shard_numel, dtype, StateKind.GRADIENTS, self._unit)
         elif self.result.dtype.itemsize <= 2 or self._elsewhere is not None:
             self._widen()
-        codecs, residual = self._spec.reduce_codecs, self._residual(flat) if self._spec.feedback else None
-        work = self._comm.reduce_scatter(flat, self.result, self._scale, adds, self._token, codecs, lost=residual)
+        codecs, residual = self._spec.reduce_codecs, self._residual_for(flat) if self._spec.feedback else None
+        work = self._comm.reduce_scatter(flat, self.result, self._scale, adds, self._token, codecs, residual=residual)
         return work.then(partial(self._temporary.free, flat))
 
     def _scatter_to_hand_over(self, flat: Tensor) -> Work:
         """Start the reduce-scatter of a micro-step that another owner accumulates."""
-        if self._comm.mesh.size == 1:
+        if self._comm.rank_group.size == 1:
             return Work(partial(self._hand, flat, self._scale))
         numel, dtype = self._layout.shard_numel, self._precision.accumulate
         fresh = self._temporary.allocate(numel, dtype, StateKind.GRADIENTS, self._unit)
-        codecs, residual = self._spec.reduce_codecs, self._residual(flat) if self._spec.feedback else None
-        work = self._comm.reduce_scatter(flat, fresh, self._scale, False, self._token, codecs, lost=residual)
+        codecs, residual = self._spec.reduce_codecs, self._residual_for(flat) if self._spec.feedback else None
+        work = self._comm.reduce_scatter(flat, fresh, self._scale, False, self._token, codecs, residual=residual)
 
         def finish() -> None:
             self._hand(fresh, 1.0)
@@ -220,25 +220,25 @@ class Gradients:
             fresh, factor = both, 1.0
         self._handed = fresh, factor
 
-    def _residual(self, flat: Tensor) -> Tensor | None:
+    def _residual_for(self, flat: Tensor) -> Tensor | None:
         """Return the quantisation error (1D) of earlier gradients, which this reduce-scatter adds and replaces."""
         codecs = self._spec.reduce_codecs
-        if codecs is not None and self._lost is None:
+        if codecs is not None and self._residual is None:
             numel = self._comm.residual_numel(flat.numel(), codecs)
-            self._lost = QuantizationResidual(numel, self._unit, self._temporary)
-        return self._lost.joining(self._scale / self.loss_scale) if self._lost is not None else None
+            self._residual = QuantizationResidual(numel, self._unit, self._temporary)
+        return self._residual.joining(self._scale / self.loss_scale) if self._residual is not None else None
 
     def free(self) -> None:
         """Drop everything, the quantisation error included."""
         self.clear()
-        if self._lost is not None:
-            self._lost.free()
-            self._lost = None
+        if self._residual is not None:
+            self._residual.free()
+            self._residual = None
 
     def _average_whole(self, flat: Tensor) -> Work:
         """Start to reduce-scatter into this rank's slice; `finish` then starts the all-gather of the slices."""
         self._averaged = flat
-        return self._comm.reduce_scatter(flat, flat[self._own], self._scale, False, self._token)
+        return self._comm.reduce_scatter(flat, flat[self._local], self._scale, False, self._token)
 
     def start_next_hop(self) -> bool:
         """Start the second hop of a reduce-scatter where the host has to; false if no hop is left to start."""
@@ -320,7 +320,7 @@ class Gradients:
     def needs_collective(self) -> bool:
         """Whether waiting for work in flight starts a collective that all ranks must start together."""
         hops = self._comm.host_starts_hops
-        is_whole = self._spec.gradients.axis is None and self._comm.mesh.size > 1
+        is_whole = self._spec.gradients.axis is None and self._comm.rank_group.size > 1
         return (self._pending is not None and (is_whole or hops)) or (self._publishing is not None and hops)
 
     def snapshot(self, *, has_sums: bool) -> Tensor:
@@ -347,12 +347,12 @@ class Gradients:
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if filled and self._flat is not None:
                 flat[slot.offset : slot.end].copy_(self._flat[slot.offset : slot.end]).mul_(self._scale)
-        self._comm.reduce_scatter(flat, flat[self._own], 1.0, False, f"READ {self._name}").wait()
+        self._comm.reduce_scatter(flat, flat[self._local], 1.0, False, f"READ {self._name}").wait()
         if self._spec.gradients.axis is None:
             self._comm.all_gather(flat, f"READ {self._name}").wait()
             total.add_(flat)
         else:
-            total.add_(flat[self._own])
+            total.add_(flat[self._local])
         self._temporary.free(flat)
 
     # ------------------------------------------------------------------------------------------------------ clearing
@@ -360,11 +360,11 @@ class Gradients:
     def forget(self, index: int) -> None:
         """Drop the gradient of one parameter. All ranks must do so at the same place in the program."""
         self.wait()
-        self.seen[index] = self._at_boundary[index] = self.is_complete = False
+        self.has_gradient[index] = self._at_boundary[index] = self.is_complete = False
         self._filled[index] = False  # the reduce-scatter counts it as zeros
         slot, first = self._layout.slots[index], 0
         if self._spec.gradients.axis is not None:
-            first = self._own.start
+            first = self._local.start
         low, high = max(slot.offset - first, 0), max(slot.end - first, 0)
         if self.result is not None:
             self.ensure_readable()
@@ -375,10 +375,10 @@ class Gradients:
     def clear(self, was_used: bool | Tensor = False) -> None:
         """Drop all gradients, also a reduce-scatter in flight. `was_used`: they were applied."""
         self.wait()
-        if self._lost is not None:
-            self._lost.end_step(was_used if self.commit is not CommitPolicy.IMMEDIATE else True)
-        self.seen = [False] * len(self.seen)
-        self._at_boundary, self.is_complete = [False] * len(self.seen), False
+        if self._residual is not None:
+            self._residual.end_step(was_used if self.commit is not CommitPolicy.IMMEDIATE else True)
+        self.has_gradient = [False] * len(self.has_gradient)
+        self._at_boundary, self.is_complete = [False] * len(self.has_gradient), False
         if self.result is not None and self._elsewhere is None:
             self._temporary.free(self.result)
         self.result = self._elsewhere = None

@@ -49,19 +49,21 @@ class DefaultAllGather:
     is_exact = True
     secondary: SecondaryShard | None = None
 
-    def __init__(self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, own: slice) -> None:
+    def __init__(
+        self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, local: slice
+    ) -> None:
         self._token = f"GATHER {name}"
         self._codec: Codec | None = None
-        self._flat, self._storage, self._own = flat, storage, own
+        self._flat, self._storage, self._local = flat, storage, local
         self._comm, self._stream = context.roles.shard, context.device.all_gather_stream
-        self._is_alone = self._comm.mesh.size == 1
+        self._is_alone = self._comm.rank_group.size == 1
 
     def __call__(self, *, exact: bool = False) -> Work:
         """Start to fill the flat buffer: this rank's slice by a copy, the others in place."""
         flat = self._flat
         flat.allocate()
         with self._stream.after_current():
-            self._storage.to_compute(flat.tensor[self._own])
+            self._storage.to_compute(flat.tensor[self._local])
         work = self._comm.all_gather(flat.tensor, self._token, codec=self._codec)
         return Work(self._stream.record().wait) if self._is_alone else work
 
@@ -70,9 +72,9 @@ class QuantizedAllGather(DefaultAllGather):
     """The all-gather of values that a codec quantises for the all-gather only (qwZ)."""
 
     def __init__(
-        self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, own: slice, codec: Codec
+        self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, local: slice, codec: Codec
     ) -> None:
-        super().__init__(name, flat, storage, context, own)
+        super().__init__(name, flat, storage, context, local)
         # the byte counts differ, so exact values have another token
         self._kinds = {False: (self._token, codec), True: (f"{self._token} exactly", None)}
 
@@ -106,14 +108,13 @@ class ShardedGroup:
         self.spec, self.context = spec, context
         self.precision = replace(precision, master=torch.float32) if self.is_quantized else precision
         self.trainable = members[0].trainable
-        self.is_stepped_on_host = self.trainable and spec.optimizer.tier is not Tier.DEVICE
         self.stays_unsharded = False  # unsharded for good, although its spec reshards
         shard = context.roles.shard
-        self.layout = make_layout([member.spec for member in members], shard.mesh.size)
+        self.layout = make_layout([member.spec for member in members], shard.rank_group.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         is_split = spec.optimizer.axis is not None
-        self.own = self.layout.shard_range(shard.shard_index) if is_split else (0, self.layout.padded)
+        self.local_range = self.layout.shard_range(shard.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
         # hash of the stored parameters, where they cannot be compared with the master weights at every step
         self.digest: Tensor | None = None
@@ -141,7 +142,7 @@ class ShardedGroup:
     def _make_part(self, form: StorageForm) -> StoredPart:
         """Allocate this rank's shard; without resharding, its part of the flat buffer is what it stores."""
         if not self.spec.reshards:
-            return StoredPart(self.flat.tensor[self.own[0] : self.own[1]], self.flat, Tier.DEVICE, is_shard=False)
+            return StoredPart(self.flat.tensor[slice(*self.local_range)], self.flat, Tier.DEVICE, is_shard=False)
         is_narrow = form in (StorageForm.SEPARATE, StorageForm.SPLIT_BF16)
         numel, dtype = self.layout.shard_numel, self.precision.compute if is_narrow else self.precision.master
         if self.spec.storage_codec is not None:
@@ -152,9 +153,9 @@ class ShardedGroup:
 
     def _make_storage(self) -> FormStorage:
         form = form_of(self.spec, self.precision, self.trainable)
-        own, tier, dtype = self.own[1] - self.own[0], self.spec.optimizer.tier, self.precision.master
+        numel, tier, dtype = self.local_numel, self.spec.optimizer.tier, self.precision.master
         if form is StorageForm.SEPARATE:
-            masters = self._buffer(StateKind.OPTIMIZER, own, dtype, tier)
+            masters = self._buffer(StateKind.OPTIMIZER, numel, dtype, tier)
             return SeparateStorage(self._make_part(form), masters, tier, self.precision.compute)
         part = self._make_part(form)
         if form is StorageForm.IN_PLACE:
@@ -163,8 +164,8 @@ class ShardedGroup:
             return ShardStorage(part)
         remainder = None
         if form is StorageForm.SPLIT_BF16:
-            remainder = self._buffer(StateKind.OPTIMIZER, own, torch.int16, tier)
-        staging = self._buffer(StateKind.STAGING, own, dtype, Tier.DEVICE if part.tier is Tier.DEVICE else Tier.HOST)
+            remainder = self._buffer(StateKind.OPTIMIZER, numel, torch.int16, tier)
+        staging = self._buffer(StateKind.STAGING, numel, dtype, Tier.DEVICE if part.tier is Tier.DEVICE else Tier.HOST)
         if remainder is not None:
             return SplitStorage(part, staging, remainder, tier)
         assert self.spec.storage_codec is not None
@@ -174,10 +175,10 @@ class ShardedGroup:
         stored_codec, what = self.spec.storage_codec, (self.name, self.flat, self.storage)
         if stored_codec is not None:
             return StoredQuantizedAllGather(*what, stored_codec, self.context, self.secondary)
-        own, codec = slice(*self.own), self.spec.all_gather_codec
-        inner = DefaultAllGather(*what, self.context, own)
+        local, codec = slice(*self.local_range), self.spec.all_gather_codec
+        inner = DefaultAllGather(*what, self.context, local)
         if codec is not None:
-            inner = QuantizedAllGather(*what, self.context, own, codec)
+            inner = QuantizedAllGather(*what, self.context, local, codec)
         if self.secondary is None:
             return inner
         return SecondaryAllGather(inner, self.secondary, self.flat, is_rounded=codec is not None)
@@ -195,13 +196,23 @@ class ShardedGroup:
             whole.as_strided(slot.shape, slot.stride, slot.offset).copy_(values)
             del values
             self.views.make_view(index)
-        self._num_views = self.flat.num_aliases  # the parameters and the buffer itself
+        self.views.num_aliases = self.flat.num_aliases
         context.roles.data.broadcast(whole, token=f"SETUP {self.name}")
         self.write(whole)
         edits.note_digest(self)
         if self.spec.reshards:
             self.flat.free()
             released.release(self.parameters)
+
+    @property
+    def local_numel(self) -> int:
+        """Return the number of elements of this rank's part of the flat buffer."""
+        return self.local_range[1] - self.local_range[0]
+
+    @property
+    def is_stepped_on_host(self) -> bool:
+        """Whether the optimizer state is below the device, and so the host steps it."""
+        return self.trainable and self.spec.optimizer.tier is not Tier.DEVICE
 
     @property
     def is_quantized(self) -> bool:
@@ -213,7 +224,7 @@ class ShardedGroup:
 
         `values` have the parameter's shape. Where a value did not change, the master weight keeps its lower half.
         """
-        slot, (start, end) = self.layout.slots[index], self.own
+        slot, (start, end) = self.layout.slots[index], self.local_range
         before = self.flat.tensor[slot.offset : slot.end].clone()
         self.views.make_view(index).copy_(values)
         first, last = max(slot.offset, start), min(slot.end, end)
@@ -225,7 +236,7 @@ class ShardedGroup:
 
     def detach_leaked_views(self) -> None:
         """Leave the memory to views that outlive the unsharded parameters: freeing it would crash their readers."""
-        if self.flat.num_aliases > self._num_views:
+        if self.flat.num_aliases > self.views.num_aliases:
             self.flat.abandon_storage()
             self.views.make_all()
 
@@ -233,8 +244,8 @@ class ShardedGroup:
         """Write `whole` (1D, padded, master dtype) to the master weights; `flat` must be allocated, and is filled."""
         if whole is not self.flat.tensor:
             narrow(whole, self.flat.tensor)
-        own = slice(*self.own)
-        self.storage.write(whole[own], self.flat.tensor[own])
+        local = slice(*self.local_range)
+        self.storage.write(whole[local], self.flat.tensor[local])
 
     def write_back(self, source: int) -> None:
         """Write parameters that rank `source` changed while unsharded to the master weights of all ranks.
@@ -244,7 +255,7 @@ class ShardedGroup:
         """
         self.context.roles.data.broadcast(self.flat.tensor, source, TrafficKind.ALL_GATHER, f"WRITE {self.name}")
         self.invalidate_secondary()
-        compute = self.flat.tensor[slice(*self.own)].to(self.master.device)
+        compute = self.flat.tensor[slice(*self.local_range)].to(self.master.device)
         with self.swapped_in(changes=True):
             master = compute.to(self.precision.master)
             before = self.master if self._form.form is StorageForm.SEPARATE else self._masters_before
@@ -257,7 +268,7 @@ class ShardedGroup:
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
         """Let `fill` write this rank's master weights, and all-gather them where parameters are unsharded."""
-        with self.open_master(changes=True):
+        with self.storage.open(changes=True):
             fill(self.master)
         self.invalidate_secondary()
         if self.is_quantized:
@@ -265,7 +276,7 @@ class ShardedGroup:
             return
         if self.flat.present and self._form.part.is_shard:
             with self.swapped_in():
-                narrow(self.at_rest.to(self.flat.tensor.device), self.flat.tensor[slice(*self.own)])
+                narrow(self.storage.parameters.to(self.flat.tensor.device), self.flat.tensor[slice(*self.local_range)])
         if self.flat.present and self.spec.optimizer.axis is not None:
             self.context.roles.shard.all_gather(self.flat.tensor, f"WRITE {self.name}", TrafficKind.SETUP).wait()
 
@@ -279,7 +290,7 @@ class ShardedGroup:
     def open_for_writing(self) -> None:
         """Save the master weights, because the user may now overwrite their upper halves."""
         if self.precision.is_mixed and self._form.form is not StorageForm.SEPARATE:
-            with self.open_master():
+            with self.storage.open():
                 self._masters_before = self.master.clone()
 
     def _rounded(self, masters: Tensor) -> Tensor:
@@ -320,12 +331,12 @@ class ShardedGroup:
 
     def reshard(self) -> None:
         """Free the unsharded parameters unless views of them exist; a later call tries again."""
-        self.flat.free_if_unaliased(self._num_views)
+        self.flat.free_if_unaliased(self.views.num_aliases)
 
     @property
     def is_aliased(self) -> bool:
         """Whether the group was resharded while views of it still exist."""
-        return self.flat.is_aliased and self.flat.num_aliases > self._num_views
+        return self.flat.is_aliased and self.flat.num_aliases > self.views.num_aliases
 
     def keep_unsharded(self) -> None:
         """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
@@ -336,7 +347,7 @@ class ShardedGroup:
             self.offloaded.cancel_prefetch()
         if not self.is_quantized:
             self.storage.free()
-            part = StoredPart(self.flat.tensor[slice(*self.own)], self.flat, Tier.DEVICE, is_shard=False)
+            part = StoredPart(self.flat.tensor[slice(*self.local_range)], self.flat, Tier.DEVICE, is_shard=False)
             self.storage = self._form = InPlaceStorage(part)
             self.offloaded = None
 
@@ -359,16 +370,11 @@ class ShardedGroup:
     def send_up(self, values: Tensor, start: int, after: Event) -> Event:
         """Start copying updated parameters to their storage, once the device is done with the old ones."""
         device = self.context.device
-        if not self.at_rest.is_cuda:
+        if not self.storage.parameters.is_cuda:
             return Event()
         with device.upload_stream.after(after), torch.no_grad():
-            self.at_rest[start : start + values.numel()].copy_(values, non_blocking=True)
+            self.storage.parameters[start : start + values.numel()].copy_(values, non_blocking=True)
         return device.upload_stream.record()
-
-    @property
-    def at_rest(self) -> Tensor:
-        """Return this rank's part of the stored parameters: 1D, in the compute dtype, or quantised."""
-        return self.storage.parameters
 
     # ---------------------------------------------------------------------------------------------- the optimizer
 
@@ -402,10 +408,9 @@ class ShardedGroup:
         """Move master weights from the host or from disk to the device for good."""
         before = self._form
         masters = self._buffer(StateKind.OPTIMIZER, before.master.numel(), before.master.dtype)
-        with self.open_master() as master:
+        with self.storage.open() as master:
             masters.tensor.copy_(master)
         self.spec = replace(self.spec, optimizer=replace(self.spec.optimizer, tier=Tier.DEVICE))
-        self.is_stepped_on_host = False
         self.commit_by(CommitPolicy.AFTER_NORM)
         self._form = before.with_separate_masters(masters, Tier.DEVICE, self.precision.compute)
         if self.offloaded is None:
@@ -431,10 +436,6 @@ class ShardedGroup:
     def swapped_in(self, *, changes: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the state on disk is swapped in. It may be nested."""
         return contextlib.nullcontext() if self.offloaded is None else self.offloaded.swapped_in(changes=changes)
-
-    def open_master(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
-        """Return a context in which `master` is readable; changes made inside are kept, also if an error follows."""
-        return self.storage.open(changes=changes)
 
     @property
     def may_be_edited_apart(self) -> bool:

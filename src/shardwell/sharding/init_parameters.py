@@ -96,9 +96,9 @@ class InitRegistry:
         """Update owners after `torch.utils.swap_tensors`, which exchanges or removes the owners of parameters."""
         moved = [n for n in self._whole if released.owner_or_none(n.parameter) is not n]
         for one in moved:
-            keeper = released.owner_or_none(one.parameter)
-            if isinstance(keeper, InitParameter):
-                keeper.belong_to(one.parameter)
+            owner = released.owner_or_none(one.parameter)
+            if isinstance(owner, InitParameter):
+                owner.belong_to(one.parameter)
         for one in moved:
             if released.owner_or_none(one.parameter) is None:
                 released.set_owner(one.parameter, one)
@@ -150,7 +150,7 @@ class InitParameter:
         """Move the parameter into a flat buffer of its present shape and dtype."""
         context = self._registry.context
         self._layout = make_layout(
-            [TensorSpec.dense(self._name, values.shape, values.stride())], context.roles.shard.mesh.size
+            [TensorSpec.dense(self._name, values.shape, values.stride())], context.roles.shard.rank_group.size
         )
         self._range = self._layout.shard_range(context.roles.shard.shard_index)
         self._flat = self._buffer(self._layout.padded, values.dtype)
@@ -180,7 +180,7 @@ class InitParameter:
         return self._registry.agreement
 
     @property
-    def at_rest(self) -> tuple[Tier, int]:
+    def tier_and_bytes(self) -> tuple[Tier, int]:
         """Return the tier of the values now, and their bytes."""
         if self._is_whole or self._shard is None:
             return Tier.DEVICE, self._flat.nbytes
@@ -382,8 +382,8 @@ class InitParameter:
 
 def meet_for_initialize(model: nn.Module) -> None:
     """Meet after the construction, so that a rank that failed in it reports its error before others wait for it."""
-    keepers = [released.owner_or_none(parameter) for parameter in model.parameters()]
-    agreements = {id(k.agreement): k.agreement for k in keepers if isinstance(k, InitParameter)}
+    owners = [released.owner_or_none(parameter) for parameter in model.parameters()]
+    agreements = {id(k.agreement): k.agreement for k in owners if isinstance(k, InitParameter)}
     blank = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if agreements and blank:
         raise ShardwellError(

@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SlotPiece:
-    """The part of a parameter that lies in one shard, in elements."""
+    """The part of a parameter that is in one shard, in elements."""
 
     slot: Slot
     in_shard: int  # first element, counted from the shard's start

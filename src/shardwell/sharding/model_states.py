@@ -101,7 +101,7 @@ class StateFormula:
         each = numel + Moment8bit.num_blocks(numel) if narrow else numel * kind.precision.master.itemsize
         return self.num_states * each
 
-    def at_rest(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
+    def stored_bytes(self, kind: GroupKey, numel: int, place: TierPlacement) -> Bytes:
         """Return the bytes of parameters, master weights and optimizer state that a group holds between steps."""
         spec = self.spec(kind, place)
         stored = state_bytes(form_of(spec, kind.precision, kind.trains), spec, kind.precision, numel, self.num_ranks)
@@ -127,7 +127,7 @@ class StateFormula:
 
         These are stored states, those that wait for a step (gradients, secondary shard), and speculative state.
         """
-        found = self.at_rest(kind, numel, place)
+        found = self.stored_bytes(kind, numel, place)
         if not kind.trains:
             return found
         spec, own = self.spec(kind, place), self.share(numel)
@@ -171,10 +171,10 @@ class ModelStates:
         """Return the number of trained elements of each unit."""
         return {name: sum(numel for kind, numel in kinds.items() if kind.trains) for name, kinds in self.units.items()}
 
-    def at_rest(self, places: Mapping[str, TierPlacement]) -> Bytes:
+    def stored_bytes(self, places: Mapping[str, TierPlacement]) -> Bytes:
         """Return the bytes of parameters, master weights and optimizer state between steps."""
         return total(
-            self.formula.at_rest(kind, numel, places[name])
+            self.formula.stored_bytes(kind, numel, places[name])
             for name, kinds in self.units.items()
             for kind, numel in kinds.items()
         )
@@ -245,22 +245,22 @@ class OffloadPlan:
         """Return the commit policy of a unit."""
         return self.commits.get(name, self.above)
 
-    def at_rest(self) -> Bytes:
+    def stored_bytes(self) -> Bytes:
         """Return the bytes of parameters, master weights and optimizer state on each tier of this rank.
 
         Optimizer state counts even before the first step creates it.
         """
-        return self.states.at_rest(self.places)
+        return self.states.stored_bytes(self.places)
 
     def __str__(self) -> str:
         commits = Counter(self.commits.values())
         policies = ", ".join(f"{commits[commit]} {commit.value}" for commit in CommitPolicy if commits[commit])
         tiers = Counter(place.optimizer for place in self.places.values())
         units = ", ".join(f"{tiers[tier]} {_ON[tier]}" for tier in Tier if tiers[tier])
-        held = self.at_rest()
+        held = self.stored_bytes()
         sizes = ", ".join(f"{human(held[tier])} {_ON[tier]}" for tier in Tier if held[tier])
         updates = f"updates on the host, by unit: {policies}" if policies else "no updates on the host"
         waiting = [name for name, place in self.places.items() if place.gradient_tier is Tier.DISK]
         num_waiting = sum(self.states.waiting(name, self.places[name]) > 0 for name in waiting)
         deep = f"; gradients that wait on disk: of {num_waiting} units" if num_waiting else ""
-        return f"{updates}; units by optimizer state: {units}; at rest on each rank: {sizes}{deep}"
+        return f"{updates}; units by optimizer state: {units}; stored on each rank: {sizes}{deep}"

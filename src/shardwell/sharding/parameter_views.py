@@ -1,14 +1,25 @@
-"""The parameters of a group as views: each is a slice of the flat buffer."""
+"""The parameters of a group as views of its flat buffer, and whether the user has replaced or changed them.
+
+This file detects changes at a low cost, in every step. What follows from a change is in `edits.py`.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from shardwell.memory import FlatBuffer
+from shardwell.kernels.rounding import narrow
+from shardwell.memory import FlatBuffer, Tier
 from shardwell.sharding.layout import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    from shardwell.sharding.group import ShardedGroup
+    from shardwell.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class ParameterViews:
     def __init__(self, flat: FlatBuffer, layout: Layout, parameters: list[nn.Parameter]) -> None:
         self._flat, self._layout, self._parameters = flat, layout, parameters
         self.tensors: list[Tensor] = []
+        self.num_aliases = 0  # tensors that share the memory while no other code has a view: these and the flat buffer
         used = [index for index, slot in enumerate(layout.slots) if slot.numel]  # empty ones have no address
         self._used = [parameters[index] for index in used]
         self._offsets = [layout.slots[index].offset * flat.tensor.itemsize for index in used]
@@ -74,3 +86,86 @@ class ParameterViews:
                 if not is_view:
                     found.append(index)
         return found
+
+
+_CLOSE_LOOKS = 4  # reshards that compare values: a forward that changes its own parameters does so from the start
+
+_version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class ChangeWatch:
+    """Finds changes of a unit's parameters: of their shapes, and of values that are lost when their memory is freed."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._has_warned = False
+        self.gathered_at = 0  # the number of the unit's updates at its all-gather
+        self.was_retained = False  # since its all-gather
+        self.was_opened = False  # since its all-gather, by a context: the user may have views of it
+        self.has_warned_of_views = False
+        self.needs_rebuild = False  # a parameter was given another shape
+        self._num_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
+        self.reset(parameters)
+
+    def reset(self, parameters: list[nn.Parameter]) -> None:
+        """Expect the parameters to stay as they are now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = list(map(_version, parameters))  # how often each was changed in place by the user
+
+    def check(self, unit: Unit, *, closely: bool | None = None) -> None:
+        """Warn if unsharded parameters were changed in place, because the change is lost when they are freed.
+
+        Torch does not count changes of `p.data`. `closely`: values are compared with the stored ones. By default this
+        is done where a change is likely, and the unit is about to be resharded.
+        """
+        if closely is None:
+            closely = self.was_retained or self._num_looks < _CLOSE_LOOKS
+            self._num_looks, self.was_retained = self._num_looks + 1, False
+        with torch._C.DisableTorchFunctionSubclass():
+            now = list(map(_version, unit.parameters))
+        is_lost = closely and self._differs(unit)
+        if (is_lost or now != self._versions) and not self._has_warned:
+            self._warn(unit, now, is_lost=is_lost)
+        self._versions = now
+
+    def _differs(self, unit: Unit) -> bool:
+        """Whether values differ from the stored ones, and only the user can have changed them."""
+        is_updated = unit.updates.count != self.gathered_at or unit.updates.is_ahead or unit.updates.pending is not None
+        if is_updated or not unit.is_unsharded:
+            return False
+        return any(is_unlike_its_shard(group) for group in unit.resharding_groups)
+
+    def _warn(self, unit: Unit, now: list[int], *, is_lost: bool) -> None:
+        """Warn once, with the names of the parameters that were changed and will be freed."""
+        slots = [slot for group in unit.groups for slot in group.layout.slots]
+        freed = {id(slot) for group in unit.resharding_groups for slot in group.layout.slots}
+        changed = zip(slots, now, self._versions, strict=True)
+        names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
+        if names or is_lost:
+            self._has_warned = True
+            warn_of_lost(unit.name, names)
+
+
+def is_unlike_its_shard(group: ShardedGroup) -> bool:
+    """Whether unsharded parameters differ from the stored ones, where that is cheap to know.
+
+    The parameters must have been all-gathered unquantised.
+    """
+    stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.local_range)]
+    is_on_disk = group.spec.parameters.tier is Tier.DISK
+    if group.is_quantized or not group.all_gather.is_exact or is_on_disk or stored.is_meta:
+        return False
+    if stored.device != mine.device:
+        return False
+    rounded = narrow(stored, torch.empty_like(mine)) if stored.dtype != mine.dtype else stored
+    return not torch.equal(rounded.view(torch.uint8), mine.view(torch.uint8))
+
+
+def warn_of_lost(unit: str, names: list[str]) -> None:
+    """Warn that a change in place of parameters of this unit is lost."""
+    logging.getLogger("shardwell").warning(
+        "%s of unit '%s' changed in place while unsharded for a moment, and the change is lost: each rank holds only "
+        "its shard. Change parameters inside `with shardwell.zero.GatheredParameters(parameters, modifier_rank=0):`, "
+        "or use engine.load_state_dict; what a forward changes by itself belongs in a buffer.",
+        ", ".join(f"'{name}'" for name in names) or "a parameter",
+        unit or "(root)",
+    )

@@ -40,7 +40,7 @@ class StoredQuantizedAllGather:
         with contextlib.ExitStack() as stack:
             source = stack.enter_context(self._storage.reading(stream))
             flat.allocate()
-            if shard.mesh.size > 1 and source.numel():
+            if shard.rank_group.size > 1 and source.numel():
                 keep = self.secondary.keep if self.secondary is not None else None
                 return shard.all_gather_codes(source, flat.tensor, codec, self._token, stack.close, keep)
             with stream.after_current():

@@ -71,14 +71,14 @@ class ReleasedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter with the full values, if they are available now."""
-        keeper = owner_of(self)
-        keeper.request_values(self, "deepcopy")
+        owner = owner_of(self)
+        owner.request_values(self, "deepcopy")
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 values = self.data.clone(memory_format=torch.preserve_format)
                 copy: nn.Parameter = Tensor._make_subclass(_home_of(self), values, self.requires_grad)
         finally:
-            keeper.end_request(self)
+            owner.end_request(self)
         memo[id(self)] = copy
         return copy
 
@@ -113,24 +113,24 @@ class ReleasedParameter(nn.Parameter):
 
 def owner_of(parameter: nn.Parameter) -> ParameterOwner:
     """Return the owner of a parameter that has one."""
-    keeper: ParameterOwner = parameter._shardwell_keeper  # type: ignore[attr-defined]
-    return keeper
+    owner: ParameterOwner = parameter._shardwell_owner  # type: ignore[attr-defined]
+    return owner
 
 
 def owner_or_none(parameter: nn.Parameter) -> ParameterOwner | None:
     """Return the owner of a parameter, or None."""
-    keeper: ParameterOwner | None = parameter.__dict__.get("_shardwell_keeper")
-    return keeper
+    owner: ParameterOwner | None = parameter.__dict__.get("_shardwell_owner")
+    return owner
 
 
 def is_owned(parameter: nn.Parameter) -> bool:
     """Whether a unit or `zero.Init` owns the parameter."""
-    return parameter.__dict__.get("_shardwell_keeper") is not None
+    return parameter.__dict__.get("_shardwell_owner") is not None
 
 
-def set_owner(parameter: nn.Parameter, keeper: ParameterOwner) -> None:
+def set_owner(parameter: nn.Parameter, owner: ParameterOwner) -> None:
     """Set the owner of a parameter."""
-    parameter._shardwell_keeper = keeper  # type: ignore[attr-defined]
+    parameter._shardwell_owner = owner  # type: ignore[attr-defined]
 
 
 def is_released(value: Any) -> bool:
@@ -141,7 +141,7 @@ def is_released(value: Any) -> bool:
 def clear_owner(parameter: nn.Parameter) -> None:
     """Make the parameter an ordinary one without an owner."""
     parameter.__class__ = _home_of(parameter)
-    parameter.__dict__.pop("_shardwell_keeper", None)
+    parameter.__dict__.pop("_shardwell_owner", None)
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:

@@ -49,12 +49,12 @@ class SecondaryShard:
 
     def _parts(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return the elements that the ranks of the node share out, and the rest (both 1D)."""
-        even = even_part(flat.numel(), self._comm.mesh.size)
+        even = even_part(flat.numel(), self._comm.rank_group.size)
         return flat[:even], flat[even:]
 
     def keep(self, flat: Tensor) -> None:
         """Keep a part of the parameters that were all-gathered."""
-        mesh = self._comm.mesh
+        mesh = self._comm.rank_group
         split, rest = self._parts(flat)
         mine = split.chunk(mesh.size)[mesh.rank]
         self._kept = self._temporary.allocate(mine.numel() + rest.numel(), flat.dtype, StateKind.PARAMETERS, self._unit)
@@ -64,7 +64,7 @@ class SecondaryShard:
     def gather(self, flat: Tensor) -> Work:
         """Start filling `flat` by an all-gather within the node."""
         assert self._kept is not None
-        mesh, gathers = self._comm.mesh, self._comm.device.all_gather_stream
+        mesh, gathers = self._comm.rank_group, self._comm.device.all_gather_stream
         split, rest = self._parts(flat)
         with gathers.after_current():
             mine = split.chunk(mesh.size)[mesh.rank]

@@ -4,7 +4,7 @@
 them, and tests hold both against what an engine really holds. The classes know no tier: `offload/storage.py` wraps
 them where parameters or master weights are stored below the device.
 
-| form | parameters at rest | master weights |
+| form | stored parameters | master weights |
 |---|---|---|
 | IN_PLACE | the flat buffer, unsharded | the same memory |
 | SHARD | this rank's shard, in the master dtype | the same memory |

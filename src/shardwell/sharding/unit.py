@@ -12,7 +12,7 @@ import enum
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,42 +21,10 @@ from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.parallel import Work
 from shardwell.sharding import edits, released
 from shardwell.sharding.group import ShardedGroup
-from shardwell.sharding.spec import CommitPolicy
+from shardwell.sharding.parameter_views import ChangeWatch
+from shardwell.sharding.pending_update import FailedUpdate, PendingUpdate
+from shardwell.sharding.unit_state import GroupSets, UnitUpdates, UnitUse
 from shardwell.sharding.wrap import UnitSpec
-
-
-class PendingUpdate(Protocol):
-    """An optimizer update that is in flight."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the host has done its part."""
-
-    def wait_local(self) -> None:
-        """Wait for the update without any collective, as one rank can alone."""
-
-    def wait(self) -> None:
-        """Wait for the update, and run the collectives that follow it on all ranks."""
-
-
-class FailedUpdate:
-    """A change of a unit's values that failed: every later use of the unit raises an error."""
-
-    is_done = True
-
-    def __init__(self, what: str, error: Exception) -> None:
-        self._words = (
-            f"{what} failed, so that parameters and optimizer state may be updated in part: {error}. This engine "
-            "cannot be used any more: start again, from the latest checkpoint."
-        )
-
-    def wait_local(self) -> None:
-        """Raise the error."""
-        raise ShardwellError(self._words)
-
-    def wait(self) -> None:
-        """Raise the error."""
-        raise ShardwellError(self._words)
 
 
 class Residency(enum.Enum):
@@ -88,40 +56,19 @@ class Unit:
     resharding_groups: list[ShardedGroup]  # groups that are resharded
     numel: int  # elements that an all-gather fills
 
-    def __init__(self, index: int, one: UnitSpec, groups: list[ShardedGroup]) -> None:
-        self.index, self.name, self.module, self.groups = index, one.name, one.module, groups
-        self.reshards_in_recompute = (
-            one.is_tile
-        )  # recomputation does not keep it for its backward: it is all-gathered again
-        self.is_user_unit = one.is_user_unit  # as a leaf by the user: ranks may use different parts of it, or none
+    def __init__(self, index: int, spec: UnitSpec, groups: list[ShardedGroup]) -> None:
+        self.index, self.name, self.module = index, spec.name, spec.module
+        self.spec, self.groups = spec, groups
         self.trainable = [group for group in groups if group.trainable]
         self.parameters = [parameter for group in groups for parameter in group.parameters]
-        publishes = groups and groups[0].context.roles.shard.mesh.size > 1
-        self._published = [group for group in self.trainable if group.spec.publishes and publishes]
         self.keeps_frozen = False  # frozen groups stay unsharded after their first all-gather
         self._sort()
         self.residency = Residency.SHARDED if self.resharding_groups else Residency.UNSHARDED
         self.owner: UnitOwner | None = None  # None before a scheduler has adopted it
         self.is_dismantled = False  # its parameters get another owner: what happens to them is no edit of the user
-        self.in_forward = 0  # running forwards that hold it
-        self.inside = 0  # running forwards of parts of it
-        self.in_backward = False
-        self.opened = 0  # GatheredParameters contexts that hold it
-        self._was_opened = False  # since its all-gather: the user may have views of it
-        self.is_retained = False  # code outside its module may still use it
+        self.use, self.updates, self.changes = UnitUse(), UnitUpdates(), ChangeWatch(self.parameters)
         self._is_rounded = False  # the all-gather was quantised
-        self._has_warned_of_views = False
-        self.needs_rebuild = False  # a parameter was given another shape
-        self.num_updates = 0  # updates of its parameters since it was built
-        self.changes = edits.ChangeWatch(self.parameters)
-        self.has_new_gradients = False  # gradients arrived in this backward
-        self.task = -1  # the autograd graph task it was last used in: when that ends, so does its backward
         self._pending: list[Work] = []
-        self.pending_update: PendingUpdate | None = None  # an update in flight
-        self.awaits_update = False  # nothing has waited for that update since it was queued. The same on all ranks
-        self.is_ahead = False  # of a step: its update has started on some ranks at least. The same on all ranks
-        self.is_watched = False  # a use between a backward and its step is detected
-        self._is_hidden = False  # unsharded parameters are released: they may hold values that are never committed
         for parameter in self.parameters:
             released.set_owner(parameter, self)
 
@@ -129,15 +76,7 @@ class Unit:
         """Compute what follows from which groups are resharded."""
         self.resharding_groups = [group for group in self.groups if group.spec.reshards and not group.stays_unsharded]
         self.numel = sum(group.layout.padded for group in self.resharding_groups)
-        self._resharding_parameters = [parameter for group in self.resharding_groups for parameter in group.parameters]
-        self._unsharded = [
-            p for group in self.trainable if group not in self.resharding_groups for p in group.parameters
-        ]
-        self._with_values = [parameter for parameter in self._unsharded if parameter.numel()]
-        self._is_speculative = any(group.spec.commit is CommitPolicy.SPECULATIVE for group in self.trainable)
-        self._has_codec = any(group.spec.all_gather_codec for group in self.resharding_groups)
-        self._offloaded = [group for group in self.resharding_groups if group.offloaded is not None]
-        self.can_prefetch_to_device = any(group.can_prefetch_to_device for group in self._offloaded)
+        self._sets = GroupSets.of(self.trainable, self.resharding_groups)
 
     @property
     def optimizer(self) -> Any:
@@ -152,7 +91,8 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether anything needs the unit unsharded."""
-        return bool(self.in_forward or self.inside or self.in_backward or self.opened or self.is_retained)
+        use = self.use
+        return bool(use.in_forward or use.in_parts or use.in_backward or use.num_contexts or use.is_retained)
 
     @property
     def is_aliased(self) -> bool:
@@ -167,6 +107,13 @@ class Unit:
         for group in self.resharding_groups if self.residency is Residency.SHARDED else ():
             group.reshard()
 
+    def has_replaced_parameters(self, *, quickly: bool = False) -> bool:
+        """Return whether the user has given parameters other memory, see `ParameterViews.replaced`."""
+        found = False
+        for group in self.groups:
+            found = found or bool(group.views.replaced(quickly=quickly))
+        return found
+
     # The methods below are idempotent: a second call in the same state does nothing, and its result says so.
 
     def unshard(self, *, exact: bool = False) -> bool:
@@ -176,12 +123,12 @@ class Unit:
         """
         if self.residency is not Residency.SHARDED and not (exact and self._is_rounded):
             return False
-        if not self._has_warned_of_views and self.is_aliased:
+        if not self.changes.has_warned_of_views and self.is_aliased:
             self._warn_of_views()
         self.wait()
         self.residency = Residency.UNSHARDING
-        self._is_rounded = self._has_codec and not exact
-        self.changes.gathered_at = self.num_updates
+        self._is_rounded = self._sets.has_codec and not exact
+        self.changes.gathered_at = self.updates.count
         try:
             for group in self.resharding_groups:
                 stays = self.keeps_frozen and not group.trainable
@@ -192,7 +139,7 @@ class Unit:
         return True
 
     def _warn_of_views(self) -> None:
-        self._has_warned_of_views = True
+        self.changes.has_warned_of_views = True
         warnings.warn(
             f"a view of a parameter of unit '{self.name or '(root)'}' was kept when the unit was released: each rank "
             "then holds only its shard, but this unit's whole memory stays as long as the view does. Outside of the "
@@ -214,13 +161,13 @@ class Unit:
 
     def wait(self) -> None:
         """Wait for an all-gather, a publish or an update that is in flight."""
-        if self.awaits_update or self.residency is Residency.UNSHARDING:
+        if self.updates.is_awaited or self.residency is Residency.UNSHARDING:
             self._finish_pending()
-        self.pending_update = None
+        self.updates.pending = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # waits and changes of classes cannot be in a graph
     def _finish_pending(self) -> None:
-        if self.awaits_update:
+        if self.updates.is_awaited:
             self._wait_for_update()
         if self.residency is Residency.UNSHARDING:
             try:
@@ -238,7 +185,7 @@ class Unit:
         if self.residency is Residency.SHARDED or not self.resharding_groups or self.is_held:
             return False
         # a caller that reshards does not read the values
-        if self.residency is Residency.UNSHARDING or not self._is_hidden:
+        if self.residency is Residency.UNSHARDING or not self.updates.is_hidden:
             self.wait()
         if self.keeps_frozen:
             for group in self.resharding_groups:
@@ -252,18 +199,18 @@ class Unit:
 
     def _free_unsharded(self) -> None:
         self.changes.check(self)
-        if self._was_opened:
+        if self.changes.was_opened:
             for group in self.resharding_groups:
                 group.detach_leaked_views()
-        self._was_opened = False
+        self.changes.was_opened = False
         self.residency = Residency.SHARDED
-        released.release(self._resharding_parameters)
+        released.release(self._sets.resharding_parameters)
         for group in self.resharding_groups:
             group.reshard()
 
     def retain(self) -> None:
         """Keep the unit unsharded until the step, for code outside its module."""
-        self.is_retained = self.changes.was_retained = True
+        self.use.is_retained = self.changes.was_retained = True
 
     def check_retention(self) -> None:
         """Look for changes of a retained unit before an update hides them."""
@@ -272,28 +219,33 @@ class Unit:
 
     # ------------------------------------------------------------------------------------------- state below the device
 
+    @property
+    def can_prefetch_to_device(self) -> bool:
+        """Whether shards can be copied to the device ahead of their all-gather."""
+        return any(group.can_prefetch_to_device for group in self._sets.offloaded)
+
     def prefetch_from_disk(self) -> bool:
         """Start to read shards on disk, because the all-gather is near, unless an update has to come first."""
         started = False
-        for group in self._offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
+        for group in self._sets.offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
             started = group.prefetch_from_disk() or started
         return started
 
     def prefetch_to_device(self) -> bool:
         """Start to copy shards below the device, for the all-gather after the next one, unless an update is due."""
         started = False
-        for group in self._offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
+        for group in self._sets.offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
             started = group.prefetch_to_device() or started
         return started
 
     @property
     def is_on_device(self) -> bool:
         """Whether a prefetched copy of a shard is on the device, or in flight to it."""
-        return any(group.offloaded is not None and group.offloaded.is_on_device for group in self._offloaded)
+        return any(group.offloaded is not None and group.offloaded.is_on_device for group in self._sets.offloaded)
 
     def cancel_prefetch(self) -> None:
         """Drop prefetched copies: no all-gather is near after all, or the stored values will change."""
-        for group in self._offloaded:
+        for group in self._sets.offloaded:
             if group.offloaded is not None:
                 group.offloaded.cancel_prefetch()
 
@@ -305,47 +257,47 @@ class Unit:
 
         The answer differs between ranks: no decision that leads to a collective may depend on it.
         """
-        return not self.awaits_update or self.pending_update is None or self.pending_update.is_done
+        return not self.updates.is_awaited or self.updates.pending is None or self.updates.pending.is_done
 
     @property
     def may_be_hidden(self) -> bool:
         """Whether updates of it start before it is known that they may be committed."""
-        return self.is_watched or self._is_speculative
+        return self.updates.is_watched or self._sets.is_speculative
 
     def await_update(self, arrival: PendingUpdate | None, *, hides: bool = False) -> None:
         """Let users of the unit wait for an update that was started before it is published. None: no update any more.
 
         `hides`: a read of an unsharded parameter that the update writes to waits, too.
         """
-        self.pending_update, self.awaits_update = arrival, arrival is not None
+        self.updates.pending, self.updates.is_awaited = arrival, arrival is not None
         if hides:
-            self._is_hidden = True
-            released.release(self._unsharded)
+            self.updates.is_hidden = True
+            released.release(self._sets.unsharded)
         elif arrival is None:
             self._show()
 
     def revoke_speculation(self) -> None:
         """Show the committed values of this rank's part: an update that may not be committed is undone."""
-        if self._is_hidden:
+        if self.updates.is_hidden:
             self.wait_local_update()
 
     def _show(self) -> None:
-        if self._is_hidden:
-            self._is_hidden = False
-            released.restore(self._unsharded)
+        if self.updates.is_hidden:
+            self.updates.is_hidden = False
+            released.restore(self._sets.unsharded)
 
     def wait_local_update(self) -> None:
         """Wait for the update of this rank's part, without the collectives that `wait` may start."""
-        if self.pending_update is not None:
+        if self.updates.pending is not None:
             with self._failing_for_good():
-                self.pending_update.wait_local()
+                self.updates.pending.wait_local()
             self._show()
 
     def _wait_for_update(self) -> None:
-        assert self.pending_update is not None
-        self.awaits_update = False
+        assert self.updates.pending is not None
+        self.updates.is_awaited = False
         with self._failing_for_good():
-            self.pending_update.wait()
+            self.updates.pending.wait()
         self._show()
 
     @contextlib.contextmanager
@@ -359,9 +311,9 @@ class Unit:
 
     def fail(self, what: str, error: Exception) -> None:
         """Let every later use of the unit raise an error, because its values may be updated in part."""
-        if not isinstance(self.pending_update, FailedUpdate):  # the first error stays
-            self.pending_update = FailedUpdate(what, error)
-        self.awaits_update = True
+        if not isinstance(self.updates.pending, FailedUpdate):  # the first error stays
+            self.updates.pending = FailedUpdate(what, error)
+        self.updates.is_awaited = True
 
     def _after(self, arrival: PendingUpdate, groups: list[ShardedGroup]) -> Callable[[], None]:
         """Return a function that waits for an update and then publishes it."""
@@ -380,26 +332,26 @@ class Unit:
         Torch checks that for parameters that stay unsharded. Released ones are checked where they are read, see
         `SavedView`.
         """
-        self.num_updates += 1
-        if self._with_values:
-            torch.autograd.graph.increment_version(self._with_values)
+        self.updates.count += 1
+        if self._sets.with_values:
+            torch.autograd.graph.increment_version(self._sets.with_values)
 
     def publish(self, arrival: PendingUpdate | None = None) -> bool:
         """Start the all-gather of the updated slices of groups that stay unsharded; readers wait for it.
 
         With `arrival` the update itself is still in flight: users of the unit wait for that first.
         """
-        groups = self._published
+        groups = self._sets.published
         if self.resharding_groups:
             if arrival is not None:  # without one, an earlier update may still be in flight
-                self.pending_update, self.awaits_update = arrival, True
+                self.updates.pending, self.updates.is_awaited = arrival, True
             for group in groups:  # persistent groups of a resharded unit: they must be complete before any read
                 group.publish().wait()
         elif groups or arrival is not None:
             self.wait()
             self.residency = Residency.UNSHARDING
-            released.release(self._unsharded)
-            self.pending_update, self._is_hidden = arrival, False
+            released.release(self._sets.unsharded)
+            self.updates.pending, self.updates.is_hidden = arrival, False
             self._pending = [Work(self._after(arrival, groups))] if arrival else [group.publish() for group in groups]
         return bool(groups)
 
@@ -409,7 +361,7 @@ class Unit:
         """Bring back the values of a released parameter; `ReleasedParameter` calls this when they are used."""
         self.revoke_speculation()
         if self.residency is Residency.UNSHARDING:
-            is_gathered = any(parameter is other for other in self._resharding_parameters)
+            is_gathered = any(parameter is other for other in self._sets.resharding_parameters)
             self.wait()
             if is_gathered and self.owner is not None:
                 self.owner.retain(self)  # nothing else holds a unit that was only prefetched
@@ -442,10 +394,10 @@ class Unit:
             self.unshard(exact=True)
             self.wait()
             self.take_over_edits()
-            self.opened += 1
-            self._was_opened = True
+            self.use.num_contexts += 1
+            self.changes.was_opened = True
             try:
-                for group in self.groups if self.opened == 1 else ():
+                for group in self.groups if self.use.num_contexts == 1 else ():
                     group.open_for_writing()
             except BaseException:
                 self.close(None)
@@ -457,7 +409,8 @@ class Unit:
             self.owner.take_edits()
 
     def _failing_together(self) -> contextlib.AbstractContextManager[None]:
-        return self.groups[0].context.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
+        agreement = self.groups[0].context.roles.agreement
+        return agreement.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
 
     def close(self, modifier_rank: int | None) -> None:
         """End `open`; with `modifier_rank`, that rank's values are written on all ranks."""
@@ -471,16 +424,16 @@ class Unit:
                         group.write_back(modifier_rank)
                 if modifier_rank is not None:
                     self.changes.reset(self.parameters)
-                elif self.opened == 1 and all(fitting):
+                elif self.use.num_contexts == 1 and all(fitting):
                     self.changes.check(self, closely=True)
         finally:
-            for group in self.groups if self.opened == 1 else ():
+            for group in self.groups if self.use.num_contexts == 1 else ():
                 group.close_for_writing()
             if all(fitting):
-                self.opened -= 1
+                self.use.num_contexts -= 1
                 self.reshard()
             else:
-                self.needs_rebuild = True  # it stays open, and the engine rebuilds it before it is used again
+                self.changes.needs_rebuild = True  # it stays open, and the engine rebuilds it before it is used again
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         for group in self.groups:

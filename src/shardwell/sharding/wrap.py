@@ -61,8 +61,8 @@ class UnitSpec:
     name: str
     module: nn.Module
     parameters: list[tuple[str, nn.Parameter]]
-    is_tile: bool = False
-    is_user_unit: bool = False  # by the user, as a leaf
+    is_tile: bool = False  # recomputation does not keep it for its backward: it is all-gathered again
+    is_user_unit: bool = False  # the user named it as a leaf: ranks may use different parts of it, or none
 
 
 def wrap_model(model: nn.Module, wanted: LeafRules | None = None) -> list[UnitSpec]:

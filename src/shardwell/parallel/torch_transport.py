@@ -1,6 +1,6 @@
-"""The collectives of a library (NCCL, simulated ranks, gloo on CUDA), and the transport of a single rank.
+"""The collectives of torch.distributed (NCCL, simulated ranks, gloo on CUDA), and the transport of a single rank.
 
-All-gather works in place, and reduce-scatter is the library's for 32-bit types. 16-bit gradients are exchanged by
+All-gather works in place, and reduce-scatter is the backend's for 32-bit types. 16-bit gradients are exchanged by
 all-to-all and summed here in fp32, on every backend: 16 bits travel, and the sum loses none. Gloo's reduce-scatter is
 avoided in the same way.
 """
@@ -22,8 +22,8 @@ from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.transport import STAGING, Work
 
 
-class LibraryTransport:
-    """The library's collectives, on the streams of the device.
+class TorchTransport:
+    """The collectives of torch.distributed, on the streams of the device.
 
     With gloo the backend's threads make the progress, so the host must wait for a work; otherwise the stream waits.
     """

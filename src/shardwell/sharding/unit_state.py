@@ -1,0 +1,63 @@
+"""The parts of a unit's state: what uses it now, its updates, and which of its groups are treated how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwell.sharding.group import ShardedGroup
+from shardwell.sharding.pending_update import PendingUpdate
+from shardwell.sharding.spec import CommitPolicy
+
+
+@dataclass(slots=True)
+class UnitUse:
+    """What uses a unit now, and so holds it unsharded."""
+
+    in_forward: int = 0  # running forwards
+    in_parts: int = 0  # running forwards of parts of its module
+    in_backward: bool = False
+    num_contexts: int = 0  # GatheredParameters contexts
+    is_retained: bool = False  # code outside its module may still use it
+    has_new_gradients: bool = False  # gradients arrived in this backward
+    task: int = -1  # the autograd graph task that used it last: when that ends, so does its backward
+
+
+@dataclass(slots=True)
+class UnitUpdates:
+    """The optimizer updates of a unit. `is_awaited` and `is_ahead` are the same on all ranks."""
+
+    count: int = 0  # updates since the unit was built
+    pending: PendingUpdate | None = None  # an update in flight
+    is_awaited: bool = False  # nothing has waited for that update since it was queued
+    is_ahead: bool = False  # of a step: the update has started on some ranks at least
+    is_watched: bool = False  # a use between a backward and its step is detected
+    is_hidden: bool = False  # unsharded parameters are released: they may hold values that are never committed
+
+
+@dataclass(frozen=True)
+class GroupSets:
+    """What follows from which groups of a unit are resharded."""
+
+    resharding_parameters: list[nn.Parameter]
+    unsharded: list[nn.Parameter]  # trainable parameters that are never resharded
+    with_values: list[nn.Parameter]  # those of them that are not empty
+    published: list[ShardedGroup]  # groups whose updates are all-gathered after a step
+    offloaded: list[ShardedGroup]  # resharded groups with state below the device
+    has_codec: bool  # an all-gather quantises
+    is_speculative: bool  # updates are computed before it is known that they may be committed
+
+    @classmethod
+    def of(cls, trainable: list[ShardedGroup], resharding: list[ShardedGroup]) -> GroupSets:
+        """Return the sets of a unit with these trainable and these resharded groups."""
+        unsharded = [p for group in trainable if group not in resharding for p in group.parameters]
+        return cls(
+            [parameter for group in resharding for parameter in group.parameters],
+            unsharded,
+            [parameter for parameter in unsharded if parameter.numel()],
+            [group for group in trainable if group.spec.publishes and group.context.roles.shard.rank_group.size > 1],
+            [group for group in resharding if group.offloaded is not None],
+            any(group.spec.all_gather_codec for group in resharding),
+            any(group.spec.commit is CommitPolicy.SPECULATIVE for group in trainable),
+        )
