@@ -39,9 +39,9 @@ def take_foreign(key: str, value: Any, found: Findings) -> None:
 
 def _take_row(key: str, row: Inert | Limited, value: Any, found: Findings) -> None:
     """Check the value of a key that has no effect, and remember it."""
+    if value is None:
+        return  # as if absent
     if row.type != "any":
-        if value is None:
-            return  # as if absent
         if value == "auto":
             if isinstance(row, Inert) and row.accepts_auto:
                 found.inert[key] = value
@@ -58,7 +58,7 @@ def _take_row(key: str, row: Inert | Limited, value: Any, found: Findings) -> No
             return
     if isinstance(row, Limited) and not any(_is_same(value, other) for other in row.allowed):
         found.add(key, f"{show(value)}: {row.refusal}")
-    elif row.reason and value is not None:
+    elif row.reason:
         found.inert[key] = value
 
 

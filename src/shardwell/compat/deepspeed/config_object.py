@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,26 +287,21 @@ class DeepSpeedConfigObject:
 class ScientificNotationEncoder(json.JSONEncoder):
     """An encoder of JSON that writes numbers above 1,000 as 1.000000e+03."""
 
-    def iterencode(self, o: Any, _one_shot: bool = False) -> Any:
-        return super().iterencode(self._shown(o), _one_shot)
-
     def encode(self, o: Any) -> str:
         return "".join(self.iterencode(o))
 
-    def _shown(self, value: Any) -> Any:
+    def iterencode(self, o: Any, _one_shot: bool = False) -> Iterator[str]:
+        yield self._text(o, 1)
+
+    def _text(self, value: Any, depth: int) -> str:
+        inner, outer = ("\n" + " " * (4 * level) for level in (depth, depth - 1))
         if isinstance(value, Mapping):
-            return {key: self._shown(item) for key, item in value.items()}
+            members = [f"{inner}{json.dumps(str(key))}: {self._text(item, depth + 1)}" for key, item in value.items()]
+            return "{" + ",".join(members) + (outer if members else "") + "}"
         if isinstance(value, Sequence) and not isinstance(value, str):
-            return [self._shown(item) for item in value]
+            return f"[{', '.join(self._text(item, depth) for item in value)}]"
         is_large = isinstance(value, int | float) and not isinstance(value, bool) and value > 1e3
-        return _Scientific(value) if is_large else value
-
-
-class _Scientific(float):
-    """A number that JSON writes by its `repr`."""
-
-    def __repr__(self) -> str:
-        return f"{float(self):e}"
+        return f"{value:e}" if is_large else json.dumps(value, default=self.default)
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
