@@ -101,7 +101,8 @@ def test_a_script_takes_deepspeeds_options() -> None:
 
 def test_estimates_follow_the_formulas_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     _, device = estimates.estimate_zero2_model_states_mem_needs(1000, 4, 2, cpu_offload=False)
-    assert device == 2000 + (2 + 8 + 2) * 1000 // 8  # parameters; lower halves of masters, moments and gradients in shards
+    in_shards = 2 + 8 + 2  # bytes: lower halves of masters, moments, gradients
+    assert device == 2000 + in_shards * 1000 // 8
     _, offloaded = estimates.estimate_zero2_model_states_mem_needs(1000, 4, 2)
     assert offloaded == 2000
     host, device, unsharded = estimates.estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, zero_init=True)
