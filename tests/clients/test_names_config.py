@@ -12,8 +12,10 @@ import torch
 from pydantic import Field, ValidationError
 
 from shardwell.compat.deepspeed import config_models as models
+from shardwell.compat.deepspeed import constants
 from shardwell.compat.deepspeed import runtime_names as names
 from shardwell.compat.deepspeed.config_object import DeepSpeedConfig, DtypeEnum
+from shardwell.compat.deepspeed.key_names import KEYS_OF_DEEPSPEED, dotted_keys
 
 
 class Simple(models.DeepSpeedConfigModel):
@@ -184,3 +186,13 @@ def test_large_numbers_are_written_in_scientific_notation() -> None:
     text = json.dumps({"a": 500000000, "b": [1, 2.5], "c": True}, cls=names.ScientificNotationEncoder)
     assert json.loads(text) == {"a": 5e8, "b": [1, 2.5], "c": True}
     assert "5.000000e+08" in text
+
+
+def test_constants_are_keys_that_the_configuration_knows() -> None:
+    known = {key.rpartition(".")[2] for key in dotted_keys()} | set(KEYS_OF_DEEPSPEED)
+    names_of_keys = [name for name in vars(constants) if f"{name}_DEFAULT" in vars(constants)]
+    assert len(names_of_keys) > 30
+    assert [name for name in names_of_keys if getattr(constants, name) not in known | {"pipeline_stage"}] == []
+    config = DeepSpeedConfig({"train_batch_size": 1})
+    assert config.gradient_clipping == constants.GRADIENT_CLIPPING_DEFAULT
+    assert config.steps_per_print == constants.STEPS_PER_PRINT_DEFAULT
