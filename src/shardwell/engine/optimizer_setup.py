@@ -19,7 +19,7 @@ def make_optimizer(
     recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
 ) -> ShardedOptimizer:
     """Return the optimizer of an engine, connected with its scheduler and its units."""
-    settings = engine.config
+    settings = engine.settings
     options = StepOptions(
         engine._scale,
         settings.gradient_clipping,
