@@ -59,6 +59,7 @@ class Engine(nn.Module):
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
+    optimizer_class = ShardedOptimizer
     _before: ModelBefore
     offload: OffloadPlan  # which units are updated on the host, and when their updates are committed
     settings: Config
@@ -98,8 +99,7 @@ class Engine(nn.Module):
         scheduler.reducer.use_loss_scale(self._scale)
         self.use_config(config)
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # the forwards before they were compiled
-        self._checkpoints = EngineCheckpoints(self)
-        self._is_destroyed = False
+        self._checkpoints, self._is_destroyed = EngineCheckpoints(self), False
         self._join: Join | None = None  # set inside `join()`
         exit_notice.watch(self)
 
@@ -107,6 +107,7 @@ class Engine(nn.Module):
         """Train with this configuration; what each step needs of it is computed here."""
         self.settings = config
         self._accumulation_steps = config.gradient_accumulation_steps or 1
+        self._scheduler.reducer.accumulate_over(self._accumulation_steps)
         self._samples_per_step = self.train_batch_size()
         self._autocast = autocast_of(config, self.device)
         move = mover(self.device, mixed_dtype(config))
