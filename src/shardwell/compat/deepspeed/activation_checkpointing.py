@@ -6,13 +6,20 @@ from typing import Any
 
 import torch
 
-from shardwell.checkpointing import checkpoint, configure
+from shardwell.checkpointing import checkpoint, configure, is_configured, reset
 from shardwell.compat.deepspeed.refusal import refuse
 
 __all__ = [
-    *("CheckpointFunction", "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured"),
-    *("model_parallel_cuda_manual_seed", "non_reentrant_checkpoint", "partition_activations_in_checkpoint"),
-    *("reset", "set_num_layers"),
+    "CheckpointFunction",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
 ]
 
 non_reentrant_checkpoint = checkpoint

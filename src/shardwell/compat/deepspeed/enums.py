@@ -6,7 +6,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from shardwell.config import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from shardwell.config import OffloadOptimizerConfig, OffloadParamConfig
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -27,16 +27,6 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-class ZeroStageEnum(int, Enum):
-    """The stages of ZeRO."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3  # noqa: PIE796 - an alias, as DeepSpeed has it
-
-
 class ZeroParamType(Enum):
     """What a parameter is."""
 
@@ -51,11 +41,6 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
-
-
-DeepSpeedZeroConfig = ZeroConfig
-DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
-DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 
 
 def offload_block(block: OffloadParamConfig | OffloadOptimizerConfig) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 import shardwell
 from shardwell.compat.deepspeed import configuration
 from shardwell.compat.deepspeed.engine import DeepSpeedEngine
+from shardwell.config import load
 from shardwell.errors import ConfigError, ShardwellError
 
 
@@ -44,17 +44,19 @@ def initialize(
     source = _configuration(args, config, config_params)
     user = configuration.as_dictionary(source)
     _check_mesh(mesh_param, user)
-    if distributed_port != 29500:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    _check_ranks(dist_init_required)
+    from shardwell.compat.deepspeed import comm
+
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    read_as = configuration.as_deepspeed_reads(user)
+    schedule = lr_scheduler if lr_scheduler is not None else _schedule_of(read_as, optimizer)
     made = shardwell.initialize(
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=schedule,
         collate_fn=collate_fn,
-        config=configuration.as_deepspeed_reads(user),
+        config=read_as,
         engine_class=DeepSpeedEngine,
     )
     engine = made.engine
@@ -102,16 +104,22 @@ def _check_mesh(mesh_param: Any, config: Any) -> None:
         )
 
 
-def _check_ranks(dist_init_required: bool | None) -> None:
-    """Refuse several ranks that could not meet: each would train alone."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    from torch import distributed
+def _schedule_of(config: Any, optimizer: Any) -> Callable[[Any], Any] | None:
+    """Return a function that makes the schedule of the file, with DeepSpeed's numbers, for the optimizer."""
+    block = config.get("scheduler") if isinstance(config, Mapping) else None
+    if not block or (optimizer is None and not config.get("optimizer")):
+        return None  # without an optimizer, as for evaluation, there is nothing to schedule
+    settings = load(config, optimizer_given=optimizer is not None)
+    if settings.scheduler is None:
+        return None
+    kind, params = settings.scheduler.type, settings.scheduler.params
 
-    if world > 1 and "RANK" not in os.environ and not distributed.is_initialized():
-        raise ShardwellError(
-            f"WORLD_SIZE is {world}, but RANK is not set: each process would train alone. Start the ranks with "
-            "`shardwell run --as-deepspeed`, torchrun or `accelerate launch`, which set both."
-        )
+    def make(attached: Any) -> Any:
+        from shardwell.compat.deepspeed.lr_schedules import from_config
+
+        return from_config(kind, params, attached)
+
+    return make
 
 
 def _check_mpu(mpu: Any, world_size: int) -> None:

@@ -15,7 +15,7 @@ from shardwell.compat.deepspeed.names_package import MODULES as PACKAGE_MODULES
 from shardwell.compat.deepspeed.names_refused import WHOLE_MODULES
 from shardwell.compat.deepspeed.names_runtime import MODULES as RUNTIME_MODULES
 from shardwell.compat.deepspeed.refusal import refuse
-from shardwell.compat.deepspeed.rows import Absent, Constant, Refused, Row, SameModule, Supported
+from shardwell.compat.deepspeed.rows import Absent, Constant, Everything, Refused, Row, SameModule, Supported
 
 TABLE: dict[str, dict[str, Row]] = {**PACKAGE_MODULES, **RUNTIME_MODULES}
 
@@ -24,9 +24,27 @@ def rows() -> Iterator[tuple[str, str, Row]]:
     """Yield every row: module, name, and what becomes of it; a module that is refused as a whole has the name `*`."""
     for module, found in TABLE.items():
         for name, row in found.items():
-            yield module, name, row
+            if isinstance(row, Everything):
+                others = [one for one in public_names(row.module) if one not in found]
+                yield from ((module, one, Supported(f"{row.module}:{one}")) for one in others)
+            else:
+                yield module, name, row
     for module, reason in WHOLE_MODULES.items():
         yield module, "*", Refused(reason)
+
+
+def public_names(module: str) -> list[str]:
+    """Return the names of an implementation that are DeepSpeed's: its `__all__`, or what it defines itself."""
+    found = importlib.import_module(module)
+    if hasattr(found, "__all__"):
+        return sorted(found.__all__)
+    own = {name: value for name, value in vars(found).items() if not name.startswith("_")}
+    foreign = (ModuleType, type(annotations))
+    return sorted(
+        name
+        for name, value in own.items()
+        if not isinstance(value, foreign) and getattr(value, "__module__", module) == module
+    )
 
 
 def has_module(fullname: str) -> bool:
@@ -65,11 +83,14 @@ def fill(module: ModuleType) -> None:
         return value
 
     found = TABLE.get(fullname, {})
+    rest = found.get("*")
     module.__doc__ = f"{fullname} as shardwell has it; see shardwell.compat.deepspeed.names."
     module.__dict__["__getattr__"] = getattr_of_module
-    module.__dict__["__all__"] = [
-        name for name, row in found.items() if isinstance(row, Supported | Constant) and not name.startswith("_")
-    ]
+    listed = [name for name, row in found.items() if isinstance(row, Supported | Constant) and not name.startswith("_")]
+    if isinstance(rest, Everything):
+        module.__dict__["__all__"] = sorted({*listed, *public_names(rest.module)})
+    else:
+        module.__dict__["__all__"] = listed
     module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *found, *_below(fullname)})
 
 
@@ -80,6 +101,11 @@ def resolve(module: str, name: str) -> Any:
         return _object(module, name, row)
     if has_module(f"{module}.{name}") and reason_for_module(f"{module}.{name}") is None:
         return importlib.import_module(f"{module}.{name}")
+    rest = TABLE.get(module, {}).get("*")
+    if isinstance(rest, Everything) and not name.startswith("__"):
+        implementation = importlib.import_module(rest.module)
+        if hasattr(implementation, name):
+            return getattr(implementation, name)
     reason = reason_for_module(module) or reason_for_module(f"{module}.{name}")
     if reason is not None and not name.startswith("__"):
         return refuse(module, name, reason)
@@ -101,6 +127,8 @@ def _object(module: str, name: str, row: Row) -> Any:
             return refuse(module, name, reason)
         case Absent(reason):
             raise AttributeError(f"{module}.{name} does not exist in shardwell: {reason}")
+        case Everything():
+            raise AttributeError(f"module '{module}' has no attribute '{name}'")
         case Supported():
             found = importlib.import_module(row.module)
             return getattr(found, row.attribute) if row.attribute else found

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from shardwell.compat.deepspeed.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
-from shardwell.compat.deepspeed.rows import Constant, Row, SameModule, Supported, refused, supported
+from shardwell.compat.deepspeed.rows import Constant, Row, SameModule, Supported, everything, refused, supported
 
-_COMM = supported(
-    "comm",
-    *("init_distributed", "is_initialized", "is_available", "destroy_process_group", "new_group", "get_rank"),
-    *("get_world_size", "get_local_rank", "get_global_rank", "get_world_group", "get_all_ranks_from_group"),
-    *("broadcast", "broadcast_object_list", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce"),
-    *("all_gather_coalesced", "all_reduce_coalesced", "inference_all_reduce", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor", "reduce_scatter_fn", "allgather_fn", "all_to_all", "all_to_all_single", "gather"),
-    *("scatter", "send", "recv", "isend", "irecv", "barrier", "monitored_barrier", "has_all_gather_into_tensor"),
-    *("has_reduce_scatter_tensor", "has_all_reduce_coalesced", "has_coalescing_manager", "log_summary", "configure"),
-    *("initialize_mesh_device", "ReduceOp", "ProcessGroup", "P2POp", "batch_isend_irecv"),
-)
 _LOGGING = supported("logging", "logger", "log_dist", "log_dist_once", "warning_once", "set_log_level_from_string")
 _LEAVES = {
     **{
@@ -31,22 +20,6 @@ _FRAGMENTS = {
     for part in ("full", "local")
     for state in ("fp32_param", "grad", "optimizer_state")
 }
-_ONE_GROUP = "one group of all ranks shards and averages; pass mesh= to shardwell.initialize for another layout"
-_GROUPS = supported(
-    "groups",
-    *(
-        "_get_data_parallel_group",
-        "_get_data_parallel_world_size",
-        "_get_data_parallel_rank",
-        "get_data_parallel_group",
-    ),
-    *("get_data_parallel_world_size", "get_data_parallel_rank", "_get_sequence_parallel_group"),
-    *("_get_sequence_parallel_world_size", "_get_sequence_parallel_rank", "_get_sequence_data_parallel_group"),
-    *("_get_sequence_data_parallel_world_size", "_get_sequence_data_parallel_rank", "_get_model_parallel_world_size"),
-    *("get_model_parallel_world_size", "get_model_parallel_rank", "get_model_parallel_group"),
-    *("get_tensor_model_parallel_world_size", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_group"),
-    *("_clone_world_group", "_get_broadcast_src_rank"),
-)
 _ZERO_TO_FP32 = supported(
     "zero_to_fp32",
     *("get_fp32_state_dict_from_zero_checkpoint", "convert_zero_checkpoint_to_fp32_state_dict"),
@@ -107,13 +80,11 @@ MODULES: dict[str, dict[str, Row]] = {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": Constant(29500),
         "default_pg_timeout": Supported("version:PROCESS_GROUP_TIMEOUT"),
     },
-    "deepspeed.comm": _COMM,
-    "deepspeed.comm.comm": _COMM,
+    "deepspeed.comm": everything("comm"),
+    "deepspeed.comm.comm": everything("comm"),
+    "deepspeed.comm.utils": supported("comm", "get_local_rank"),
     "deepspeed.comm.reduce_op": supported("comm", "ReduceOp"),
-    "deepspeed.accelerator": {
-        **supported("accelerator", "get_accelerator", "set_accelerator", "is_current_accelerator_supported"),
-        **supported("accelerator", "DeepSpeedAccelerator"),
-    },
+    "deepspeed.accelerator": everything("accelerator"),
     "deepspeed.accelerator.real_accelerator": supported("accelerator", "get_accelerator", "set_accelerator"),
     "deepspeed.accelerator.abstract_accelerator": supported("accelerator", "DeepSpeedAccelerator"),
     "deepspeed.utils": {
@@ -130,12 +101,8 @@ MODULES: dict[str, dict[str, Row]] = {
         **refused(_INSIDES, "set_full_hp_param", "set_full_hp_grad", "map_to_flat_opt_states"),
         **refused("ranks are bound to cores by `numactl` in front of the command", "get_numactl_cmd"),
     },
-    "deepspeed.utils.logging": {
-        **_LOGGING,
-        **supported("logging", "LoggerFactory", "log_levels", "print_json_dist", "print_dist", "get_current_level"),
-        **supported("logging", "should_log_le", "get_log_level_from_string"),
-    },
-    "deepspeed.utils.groups": {**_GROUPS, "initialize": refused(_ONE_GROUP, "initialize")["initialize"]},
+    "deepspeed.utils.logging": everything("logging"),
+    "deepspeed.utils.groups": everything("groups"),
     "deepspeed.utils.tensor_fragment": {
         **_FRAGMENTS,
         **supported("fragments", "safe_update_full_grad_vectorized"),
@@ -158,7 +125,7 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.checkpoint.utils": supported("files", "clone_tensors_for_torch_save"),
     "deepspeed.checkpoint.ds_to_universal": supported("universal", "main", "parse_arguments"),
     "deepspeed.ops": {
-        "__compatible_ops__": Supported("optimizers:COMPATIBLE_OPS"),
+        **supported("op_builders", "__compatible_ops__"),
         **refused(KERNELS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"),
     },
     "deepspeed.ops.adam": _OPS_ADAM,
@@ -171,7 +138,10 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.ops.lion.fused_lion": supported("optimizers", "FusedLion"),
     "deepspeed.ops.lamb": supported("optimizers", "FusedLamb"),
     "deepspeed.ops.lamb.fused_lamb": supported("optimizers", "FusedLamb"),
-    "deepspeed.ops.muon": supported("optimizers", "Muon"),
+    "deepspeed.ops.muon": supported("optimizers", "MuonWithAuxAdam"),
+    "deepspeed.ops.op_builder": everything("op_builders"),
+    "deepspeed.ops.op_builder.all_ops": supported("op_builders", "ALL_OPS"),
+    "deepspeed.ops.op_builder.builder": supported("op_builders", "OpBuilder", "CUDAOpBuilder"),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": Supported("launcher:ENVIRONMENT_FILE"),

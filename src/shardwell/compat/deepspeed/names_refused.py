@@ -41,7 +41,6 @@ WHOLE_MODULES: dict[str, str] = {
     "deepspeed.runtime.checkpoint_engine": _FILES,
     "deepspeed.runtime.model_checkpointing": _FILES,
     "deepspeed.checkpoint": "checkpoints load at any number of ranks; `shardwell checkpoint` converts others",
-    "deepspeed.ops.op_builder": _OPERATIONS,
     "deepspeed.ops.aio": _OPERATIONS,
     "deepspeed.ops.gds": _OPERATIONS,
     "deepspeed.ops.transformer": KERNELS,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from shardwell.compat.deepspeed.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER, PIPELINE
-from shardwell.compat.deepspeed.rows import Constant, Row, Supported, refused, supported
+from shardwell.compat.deepspeed.rows import Constant, Row, Supported, everything, refused, supported
 
-_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _ESTIMATES = supported(
     "estimates",
     *(
@@ -28,7 +27,6 @@ _CHECKPOINTING = supported(
     *("partition_activations_in_checkpoint", "CheckpointFunction", "get_cuda_rng_tracker"),
     *("model_parallel_cuda_manual_seed",),
 )
-_OFFLOAD_ENUMS = supported("enums", "OffloadDeviceEnum", "OffloadStateTypeEnum")
 _STATE_MOVES = "engine.offload_states and engine.reload_states move states"
 
 MODULES: dict[str, dict[str, Row]] = {
@@ -52,41 +50,17 @@ MODULES: dict[str, dict[str, Row]] = {
         "CONSECUTIVE_HYSTERESIS": Constant("consecutive_hysteresis"),
         "MIN_LOSS_SCALE": Constant("min_scale"),
     },
-    "deepspeed.runtime.lr_schedules": {
-        **supported("lr_schedules", *_SCHEDULES, "VALID_LR_SCHEDULES", "add_tuning_arguments", "parse_arguments"),
-        **supported("lr_schedules", "get_config_from_args", "get_lr_from_config", "get_torch_optimizer"),
-        **{
-            name: Supported(f"lr_schedules:{name}")
-            for name in (
-                *("LR_SCHEDULE", "LR_RANGE_TEST", "ONE_CYCLE", "WARMUP_LR", "WARMUP_DECAY_LR", "WARMUP_COSINE_LR"),
-                *("LR_RANGE_TEST_MIN_LR", "LR_RANGE_TEST_STEP_RATE", "LR_RANGE_TEST_STEP_SIZE"),
-                *("LR_RANGE_TEST_STAIRCASE", "EDGE_VALUE", "MID_VALUE", "CYCLE_FIRST_STEP_SIZE"),
-                *("CYCLE_FIRST_STAIR_COUNT", "CYCLE_SECOND_STEP_SIZE", "CYCLE_SECOND_STAIR_COUNT"),
-                *("DECAY_STEP_SIZE", "CYCLE_MIN_LR", "CYCLE_MAX_LR", "DECAY_LR_RATE", "CYCLE_MIN_MOM"),
-                *("CYCLE_MAX_MOM", "DECAY_MOM_RATE", "WARMUP_MIN_LR", "WARMUP_MAX_LR", "WARMUP_NUM_STEPS"),
-                *("WARMUP_TYPE", "WARMUP_LOG_RATE", "WARMUP_LINEAR_RATE", "WARMUP_MIN_RATIO", "COS_MIN_RATIO"),
-                *("TOTAL_NUM_STEPS",),
-            )
-        },
+    "deepspeed.runtime.lr_schedules": everything("lr_schedules"),
+    "deepspeed.runtime.config": {**everything("config_object"), **supported("config_models", "HybridEngineConfig")},
+    "deepspeed.runtime.config_utils": {
+        **supported("config_models", "DeepSpeedConfigModel", "pp_int", "get_config_default"),
+        **everything("config_object"),
     },
-    "deepspeed.runtime.config": {
-        **supported("runtime_names", "DeepSpeedConfig", "DeepSpeedConfigError", "ADAM_OPTIMIZER", "ADAMW_OPTIMIZER"),
-        **supported("runtime_names", "LAMB_OPTIMIZER", "LION_OPTIMIZER", "ADAGRAD_OPTIMIZER", "MUON_OPTIMIZER"),
-        **supported("runtime_names", "DEEPSPEED_OPTIMIZERS", "DtypeEnum"),
-    },
-    "deepspeed.runtime.config_utils": supported(
-        "runtime_names",
-        *("DeepSpeedConfigModel", "DeepSpeedConfigObject", "get_scalar_param", "get_list_param", "get_dict_param"),
-        *("dict_raise_error_on_duplicate_keys", "ScientificNotationEncoder", "pp_int", "get_config_default"),
+    "deepspeed.runtime.precision_config": supported(
+        "config_models",
+        *("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
     ),
-    "deepspeed.runtime.utils": supported(
-        "runtime_names",
-        *("see_memory_usage", "clip_grad_norm_", "get_global_norm", "CheckOverflow", "DummyOptim", "set_random_seed"),
-        *("ensure_directory_exists", "copy_to_device", "move_to_device", "get_grad_norm", "get_weight_norm"),
-        *("partition_uniform", "partition_balanced", "prefix_sum_inc", "memory_status", "call_to_str", "empty_cache"),
-        *("get_only_unique_item", "get_global_norm_of_tensors", "clip_tensors_by_global_norm", "noop_decorator"),
-        *("is_model_parallel_parameter", "has_inf_or_nan", "required_torch_version", "compare_tensors_in_structures"),
-    ),
+    "deepspeed.runtime.utils": everything("runtime_names"),
     "deepspeed.runtime.dataloader": {
         **supported("loader", "RepeatingLoader"),
         **supported("data", "DeepSpeedDataLoader"),
@@ -114,8 +88,9 @@ MODULES: dict[str, dict[str, Row]] = {
         **supported("optimizer", "DeepSpeedZeroOptimizer"),
     },
     "deepspeed.runtime.zero.offload_config": {
-        **_OFFLOAD_ENUMS,
-        **supported("enums", "DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"),
+        **supported("enums", "OffloadStateTypeEnum"),
+        **supported("config_models", "OffloadDeviceEnum", "DeepSpeedZeroOffloadParamConfig"),
+        **supported("config_models", "DeepSpeedZeroOffloadOptimizerConfig"),
     },
     "deepspeed.runtime.zero.offload_states": {
         **supported("offload_states", "get_state_devices"),
@@ -123,7 +98,7 @@ MODULES: dict[str, dict[str, Row]] = {
         **refused(_STATE_MOVES, "offload_optimizer_states", "reload_optimizer_states"),
     },
     "deepspeed.runtime.zero.config": {
-        **supported("enums", "ZeroStageEnum", "DeepSpeedZeroConfig"),
+        **supported("config_models", "ZeroStageEnum", "DeepSpeedZeroConfig", "get_zero_config"),
         "ZERO_OPTIMIZATION": Constant("zero_optimization"),
     },
     "deepspeed.runtime.zero.utils": {
@@ -133,7 +108,10 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.runtime.zero.linear": supported("zero", "zero3_linear_wrap", "LinearModuleForZeroStage3"),
     "deepspeed.runtime.zero.muon": {},
     "deepspeed.runtime.zero.muon.muon_optimizer": supported("optimizers", "MuonWithAuxAdam"),
-    "deepspeed.runtime.zero.muon.original_muon": supported("optimizers", "Muon", "SingleDeviceMuonWithAuxAdam"),
+    "deepspeed.runtime.zero.muon.original_muon": supported(
+        "optimizers", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"
+    ),
+    "deepspeed.runtime.zero.leaf_module_config": supported("config_models", "DeepSpeedZeroLeafModuleConfig"),
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.tensor_parallel": refused(MODEL_PARALLEL, "TpTrainingManager", "TPTrainingConfig", "TPConfig"),

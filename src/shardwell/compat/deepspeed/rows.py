@@ -49,6 +49,13 @@ class SameModule:
 
 
 @dataclass(frozen=True)
+class Everything:
+    """All public names of a module of this package, under the same names: the row `*` of a module."""
+
+    module: str
+
+
+@dataclass(frozen=True)
 class Refused:
     """A name that can be imported, and whose use raises an error with the reason."""
 
@@ -62,13 +69,18 @@ class Absent:
     reason: str
 
 
-Row = Supported | Constant | SameModule | Refused | Absent
+Row = Supported | Constant | SameModule | Everything | Refused | Absent
 Rows = Mapping[str, Row]
 
 
 def supported(module: str, *names: str) -> dict[str, Row]:
     """Return rows of names that one module of this package has under the same names."""
     return {name: Supported(f"{module}:{name}") for name in names}
+
+
+def everything(module: str) -> dict[str, Row]:
+    """Return the row that stands for all public names of a module of this package."""
+    return {"*": Everything(f"{PACKAGE}.{module}")}
 
 
 def refused(reason: str, *names: str) -> dict[str, Row]:

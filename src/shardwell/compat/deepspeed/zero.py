@@ -20,9 +20,19 @@ from shardwell.errors import ShardwellError
 from shardwell.zero import GatheredParameters, TiledLinear
 
 __all__ = [
-    *("GatheredParameters", "Init", "LinearModuleForZeroStage3", "TiledLinear", "TiledLinearReturnBias"),
-    *("ZeRORuntimeException", "is_zero_supported_optimizer", "register_external_parameter", "restore_init_context"),
-    *("shutdown_init_context", "unregister_external_parameter", "unwrap_model_for_generation", "zero3_linear_wrap"),
+    "GatheredParameters",
+    "Init",
+    "LinearModuleForZeroStage3",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeRORuntimeException",
+    "is_zero_supported_optimizer",
+    "register_external_parameter",
+    "restore_init_context",
+    "shutdown_init_context",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+    "zero3_linear_wrap",
 ]
 
 
