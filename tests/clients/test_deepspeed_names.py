@@ -98,5 +98,7 @@ def test_modules_behave_as_installed_ones_do(tmp_path: Path) -> None:
 
 def test_nothing_of_it_is_imported_with_shardwell(tmp_path: Path) -> None:
     words = "import sys, shardwell, shardwell.engine; import importlib.util as u; print(u.find_spec('deepspeed'))"
-    done = run_python("-c", f"{words}; print([n for n in sys.modules if 'compat' in n and 'shardwell' in n])", cwd=tmp_path)
+    done = run_python(
+        "-c", f"{words}; print([n for n in sys.modules if 'compat' in n and 'shardwell' in n])", cwd=tmp_path
+    )
     assert done.stdout.splitlines() == ["None", "[]"]

@@ -43,7 +43,9 @@ def test_before_a_client_it_is_found_by_it(tmp_path: Path) -> None:
 
 
 def test_lightning_may_come_before_as_long_as_it_has_not_looked(tmp_path: Path) -> None:
-    done = run_python("-c", "import lightning.fabric\nimport shardwell.compat.deepspeed\nimport deepspeed", cwd=tmp_path)
+    done = run_python(
+        "-c", "import lightning.fabric\nimport shardwell.compat.deepspeed\nimport deepspeed", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -67,7 +69,9 @@ def test_a_real_deepspeed_is_named_and_not_used(tmp_path: Path) -> None:
 def test_a_script_and_a_module_are_run_as_main_with_their_arguments(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("here = 1")
     script = tmp_path / "script.py"
-    script.write_text("import sys, beside, deepspeed\nif __name__ == '__main__':\n    print(sys.argv[1:], deepspeed.__version__)")
+    script.write_text(
+        "import sys, beside, deepspeed\nif __name__ == '__main__':\n    print(sys.argv[1:], deepspeed.__version__)"
+    )
     for way in ([script], ["-m", "script"]):
         done = run_python(*WAY_IN, *way, "--flag", "-m", cwd=tmp_path)
         assert done.stdout.startswith("['--flag', '-m'] 0.19.8+shardwell."), done.stderr
@@ -75,7 +79,11 @@ def test_a_script_and_a_module_are_run_as_main_with_their_arguments(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [(["nothing.py"], "there is no script 'nothing.py'"), (["-m"], "needs the name of a module"), (["--what"], "is no script")],
+    [
+        (["nothing.py"], "there is no script 'nothing.py'"),
+        (["-m"], "needs the name of a module"),
+        (["--what"], "is no script"),
+    ],
 )
 def test_what_cannot_be_run_is_one_line(args: list[str], words: str, tmp_path: Path) -> None:
     done = run_python(*WAY_IN, *args, cwd=tmp_path)
