@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwell.sharding.gathered_parameters import GatheredParameters
+from shardwell.sharding.released import is_released
 from shardwell.sharding.sharded_init import ShardedInit
 from shardwell.sharding.tiled import TiledLinear, tile_linears
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from shardwell.memory import Device, MemoryStats, TemporaryBuffers
     from shardwell.offload.storage import OffloadTiers
 
-__all__ = ["GatheredParameters", "Init", "TiledLinear", "tile_linears"]
+__all__ = ["GatheredParameters", "Init", "TiledLinear", "is_released", "tile_linears"]
 
 
 class Init(ShardedInit):

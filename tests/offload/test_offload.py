@@ -326,9 +326,7 @@ def test_state_that_will_not_fit_is_refused_with_numbers(monkeypatch: pytest.Mon
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     # 12 bytes of state and 2 of gradients that wait for the norm; with a CPU as device, 90 % of the memory count
-    with pytest.raises(
-        ShardwellError, match=rf"needs .* 14 bytes for each of {numel:,} parameters.* KiB may be used"
-    ):
+    with pytest.raises(ShardwellError, match=rf"needs .* 14 bytes for each of {numel:,} parameters.* KiB may be used"):
         shardwell.initialize(
             model=model,
             optimizer=optimizer,

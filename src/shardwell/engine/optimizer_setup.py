@@ -19,7 +19,7 @@ def make_optimizer(
     factory: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
 ) -> ShardedOptimizer:
     """Return the optimizer of an engine, connected with its scheduler and its units."""
-    settings = engine.config
+    settings = engine.settings
     options = StepOptions(
         engine._scale,
         settings.gradient_clipping,
@@ -28,7 +28,7 @@ def make_optimizer(
         settings.shardwell.moments == "8bit",
     )
     executor = _executor(factory, scheduler, context, options)
-    optimizer = ShardedOptimizer(factory, executor, context, options, scheduler)
+    optimizer = engine.optimizer_class(factory, executor, context, options, scheduler)
     optimizer.trainer = weakref.ref(engine)
     if factory.given is not None:
         redirect(factory.given, engine)
