@@ -94,6 +94,7 @@ class FlatBuffer:
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
         self.is_aliased = False  # `present` is False, but other tensors look at the bytes, so they stay allocated
+        self.is_replaced = False  # its storage could not be freed: `tensor` is another one, which its views are not of
         memory_stats.add(*entry, self.nbytes)
 
     def allocate(self) -> None:
@@ -108,6 +109,8 @@ class FlatBuffer:
         if self.present or self.is_aliased:
             if self._pinned_by is not None:
                 self._pinned_by.unpin(self.tensor)  # or memory that is allocated there next could not be pinned
+            if not self.tensor.untyped_storage().resizable():  # as numpy leaves it, once it has seen the memory
+                self.tensor, self.is_replaced = torch.empty_like(self.tensor), True
             self.tensor.untyped_storage().resize_(0)
             self.present = self.is_aliased = False
             self._stats.remove(*self._entry, self.nbytes)

@@ -23,8 +23,8 @@ from shardwell.memory.device import AsyncScalar
 from shardwell.offload.loop_observer import StepBeginning
 from shardwell.offload.speculation import Options, are_same, hyperparameters_of
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
+from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
-from shardwell.sharding.unit import PendingUpdate
 
 STEPS_TO_LEARN = 3
 _KEY = '"shardwell": {"commit": "after_norm"}'

@@ -23,8 +23,8 @@ from shardwell.optim.grad_norm import norm_of, sum_of_squares
 from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices
 from shardwell.sharding import EngineContext, Unit
+from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
-from shardwell.sharding.unit import PendingUpdate
 
 Norm = Tensor | Callable[[], float]  # or a function that waits for it
 

@@ -22,7 +22,7 @@ from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, SliceStates
 from shardwell.parallel import Collectives
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.pending_update import PendingUpdate
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shardwell.optim.step_hooks import StepHooks
 from shardwell.optim.user_optimizer import SteppingEngine, step_with
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.edits import take_edits_before_step
-from shardwell.sharding.unit import PendingUpdate
+from shardwell.sharding.pending_update import PendingUpdate
 
 
 class StepScheduler(Protocol):

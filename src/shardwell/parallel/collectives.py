@@ -118,6 +118,11 @@ class Collectives:
             self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_starts_hops
         )
 
+    def connect_as(self, other: Collectives) -> None:
+        """Move bytes over the links of other collectives of the same ranks: this rank's own were cut by a failure."""
+        self.links, self.direct, self.transport = other.links, other.direct, other.transport
+        self.hops, self.replicate, self.mesh = other.hops, other.replicate, other.mesh
+
     def shard_index_of(self, rank: int) -> int:
         """Return the index of the shard of a flat buffer that `rank` owns."""
         if self.hops is None:

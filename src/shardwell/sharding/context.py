@@ -43,7 +43,7 @@ class EngineContext:
         except Exception as error:
             is_common = isinstance(error, (PeerError, NonFiniteError, *common))
             if not is_common:
-                self.roles.agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
+                self.roles.agreement.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"), where)
             raise
 
     def close(self) -> None:

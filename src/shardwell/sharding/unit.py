@@ -12,7 +12,7 @@ import enum
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,42 +21,9 @@ from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.parallel import Work
 from shardwell.sharding import edits, released
 from shardwell.sharding.group import ShardedGroup
+from shardwell.sharding.pending_update import FailedUpdate, PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
 from shardwell.sharding.wrap import UnitSpec
-
-
-class PendingUpdate(Protocol):
-    """An optimizer update that is in flight."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the host has done its part."""
-
-    def wait_local(self) -> None:
-        """Wait for the update without any collective, as one rank can alone."""
-
-    def wait(self) -> None:
-        """Wait for the update, and run the collectives that follow it on all ranks."""
-
-
-class FailedUpdate:
-    """A change of a unit's values that failed: every later use of the unit raises an error."""
-
-    is_done = True
-
-    def __init__(self, what: str, error: Exception) -> None:
-        self._words = (
-            f"{what} failed, so that parameters and optimizer state may be updated in part: {error}. This engine "
-            "cannot be used any more: start again, from the latest checkpoint."
-        )
-
-    def wait_local(self) -> None:
-        """Raise the error."""
-        raise ShardwellError(self._words)
-
-    def wait(self) -> None:
-        """Raise the error."""
-        raise ShardwellError(self._words)
 
 
 class Residency(enum.Enum):
@@ -79,6 +46,7 @@ class UnitOwner:
     take_edits: Callable[[], None]  # checks all units for values that were changed by hand
     adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user that `initialize` was not given
     optimizer: Any = None  # the optimizer that steps the units
+    end: Callable[[], None] | None = None  # ends the engine, for another one that gets its model
 
 
 class Unit:
@@ -260,6 +228,23 @@ class Unit:
         released.release(self._resharding_parameters)
         for group in self.resharding_groups:
             group.reshard()
+
+    def abandon_passes(self) -> None:
+        """Forget passes, gradients and what is in flight after a failure. Stored values and finished updates stay."""
+        self.in_forward = self.inside = self.opened = 0
+        self.in_backward = self.is_retained = self.has_new_gradients = False
+        self.task = -1
+        for group in self.trainable:
+            group.gradients.abandon()
+        if self.pending_update is not None and not isinstance(self.pending_update, FailedUpdate):
+            self.wait_local_update()
+            self.pending_update, self.awaits_update = None, False
+            self._pending = []  # it would wait for the update, and publish it
+        if self.residency is Residency.UNSHARDING:
+            self._abandon_unshard()
+            if not self.resharding_groups:  # a publish was in flight: each rank has the slices that it updated itself
+                self.residency = Residency.UNSHARDED
+                released.restore(self.parameters)
 
     def retain(self) -> None:
         """Keep the unit unsharded until the step, for code outside its module."""
