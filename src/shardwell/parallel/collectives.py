@@ -25,6 +25,7 @@ from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.gloo import GlooTransport
 from shardwell.parallel.hierarchical import HierarchicalTransport
+from shardwell.parallel.lent_tensors import lend, release
 from shardwell.parallel.library import LibraryTransport, SingleRankTransport
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
@@ -318,11 +319,15 @@ class Collectives:
 
     def _complete(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
+        if self.host_drives_progress:
+            args = (lend(args[0]), *args[1:])
         try:
             work = collective(*args, **kwargs, group=self.mesh.group, async_op=True)
         except RuntimeError as error:
             self.links.raise_cause(error)
         self.direct.wait([work])
+        del work, args
+        release()
 
     def end_step(self) -> None:
         """End a step: its traffic becomes the last report, and the next token begins a new step of the agreement."""
@@ -348,6 +353,7 @@ class Collectives:
             self.hops.inside.close()
             self.hops.across.close()
         self.mesh.close()
+        release()
 
 
 def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:

@@ -322,9 +322,9 @@ class ShardedGroup:
         """Free the unsharded parameters unless views of them exist; a later call tries again."""
         self.flat.free_if_unaliased(self._num_views)
         if self.flat.is_replaced:
-            self.flat.is_replaced = False
             with torch._C.DisableTorchFunctionSubclass():  # the parameters are released
                 self.views.make_all()
+            self.flat.end_replacing()
 
     @property
     def is_aliased(self) -> bool:

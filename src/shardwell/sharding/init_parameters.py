@@ -221,9 +221,9 @@ class InitParameter:
         self._take_late_writes()
         self._flat.free()
         if self._flat.is_replaced:
-            self._flat.is_replaced = False
             with torch._C.DisableTorchFunctionSubclass():
                 self._make_view()
+            self._flat.end_replacing()
         self._is_whole = False
         if not self._registry.is_open:
             self.settle()
