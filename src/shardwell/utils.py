@@ -96,6 +96,11 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[n
     return found
 
 
+def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
+    """Make this module one unit, or take that back; call it before `initialize`."""
+    set_leaf(module, flag)
+
+
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_leaf(module)]
 
@@ -110,5 +115,5 @@ def _of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> l
 
 __all__ = [
     "ExponentialMovingAverage",
-    *(name for name in list(globals()) if name.startswith("safe_") or name.endswith("leaf_modules")),
+    *(name for name in list(globals()) if name.startswith("safe_") or name.endswith(("leaf_module", "leaf_modules"))),
 ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from shardwell.engine.offload_setup import open_tiers
 from shardwell.sharding.gathered_parameters import GatheredParameters
+from shardwell.sharding.released import is_released
 from shardwell.sharding.sharded_init import ShardedInit
 from shardwell.sharding.tiled import TiledLinear, tile_linears
 
-__all__ = ["GatheredParameters", "Init", "TiledLinear", "tile_linears"]
+__all__ = ["GatheredParameters", "Init", "TiledLinear", "is_released", "tile_linears"]
 
 
 class Init(ShardedInit):

@@ -25,6 +25,7 @@ import traceback
 _PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 LAUNCHER = "SHARDWELL_LAUNCHER"  # the process id of the launcher
 ENDED = "SHARDWELL_ENDED"  # a folder with a file for each rank of this node that has ended without an error
+LOCAL_RANK_ARGUMENT = "SHARDWELL_LOCAL_RANK_ARGUMENT"  # the script gets --local_rank=N
 _PATIENCE, _PAUSE = 10.0, 1.0  # seconds
 
 
@@ -38,6 +39,8 @@ def main() -> None:
     as_module = sys.argv[1] == "-m"
     target = sys.argv[2 if as_module else 1]
     sys.argv = sys.argv[2 if as_module else 1 :]
+    if os.environ.pop(LOCAL_RANK_ARGUMENT, "") == "1":
+        sys.argv.insert(1, f"--local_rank={os.environ.get('LOCAL_RANK', '0')}")
     try:
         if as_module:
             sys.path.insert(0, os.getcwd())

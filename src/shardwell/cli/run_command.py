@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from shardwell.cli.failures import Restarts, exit_like_ranks
 from shardwell.cli.launch import LaunchTopology, launch
+from shardwell.cli.rank import LOCAL_RANK_ARGUMENT
 from shardwell.errors import ShardwellError
 
 
@@ -37,6 +39,12 @@ def run(
     master_addr: Annotated[str, typer.Option(help="Host name of the node where the others meet.")] = "",
     master_port: Annotated[int, typer.Option(min=1, max=65535, help="A free port on that node.")] = 29500,
     join_time: Annotated[int, typer.Option(min=1, help="Seconds to wait for more nodes once there are MIN.")] = 30,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="In the ranks, `import deepspeed` means shardwell.")
+    ] = False,
+    pass_local_rank: Annotated[
+        bool, typer.Option("--pass-local-rank", help="Pass --local_rank=N to SCRIPT, as DeepSpeed's launcher does.")
+    ] = False,
 ) -> None:
     """Run SCRIPT on several ranks. When one fails, all are ended, and the first failing rank's error is printed.
 
@@ -46,6 +54,12 @@ def run(
     local_world_size = num_ranks or _one_per_gpu()
     _check(script[0], module, most, master_addr, local_world_size, min_ranks)
     place = LaunchTopology(local_world_size, fewest, most, master_addr, master_port, join_time)
+    if as_deepspeed:
+        from shardwell.compat.deepspeed.children import inherit
+
+        inherit()
+    if pass_local_rank:
+        os.environ[LOCAL_RANK_ARGUMENT] = "1"
     with exit_like_ranks():
         launch(["-m", *script] if module else script, place, Restarts(max_restarts, min_ranks, min_uptime))
 

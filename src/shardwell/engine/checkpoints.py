@@ -110,7 +110,7 @@ class EngineCheckpoints:
                 return str(temporary)
 
             temporary = Path(self._from_rank_0(begin))
-            keep_last = engine.config.shardwell.keep_last
+            keep_last = engine.settings.shardwell.keep_last
             look = self._patience_in_background if asynchronous else self._patience_of_all()
             job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last, look=look)
             self.saves_in_background |= asynchronous
@@ -170,7 +170,7 @@ class EngineCheckpoints:
             "world_size": engine.world_size,
             "stage": engine.zero_optimization_stage(),
             "versions": {"shardwell": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            "config": engine.config.model_dump(mode="json"),
+            "config": engine.settings.model_dump(mode="json"),
             "aliases": aliases_of(engine.module, engine._scheduler.units),
             "frozen_excluded": exclude_frozen,
             "optimizer": of_optimizer(engine.optimizer, _put(contents, "optimizer")),

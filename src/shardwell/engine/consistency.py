@@ -56,7 +56,7 @@ def once_built(engine: Engine) -> dict[str, Section]:
     """Describe what is known only after building: batch sizes, which a loader may set, optimizer and schedule."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     return {
-        "configuration": {key: str(getattr(engine.config, key)) for key in _BATCH},
+        "configuration": {key: str(getattr(engine.settings, key)) for key in _BATCH},
         "optimizer's": {"class": "none"} if optimizer is None else optimizer_in_words(optimizer.inner),
         "schedule's": {"class": "none" if schedule is None else type(schedule).__name__},
     }

@@ -59,8 +59,10 @@ class Engine(nn.Module):
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
+    optimizer_class = ShardedOptimizer
     _teardown: Teardown
     offload: OffloadPlan  # which units are updated on the host, and when their updates are committed
+    settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
     lr_scheduler: Any
     _scheduler: Scheduler
@@ -82,16 +84,10 @@ class Engine(nn.Module):
         self.module = model
         self.optimizer = None
         self.lr_scheduler = None
-        self.global_steps = 0
-        self.micro_steps = 0
-        self.global_samples = 0
+        self.global_steps = self.micro_steps = self.global_samples = 0
         self.training_dataloader: ShardedLoader | UserDataLoader | None = None
-        self._scheduler, self._context, self._traffic_stats, self._agreement = (
-            scheduler,
-            context,
-            traffic_stats,
-            agreement,
-        )
+        self._scheduler, self._context = scheduler, context
+        self._traffic_stats, self._agreement = traffic_stats, agreement
         self._builder = builder
         self._fingerprint = ModelFingerprint(model)
         self._hooks = UnitHooks(scheduler)
@@ -104,15 +100,15 @@ class Engine(nn.Module):
         scheduler.reducer.use_loss_scale(self._scale)
         self.use_config(config)
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # the forwards before they were compiled
-        self._checkpoints = EngineCheckpoints(self)
-        self._is_destroyed = False
+        self._checkpoints, self._is_destroyed = EngineCheckpoints(self), False
         self._join: Join | None = None  # set inside `join()`
         exit_notice.watch(self)
 
     def use_config(self, config: Config) -> None:
         """Train with this configuration; what each step needs of it is computed here."""
-        self.config = config
+        self.settings = config
         self._accumulation_steps = config.gradient_accumulation_steps or 1
+        self._scheduler.reducer.accumulate_over(self._accumulation_steps)
         self._samples_per_step = self.train_batch_size()
         self._autocast = autocast_of(config, self.device)
         move = mover(self.device, mixed_dtype(config))
@@ -218,12 +214,12 @@ class Engine(nn.Module):
         self.global_steps += 1
         self.global_samples += self._samples_per_step
         if self.global_steps == 1:
-            self._scheduler.keep_frozen(frozen_budget(self.config, self._scheduler.units, self._context))
-        if self.global_steps == STEPS_UNTIL_KNOWN and self.config.zero_optimization.offload_optimizer.ratio == "auto":
+            self._scheduler.keep_frozen(frozen_budget(self.settings, self._scheduler.units, self._context))
+        if self.global_steps == STEPS_UNTIL_KNOWN and self.settings.zero_optimization.offload_optimizer.ratio == "auto":
             self.offload = move_up(self.offload, self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
-        if self.config.steps_per_print and self.global_steps % self.config.steps_per_print == 0:
+        if self.settings.steps_per_print and self.global_steps % self.settings.steps_per_print == 0:
             print_progress(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -310,15 +306,20 @@ class Engine(nn.Module):
     def global_rank(self) -> int:
         return self._context.roles.all.mesh.rank
 
+    @property
+    def config(self) -> Any:
+        """The configuration; a subclass may show the one that its user wrote. The engine itself reads `settings`."""
+        return self.settings
+
     def train_batch_size(self) -> int:
         """Return the number of samples of one optimizer step over all ranks and micro-steps."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train_micro_batch_size_per_gpu or 1
+        return self.settings.train_micro_batch_size_per_gpu or 1
 
     def gradient_accumulation_steps(self) -> int:
-        return self.config.gradient_accumulation_steps or 1
+        return self.settings.gradient_accumulation_steps or 1
 
     @property
     def loss_scale(self) -> float:
@@ -326,10 +327,10 @@ class Engine(nn.Module):
         return self._scale.value
 
     def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
+        return self.settings.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
+        return self.settings.zero_optimization.stage
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
@@ -420,7 +421,7 @@ class Engine(nn.Module):
             name,
             client_state,
             exclude_frozen=exclude_frozen_parameters,
-            asynchronous=self.config.shardwell.async_save if asynchronous is None else asynchronous,
+            asynchronous=self.settings.shardwell.async_save if asynchronous is None else asynchronous,
             is_latest=save_latest,
         )
         return True

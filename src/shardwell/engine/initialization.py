@@ -80,6 +80,7 @@ def initialize(
     config_params: Any = None,
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
+    engine_class: type[Engine] = Engine,
 ) -> Initialized:
     """Shard `model` as `config` says, and return `(engine, optimizer, training_dataloader, lr_scheduler)`.
 
@@ -96,6 +97,7 @@ def initialize(
         mesh: A DeviceMesh over all ranks. With one dimension, which is the default, states are sharded over all ranks.
             With two, they are sharded over the last ("dp_shard") and replicated over the first ("dp_replicate"), also
             if the dimensions have other names. The engine makes process groups of its own for it.
+        engine_class: The class of the engine: `Engine`, or a subclass with the same constructor.
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
@@ -123,7 +125,7 @@ def initialize(
         context, traffic_stats = make_context(home, world, settings, agreement, rows)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
-        engine = _engine(model, settings, recipe, context, traffic_stats, rows)
+        engine = _engine(engine_class, model, settings, recipe, context, traffic_stats, rows)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
@@ -135,6 +137,7 @@ def initialize(
 
 
 def _engine(
+    engine_class: type[Engine],
     model: nn.Module,
     settings: Config,
     recipe: OptimizerFactory | None,
@@ -170,7 +173,7 @@ def _engine(
         lambda given: factory_for(given, model, None, None, context.device),
         recipe,
     )
-    engine = Engine(model, settings, scheduler, context, traffic_stats, agreement, builder)
+    engine = engine_class(model, settings, scheduler, context, traffic_stats, agreement, builder)
     engine.offload = offload
     engine._teardown = Teardown(
         model,
@@ -416,7 +419,7 @@ def _loader(
         return None
     where = engine.global_rank, engine.world_size, engine.device
     if isinstance(data, DataLoader):
-        asked, config = with_batch_of(data, engine.config, engine.world_size)
+        asked, config = with_batch_of(data, engine.settings, engine.world_size)
         engine.use_config(config)
         return loader_like(data, asked, *where, collate_fn)
     if not hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):

@@ -19,7 +19,7 @@ def make_optimizer(
     recipe: OptimizerFactory, engine: Engine, scheduler: Scheduler, context: EngineContext
 ) -> ShardedOptimizer:
     """Return the optimizer of an engine, connected with its scheduler and its units."""
-    settings = engine.config
+    settings = engine.settings
     options = StepOptions(
         engine._scale,
         settings.gradient_clipping,
@@ -28,7 +28,7 @@ def make_optimizer(
         settings.shardwell.moments == "8bit",
     )
     executor = _executor(recipe, scheduler, context, options)
-    optimizer = ShardedOptimizer(recipe, executor, context, options, scheduler)
+    optimizer = engine.optimizer_class(recipe, executor, context, options, scheduler)
     optimizer.trainer = weakref.ref(engine)
     if recipe.given is not None:
         redirect(recipe.given, engine)

@@ -46,7 +46,7 @@ def announce(engine: Engine, given: UserArguments) -> str:
 
 
 def _notes(engine: Engine, given: UserArguments) -> Iterator[Note]:
-    config, offload = engine.config, engine.offload
+    config, offload = engine.settings, engine.offload
     yield from _said_twice(config, given, has_optimizer=engine.optimizer is not None)
     yield from remarks(config)
     yield from _numbers_left_open(engine)
@@ -76,8 +76,8 @@ def _said_twice(config: Config, given: UserArguments, *, has_optimizer: bool) ->
 def _numbers_left_open(engine: Engine) -> Iterator[Note]:
     """Report the arguments that "auto" left to the optimizer."""
     prefix = "optimizer.params."
-    names = [key.removeprefix(prefix) for key, origin in engine.config.origins.items() if key.startswith(prefix)]
-    names = [name for name in names if engine.config.origins[prefix + name].startswith("auto ->")]
+    names = [key.removeprefix(prefix) for key, origin in engine.settings.origins.items() if key.startswith(prefix)]
+    names = [name for name in names if engine.settings.origins[prefix + name].startswith("auto ->")]
     if engine.optimizer is not None and names:
         group: dict[str, Any] = engine.optimizer.param_groups[0]
         yield Note(f"optimizer: {', '.join(f'{name} {group.get(name)}' for name in names)}", hurts=True)
@@ -85,7 +85,7 @@ def _numbers_left_open(engine: Engine) -> Iterator[Note]:
 
 def _whole(engine: Engine) -> Iterator[Note]:
     """Report what is not sharded at stage 3 because it is small."""
-    zero = engine.config.zero_optimization
+    zero = engine.settings.zero_optimization
     units = engine.offload.states.units
     if zero.stage != 3:
         return
@@ -112,7 +112,7 @@ def _narrow(engine: Engine) -> Iterator[Note]:
     """Report 16-bit parameters without wider master weights: small updates are rounded away."""
     kinds = {kind for kinds in engine.offload.states.units.values() for kind in kinds if kind.trains}
     narrow = sorted({str(k.precision.compute).removeprefix("torch.") for k in kinds if k.precision.master.itemsize < 4})
-    if engine.optimizer is not None and narrow and mixed_dtype(engine.config) is None:
+    if engine.optimizer is not None and narrow and mixed_dtype(engine.settings) is None:
         yield Note(
             f"parameters are {' and '.join(narrow)} and neither bf16 nor fp16 is enabled: there are no fp32 masters, "
             "and updates that are too small for 16 bits are lost",

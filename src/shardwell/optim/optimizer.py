@@ -80,6 +80,11 @@ class ShardedOptimizer(Optimizer):
         """Whether the gradients of the last step that the host knows of were not finite."""
         return self._overflow_check.overflow
 
+    def has_overflowed(self) -> bool:
+        """Return whether the gradients of the last step were not finite. This waits for the device."""
+        self._overflow_check.resolve()
+        return self.overflow
+
     @property
     def skipped_steps(self) -> int:
         return self._overflow_check.num_skipped

@@ -86,6 +86,10 @@ class Reducer:
         """Average gradients over this number of ranks from now on."""
         self.micro_step = replace(self.micro_step, num_averaged=num_ranks)
 
+    def accumulate_over(self, num_steps: int) -> None:
+        """Average gradients over this number of micro-steps from now on."""
+        self.micro_step = replace(self.micro_step, accumulation_steps=num_steps)
+
     def use_loss_scale(self, scale: LossScale) -> None:
         """Expect gradients that carry this scale."""
         self.loss_scale, self.is_scaled = scale, scale.is_on

@@ -117,6 +117,11 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
                 self._registry.close()
 
     @property
+    def is_enabled(self) -> bool:
+        """Whether parameters are sharded: not if that was turned off, or at a stage below 3."""
+        return self._enabled
+
+    @property
     def _is_listening(self) -> bool:
         """Whether this is the innermost context, and open in this thread: other threads build their own models."""
         return bool(_active) and _active[-1] == (threading.get_ident(), self)

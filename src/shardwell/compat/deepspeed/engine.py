@@ -1,0 +1,315 @@
+"""`DeepSpeedEngine`: shardwell's engine with DeepSpeed's methods. `deepspeed.initialize` makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.compat.deepspeed.enums import offload_block
+from shardwell.compat.deepspeed.files import EngineFiles
+from shardwell.compat.deepspeed.getters import ConfigGetters
+from shardwell.compat.deepspeed.offload_states import StateMoves
+from shardwell.compat.deepspeed.optimizer import DeepSpeedOptimizer
+from shardwell.compat.deepspeed.parameters import label, unlabel
+from shardwell.compat.deepspeed.replacements import replacement_for
+from shardwell.engine import Engine
+from shardwell.errors import ShardwellError
+
+
+class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
+    """An engine that answers to DeepSpeed's names; everything else is `shardwell.Engine`."""
+
+    optimizer_class = DeepSpeedOptimizer
+    _user_config: Any = None  # the dictionary that the user passed, or that the file holds
+    _user_boundary: bool | None = None  # holds until it is set again
+    _has_stepped = False  # the last `step` was at a boundary
+    mpu: Any = None
+    args: Any = None
+    client_optimizer: Any = None
+    client_lr_scheduler: Any = None
+    training_data: Any = None
+    collate_fn: Any = None
+    has_moe_layers = False
+    pipeline_parallelism = False
+    enable_backward_allreduce = True
+    mesh_device: Any = None
+
+    def use_arguments(self, config: Any, **given: Any) -> None:
+        """Keep what the user passed to `initialize`, and give the parameters DeepSpeed's attributes."""
+        self._user_config = config
+        for name, value in given.items():
+            setattr(self, name, value)
+        self.label_parameters()
+
+    def label_parameters(self) -> None:
+        """Give the parameters `ds_id` and the others at stage 3, and take them off below it."""
+        if self.zero_optimization_stage() == 3:
+            label(self.module.parameters(), self.world_size, self._persistent())
+        else:
+            unlabel(self.module.parameters())
+
+    def _persistent(self) -> list[nn.Parameter]:
+        """Return the small parameters that stay whole on every rank."""
+        threshold = self.zero_param_persistence_threshold()
+        if isinstance(threshold, str):
+            return []
+        return [parameter for parameter in self.module.parameters() if parameter.numel() < threshold]
+
+    # ------------------------------------------------------------------------------------------------------- loop
+
+    def backward(  # type: ignore[override]
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Run backward from `loss`, and return it divided by the gradient accumulation steps, as DeepSpeed does.
+
+        With `scale_wrt_gas=False` neither gradients nor the returned value are divided.
+        """
+        if self.optimizer is None:
+            raise _UsageError("this engine has no optimizer: pass one to initialize, or name one in the configuration")
+        super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Apply the gradients at a boundary; `lr_kwargs` are handed to the schedule's `step`."""
+        if self.optimizer is None:
+            raise _UsageError("this engine has no optimizer: pass one to initialize, or name one in the configuration")
+        before, schedule = self.global_steps, self.lr_scheduler
+        if lr_kwargs:
+            self.lr_scheduler = None
+        try:
+            super().step()
+        finally:
+            self.lr_scheduler = schedule
+        self._has_stepped = self.global_steps > before
+        if lr_kwargs and schedule is not None and self.was_step_applied():
+            schedule.step(**lr_kwargs)
+
+    def step_now(self) -> None:
+        """Apply the gradients because the user's own optimizer was stepped; a boundary that was set stays set."""
+        kept = self._user_boundary
+        try:
+            super().step_now()
+        finally:
+            self._user_boundary = kept
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next `step` applies the gradients."""
+        if self._user_boundary is not None:
+            return self._user_boundary
+        return super().is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether each `step` applies the gradients, until this is called again."""
+        self._user_boundary = is_boundary
+        super().set_gradient_accumulation_boundary(is_boundary)
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `step` changed the parameters: it was at a boundary, with finite gradients."""
+        return self._has_stepped and self.optimizer is not None and not self.optimizer.has_overflowed()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss for a plain `backward()`. Gradients of a model's outputs carry the loss scale already."""
+        return loss
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: gradients are averaged during backward, and those that wait at the next step."""
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Hold the gradients of several backwards back, and average them together at the next step."""
+        with self.no_sync():
+            yield
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the batch size of a step, that of a micro-batch on one rank, and the accumulation steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the batch size of a step by other accumulation steps; micro-batches keep their size."""
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.world_size
+        steps, rest = divmod(train_batch_size, per_micro_step)
+        if rest or steps < 1:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}): expected a multiple of {per_micro_step}, the micro-batch "
+                f"size {self.train_micro_batch_size_per_gpu()} times {self.world_size} rank(s)"
+            )
+        self._use_sizes(self.train_micro_batch_size_per_gpu(), steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the size of micro-batches; accumulation steps stay."""
+        if micro_batch_size < 1:
+            raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): expected at least 1")
+        self._use_sizes(micro_batch_size, self.gradient_accumulation_steps())
+
+    def _use_sizes(self, micro: int, steps: int) -> None:
+        sizes = {
+            "train_batch_size": micro * steps * self.world_size,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+        }
+        self.use_config(self.settings.with_origins(self.settings.origins, sizes))
+
+    # ---------------------------------------------------------------------------------------------------- answers
+
+    @property
+    def config(self) -> Any:
+        """The configuration as the user wrote it."""
+        return self._user_config if self._user_config is not None else self.settings
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks that gradients are averaged over."""
+        return self.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that share a model: one, since there is no model parallelism."""
+        return 1
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """The torch optimizer that steps this rank's shards."""
+        return None if self.optimizer is None else self.optimizer.inner
+
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """Return `fp16.loss_scale` of the configuration; the scale in force is `optimizer.cur_scale`."""
+        return float(self.settings.fp16.loss_scale)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss scale follows overflows."""
+        return bool(self.settings.fp16.enabled and self.settings.fp16.loss_scale == 0)
+
+    def postscale_gradients(self) -> bool:
+        """Return whether gradients are divided after they were summed."""
+        return not self.settings.prescale_gradients
+
+    def zero_optimization(self) -> bool:
+        """Return whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are sharded."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are sharded."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_offload_optimizer(self) -> Any:
+        """Return the block `offload_optimizer`, or None if optimizer state stays on the device."""
+        return offload_block(self.settings.zero_optimization.offload_optimizer)
+
+    def zero_offload_param(self) -> Any:
+        """Return the block `offload_param`, or None if parameters stay on the device."""
+        return offload_block(self.settings.zero_optimization.offload_param)
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Return whether the optimizer steps on the host."""
+        return self.zero_offload_optimizer() is not None
+
+    def zero_cpu_offload(self) -> bool:
+        """Return whether optimizer state is in host memory."""
+        return self.settings.zero_optimization.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Return whether optimizer state is on NVMe."""
+        return self.settings.zero_optimization.offload_optimizer.device == "nvme"
+
+    def zero_partial_offload(self) -> Any:
+        """Return the share of the optimizer state that is offloaded."""
+        return self.settings.zero_optimization.offload_optimizer.ratio
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """The dtype in which gradients are communicated, if the configuration names one."""
+        name = self.settings.communication_data_type
+        return None if name is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+
+    def optimizer_name(self) -> str | None:
+        """Return the name of the optimizer in the configuration, or of the one that was passed."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        return self.settings.optimizer.type if self.settings.optimizer is not None else None
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return the arguments of the optimizer in the configuration."""
+        return self.settings.optimizer.params if self.settings.optimizer is not None else None
+
+    def scheduler_name(self) -> str | None:
+        """Return the name of the schedule in the configuration."""
+        return self.settings.scheduler.type if self.settings.scheduler is not None else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return the arguments of the schedule in the configuration."""
+        return self.settings.scheduler.params if self.settings.scheduler is not None else None
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtype of the model and that of accumulated gradients."""
+        names = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        model = torch.float32
+        if self.settings.fp16.enabled or self.settings.bf16.enabled:
+            model = torch.float16 if self.settings.fp16.enabled else torch.bfloat16
+        asked = self.settings.data_types.grad_accum_dtype
+        return model, names[asked] if asked is not None else model
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank among those that gradients are averaged over."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """Return 0: there is no model parallelism."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_type(self) -> list[Any]:
+        """Return the entry `type` of each parameter group."""
+        return self._of_groups("type")
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each parameter group, or its betas."""
+        return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas")
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all parameter groups."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["lr"] = lr
+
+    def _of_groups(self, name: str) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get(name, 0.0) for group in groups]
+
+    def empty_partition_cache(self) -> None:
+        """Release freed memory: units are resharded as soon as they were used."""
+        self.trim()
+
+    def destroy(self, *, whole: bool = True) -> None:
+        """End the engine, as `shardwell.Engine.destroy` does, and take DeepSpeed's attributes off the parameters."""
+        super().destroy(whole=whole)
+        unlabel(self.module.parameters())
+
+    def __getattr__(self, name: str) -> Any:
+        """Look an attribute up on the model; an unknown one is reported in the engine's name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"'DeepSpeedEngine' object has no attribute '{name}'{replacement_for(name)}") from None
+
+
+class _UsageError(ShardwellError, AssertionError):
+    """An error that DeepSpeed raises as an AssertionError."""

@@ -1,0 +1,134 @@
+"""`deepspeed.initialize`: DeepSpeed's arguments over `shardwell.initialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import shardwell
+from shardwell.compat.deepspeed import configuration
+from shardwell.compat.deepspeed.engine import DeepSpeedEngine
+from shardwell.config import load
+from shardwell.errors import ConfigError, ShardwellError
+
+
+class ArgumentError(ShardwellError, AssertionError):
+    """`initialize` was called in a way that DeepSpeed answers with an AssertionError."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Return `(engine, optimizer, training_dataloader, lr_scheduler)` as DeepSpeed does.
+
+    The arguments are DeepSpeed's. Objects that are passed have precedence over the configuration. `mpu` and
+    `mesh_param` may describe data parallelism only.
+    """
+    if model is None:
+        raise ArgumentError("deepspeed.initialize needs a model")
+    source = _configuration(args, config, config_params)
+    user = configuration.as_dictionary(source)
+    _check_mesh(mesh_param, user)
+    from shardwell.compat.deepspeed import comm
+
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    read_as = configuration.as_deepspeed_reads(user)
+    schedule = lr_scheduler if lr_scheduler is not None else _schedule_of(read_as, optimizer)
+    made = shardwell.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=schedule,
+        collate_fn=collate_fn,
+        config=read_as,
+        engine_class=DeepSpeedEngine,
+    )
+    engine = made.engine
+    assert isinstance(engine, DeepSpeedEngine)
+    _check_mpu(mpu, engine.world_size)
+    engine.use_arguments(
+        user,
+        args=args,
+        mpu=mpu,
+        client_optimizer=optimizer,
+        client_lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    return engine, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+def _configuration(args: Any, config: Any, config_params: Any) -> Any:
+    """Return the configuration from the one place that names it."""
+    given = config if config is not None else config_params
+    in_args = getattr(args, "deepspeed_config", None)
+    old = getattr(args, "deepscale_config", None)
+    if old is not None and in_args is not None:
+        raise ArgumentError("args has both deepspeed_config and deepscale_config, its old name; keep the first")
+    in_args = old if in_args is None else in_args
+    if in_args is not None and given is not None:
+        raise ArgumentError("there are two configurations: args.deepspeed_config and the argument config; keep one")
+    found = given if given is not None else in_args
+    if found is None:
+        raise ArgumentError(
+            "deepspeed.initialize needs a configuration: config=..., or --deepspeed_config FILE in args"
+        )
+    return found
+
+
+def _check_mesh(mesh_param: Any, config: Any) -> None:
+    """Refuse a mesh in which ranks share sequences."""
+    sizes = mesh_param
+    if not sizes and isinstance(config, dict) and "data_parallel_size" in config:
+        sizes = config["data_parallel_size"], config.get("sequence_parallel_size", 1)
+    if sizes and len(sizes) > 1 and sizes[1] not in (1, None):
+        raise ConfigError(
+            f"mesh_param {tuple(sizes)}: there is no sequence parallelism, so the second number must be 1; every rank "
+            "trains on data of its own"
+        )
+
+
+def _schedule_of(config: Any, optimizer: Any) -> Callable[[Any], Any] | None:
+    """Return a function that makes the schedule of the file, with DeepSpeed's numbers, for the optimizer."""
+    block = config.get("scheduler") if isinstance(config, Mapping) else None
+    if not block or (optimizer is None and not config.get("optimizer")):
+        return None  # without an optimizer, as for evaluation, there is nothing to schedule
+    settings = load(config, optimizer_given=optimizer is not None)
+    if settings.scheduler is None:
+        return None
+    kind, params = settings.scheduler.type, settings.scheduler.params
+
+    def make(attached: Any) -> Any:
+        from shardwell.compat.deepspeed.lr_schedules import from_config
+
+        return from_config(kind, params, attached)
+
+    return make
+
+
+def _check_mpu(mpu: Any, world_size: int) -> None:
+    """Refuse model parallelism: all ranks must average gradients."""
+    if mpu is None:
+        return
+    size = int(mpu.get_data_parallel_world_size())
+    if size != world_size:
+        raise ConfigError(
+            f"mpu: its data-parallel group has {size} of {world_size} ranks. There is no model parallelism; every rank "
+            "must train on data of its own"
+        )

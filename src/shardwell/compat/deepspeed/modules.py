@@ -1,0 +1,62 @@
+"""Small functions of `deepspeed.utils` and `deepspeed.moe.utils` that scripts import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """Return the part of a model that has this dotted name."""
+    found: Any = model
+    for part in module_name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Replace the part of a model that has this dotted name."""
+    parent, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, last, module)
+
+
+def instrument_w_nvtx(func: Function) -> Function:
+    """Return the function: the engine marks its own phases for the profiler."""
+    return func
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Return whether torch's version, as major.minor, is within the bounds."""
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+    def as_pair(version: float) -> tuple[int, ...]:
+        return tuple(int(part) for part in str(version).split("."))
+
+    too_low = min_version is not None and found < as_pair(min_version)
+    too_high = max_version is not None and found > as_pair(max_version)
+    return not (too_low or too_high)
+
+
+def is_compile_supported() -> bool:
+    """Return whether torch.compile is there."""
+    return hasattr(torch, "compile")
+
+
+def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
+    """Return that a model has no layers of DeepSpeed's own MoE class, and 0 experts in them."""
+    return False, 0
+
+
+def is_moe_param(param: Any) -> bool:
+    """Return whether a parameter belongs to experts that only some ranks have: none does."""
+    return hasattr(param, "allreduce") and not param.allreduce
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Return whether a parameter group is one of experts."""
+    return bool(param_group.get("moe", False))

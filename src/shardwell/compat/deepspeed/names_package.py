@@ -1,0 +1,172 @@
+"""Rows of the table of names: the package itself, and all that is in it but `runtime`."""
+
+from __future__ import annotations
+
+from shardwell.compat.deepspeed.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
+from shardwell.compat.deepspeed.rows import Constant, Row, SameModule, Supported, everything, refused, supported
+
+_LOGGING = supported("logging", "logger", "log_dist", "log_dist_once", "warning_once", "set_log_level_from_string")
+_LEAVES = {
+    **{
+        name: Supported(f"shardwell.utils:{name}")
+        for name in ("set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules")
+    },
+    **supported("leaves", "z3_leaf_module", "z3_leaf_parameter"),
+    **supported("leaves", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
+}
+_FRAGMENTS = {
+    f"safe_{verb}_{part}_{state}": Supported(f"shardwell.utils:safe_{verb}_{part}_{state}")
+    for verb in ("get", "set")
+    for part in ("full", "local")
+    for state in ("fp32_param", "grad", "optimizer_state")
+}
+_ZERO_TO_FP32 = supported(
+    "zero_to_fp32",
+    *("get_fp32_state_dict_from_zero_checkpoint", "convert_zero_checkpoint_to_fp32_state_dict"),
+    *("load_state_dict_from_zero_checkpoint", "get_model_state_file", "get_optim_files", "get_model_state_files"),
+)
+_INSIDES = "the parts of a parameter are the engine's business; use safe_get_full_fp32_param and its relatives"
+
+_PACKAGE: dict[str, Row] = {
+    **supported("initialization", "initialize"),
+    **supported("engine", "DeepSpeedEngine"),
+    **supported("optimizer", "DeepSpeedOptimizer"),
+    **supported("comm", "init_distributed"),
+    **supported("arguments", "add_config_arguments"),
+    **supported("tensor_parallel", "tp_model_init", "set_autotp_mode"),
+    **supported("accelerator", "get_accelerator"),
+    **supported("logging", "logger", "log_dist"),
+    **supported("on_device", "OnDevice"),
+    **supported("data", "DeepSpeedDataLoader"),
+    **supported("runtime_names", "DeepSpeedConfig", "DeepSpeedConfigError"),
+    "__version__": Supported("version:VERSION"),
+    "version": Supported("version:VERSION"),
+    "__version_major__": Constant(0),
+    "__version_minor__": Constant(19),
+    "__version_patch__": Constant(8),
+    "__git_hash__": Constant(None),
+    "__git_branch__": Constant(None),
+    "git_hash": Constant(None),
+    "git_branch": Constant(None),
+    "HAS_TRITON": Constant(False),
+    "TORCH_DISTRIBUTED_DEFAULT_PORT": Constant(29500),
+    "MUON_OPTIMIZER": Constant("muon"),
+    "dist": SameModule("deepspeed.comm"),
+    "zero": SameModule("deepspeed.runtime.zero"),
+    "checkpointing": SameModule("deepspeed.runtime.activation_checkpointing.checkpointing"),
+    **refused(INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"),
+    **refused(PIPELINE, "PipelineModule", "PipelineEngine", "DualPipeVEngine", "DualPipeVModule"),
+    **refused(KERNELS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "replace_transformer_layer"),
+    **refused(
+        "generation and training share one engine here: deepspeed.zero.unwrap_model_for_generation gathers the model",
+        "DeepSpeedHybridEngine",
+    ),
+}
+
+_OPS_ADAM = {
+    **supported("optimizers", "DeepSpeedCPUAdam", "FusedAdam"),
+    **refused("ZenFlow's optimizers update a part of the gradients late", "ZenFlowCPUAdam", "ZenFlowSelectiveAdamW"),
+}
+
+MODULES: dict[str, dict[str, Row]] = {
+    "deepspeed": _PACKAGE,
+    "deepspeed.git_version_info": {
+        "version": Supported("version:VERSION"),
+        "git_hash": Constant(None),
+        "git_branch": Constant(None),
+        "torch_info": Constant({}),
+    },
+    "deepspeed.constants": {
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": Constant(29500),
+        "default_pg_timeout": Supported("version:PROCESS_GROUP_TIMEOUT"),
+    },
+    "deepspeed.comm": everything("comm"),
+    "deepspeed.comm.comm": everything("comm"),
+    "deepspeed.comm.utils": supported("comm", "get_local_rank"),
+    "deepspeed.comm.reduce_op": supported("comm", "ReduceOp"),
+    "deepspeed.accelerator": everything("accelerator"),
+    "deepspeed.accelerator.real_accelerator": supported("accelerator", "get_accelerator", "set_accelerator"),
+    "deepspeed.accelerator.abstract_accelerator": supported("accelerator", "DeepSpeedAccelerator"),
+    "deepspeed.utils": {
+        **_LOGGING,
+        **_LEAVES,
+        **_FRAGMENTS,
+        **supported("loader", "RepeatingLoader"),
+        **supported("on_device", "OnDevice"),
+        **supported("comm", "is_initialized"),
+        **supported("modules", "recursive_getattr", "recursive_setattr", "instrument_w_nvtx"),
+        **supported("fragments", "safe_update_full_grad_vectorized"),
+        **refused(_INSIDES, "tensor_fragment", "get_full_hp_param", "get_full_hp_grad", "get_hp_fragment_mapping"),
+        **refused(_INSIDES, "fragment_address", "link_hp_params", "lazy_init_hp_params_optimizer_state"),
+        **refused(_INSIDES, "set_full_hp_param", "set_full_hp_grad", "map_to_flat_opt_states"),
+        **refused("ranks are bound to cores by `numactl` in front of the command", "get_numactl_cmd"),
+    },
+    "deepspeed.utils.logging": everything("logging"),
+    "deepspeed.utils.groups": everything("groups"),
+    "deepspeed.utils.tensor_fragment": {
+        **_FRAGMENTS,
+        **supported("fragments", "safe_update_full_grad_vectorized"),
+        **refused(_INSIDES, "tensor_fragment", "fragment_address", "get_full_hp_param", "get_full_hp_grad"),
+    },
+    "deepspeed.utils.z3_leaf_module": _LEAVES,
+    "deepspeed.utils.init_on_device": supported("on_device", "OnDevice"),
+    "deepspeed.utils.nvtx": supported("modules", "instrument_w_nvtx"),
+    "deepspeed.utils.module_utils": supported("modules", "recursive_getattr", "recursive_setattr"),
+    "deepspeed.utils.torch": supported("modules", "required_torch_version"),
+    "deepspeed.utils.timer": supported("timer", "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer"),
+    "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
+    "deepspeed.checkpoint": {
+        **refused(
+            "checkpoints of shardwell load at any number of ranks; `shardwell checkpoint` converts others",
+            *("DeepSpeedCheckpoint", "ZeROCheckpoint", "reshape_meg_2d_parallel", "model_3d_desc"),
+        ),
+        **refused(MODEL_PARALLEL, "SubparamShape"),
+    },
+    "deepspeed.checkpoint.utils": supported("files", "clone_tensors_for_torch_save"),
+    "deepspeed.checkpoint.ds_to_universal": supported("universal", "main", "parse_arguments"),
+    "deepspeed.ops": {
+        **supported("op_builders", "__compatible_ops__"),
+        **refused(KERNELS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"),
+    },
+    "deepspeed.ops.adam": _OPS_ADAM,
+    "deepspeed.ops.adam.cpu_adam": supported("optimizers", "DeepSpeedCPUAdam"),
+    "deepspeed.ops.adam.fused_adam": supported("optimizers", "FusedAdam"),
+    "deepspeed.ops.adagrad": supported("optimizers", "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adagrad.cpu_adagrad": supported("optimizers", "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.lion": supported("optimizers", "DeepSpeedCPULion", "FusedLion"),
+    "deepspeed.ops.lion.cpu_lion": supported("optimizers", "DeepSpeedCPULion"),
+    "deepspeed.ops.lion.fused_lion": supported("optimizers", "FusedLion"),
+    "deepspeed.ops.lamb": supported("optimizers", "FusedLamb"),
+    "deepspeed.ops.lamb.fused_lamb": supported("optimizers", "FusedLamb"),
+    "deepspeed.ops.muon": supported("optimizers", "MuonWithAuxAdam"),
+    "deepspeed.ops.op_builder": everything("op_builders"),
+    "deepspeed.ops.op_builder.all_ops": supported("op_builders", "ALL_OPS"),
+    "deepspeed.ops.op_builder.builder": supported("op_builders", "OpBuilder", "CUDAOpBuilder"),
+    "deepspeed.launcher": {},
+    "deepspeed.launcher.runner": {
+        "DEEPSPEED_ENVIRONMENT_NAME": Supported("launcher:ENVIRONMENT_FILE"),
+        **supported("launcher", "main", "fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion"),
+        **refused("the launcher passes the command line on by itself", "encode_world_info", "parse_args"),
+    },
+    "deepspeed.launcher.constants": {
+        **{
+            f"{name}_LAUNCHER": Constant(name.lower())
+            for name in ("PDSH", "OPENMPI", "MPICH", "IMPI", "SLURM", "MVAPICH")
+        },
+        "PDSH_MAX_FAN_OUT": Constant(1024),
+    },
+    "deepspeed.pipe": refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec", "DualPipeVModule"),
+    "deepspeed.moe": {},
+    "deepspeed.moe.layer": refused(MOE, "MoE"),
+    "deepspeed.moe.utils": {
+        **supported("modules", "has_moe_layers", "is_moe_param", "is_moe_param_group"),
+        **refused(
+            MOE,
+            *("split_params_into_different_moe_groups_for_optimizer", "split_params_into_shared_and_expert_params"),
+            *("split_params_grads_into_shared_and_expert_params", "configure_moe_param_groups"),
+        ),
+    },
+    "deepspeed.env_report": {
+        **refused("`shardwell doctor` reports about this machine", "main", "cli_main", "op_report", "debug_report"),
+    },
+}

@@ -1,0 +1,99 @@
+"""DeepSpeed's names of the engine's optimizer. One class serves all stages and precisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwell.optim import ShardedOptimizer
+
+
+class _NoModule(nn.Module):
+    """A module without parameters: what there is to hook outside of the engine's own hooks, which stay."""
+
+    def ds_external_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return no parameters: a use outside their module is caught by the parameters themselves."""
+        return []
+
+
+class ParameterOffload:
+    """What libraries take hooks from before they generate, and give them back to: there are none to take.
+
+    The engine's hooks must stay while a model generates, because they gather its parameters.
+    """
+
+    def __init__(self) -> None:
+        self.module = _NoModule()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Accept the module: its hooks were never removed."""
+
+
+class DeepSpeedOptimizer(ShardedOptimizer):
+    """The optimizer of a `DeepSpeedEngine`, with the names that DeepSpeed's optimizers have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parameter_offload = ParameterOffload()
+        self.custom_loss_scaler = False
+        self.external_loss_scale: float | None = None
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; 1 without fp16."""
+        return self.scale.value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.scale.is_on and hasattr(self.scale, "rules")
+
+    @property
+    def loss_scaler(self) -> Any:
+        """The loss scale as an object, with `cur_scale`, `loss_scale` and `dynamic`."""
+        return _LossScaler(self)
+
+    def get_global_norm(self) -> float | None:
+        """Return the norm of the gradients at the last step, before clipping."""
+        norm = self.global_norm()
+        return None if norm is None else float(norm)
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.get_global_norm()
+
+    def refresh_fp32_params(self) -> None:
+        """Do nothing: a change of a parameter reaches its master weights by itself."""
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: units are resharded as soon as they were used."""
+
+    def destroy(self) -> None:
+        """Do nothing: the engine frees its optimizer's state when it is destroyed."""
+
+
+class _LossScaler:
+    """A look at the loss scale of an optimizer."""
+
+    def __init__(self, optimizer: DeepSpeedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def cur_scale(self) -> float:
+        return self._optimizer.cur_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self._optimizer.cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return self._optimizer.dynamic_loss_scale
+
+
+ZeROOptimizer = DeepSpeedOptimizer
+DeepSpeedZeroOptimizer = DeepSpeedOptimizer
+DeepSpeedZeroOptimizer_Stage3 = DeepSpeedOptimizer

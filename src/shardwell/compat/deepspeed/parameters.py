@@ -1,0 +1,159 @@
+"""The attributes that DeepSpeed gives to parameters that are partitioned: `ds_id`, `ds_numel`, `ds_status` and others.
+
+They are set at stage 3, when `zero.Init` sees a parameter and again at `initialize`, until the engine is destroyed.
+`ds_tensor` is not among them: the engine's shards are of units, and a part of one is `safe_get_local_fp32_param`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from shardwell.compat.deepspeed.enums import ZeroParamStatus, ZeroParamType
+from shardwell.zero import GatheredParameters, is_released
+
+__all__ = ["ZeroParamStatus", "ZeroParamType", "is_zero_param", "label", "unlabel"]
+
+_ids = itertools.count()
+_NAMES = (
+    *("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_persist", "ds_param_type", "ds_active_sub_modules"),
+    *("all_gather", "partition", "partition_numel", "padding_size", "ds_summary", "is_external_param"),
+)
+
+
+class LiveStatus:
+    """The status of a parameter at the moment of the comparison; it equals a member of `ZeroParamStatus`."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    @property
+    def now(self) -> ZeroParamStatus:
+        """The status now."""
+        parameter = self._parameter()
+        away = parameter is not None and is_released(parameter)
+        return ZeroParamStatus.NOT_AVAILABLE if away else ZeroParamStatus.AVAILABLE
+
+    @property
+    def name(self) -> str:
+        """The name of the status now."""
+        return self.now.name
+
+    @property
+    def value(self) -> int:
+        """The number of the status now."""
+        return self.now.value
+
+    def __eq__(self, other: object) -> bool:
+        return self.now is (other.now if isinstance(other, LiveStatus) else other)
+
+    def __repr__(self) -> str:
+        return repr(self.now)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroParamStatus:
+        return self.now
+
+
+class _Partition:
+    """The methods of one partitioned parameter."""
+
+    def __init__(self, parameter: nn.Parameter, num_ranks: int) -> None:
+        self._parameter, self._num_ranks = weakref.ref(parameter), num_ranks
+        self._opened: GatheredParameters | None = None
+
+    def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, **_: Any) -> None:
+        """Make the parameter (or those of the list) whole until `partition`. All ranks must call it."""
+        for one in self._handles(param_list):
+            if one._opened is None:
+                one._opened = GatheredParameters([one._own])
+                one._opened.__enter__()
+
+    def partition(
+        self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
+    ) -> None:
+        """End `all_gather`; with `has_been_updated` rank 0's values become those of all. All ranks must call it."""
+        for one in self._handles(param_list):
+            opened, one._opened = one._opened, None
+            if opened is None:
+                continue
+            if has_been_updated:
+                with GatheredParameters([one._own], modifier_rank=0):
+                    opened.__exit__(None, None, None)
+            else:
+                opened.__exit__(None, None, None)
+
+    def partition_numel(self) -> int:
+        """Return the elements of this parameter that a rank stores, rounded up."""
+        return -(-self._own.numel() // self._num_ranks)
+
+    def padding_size(self) -> int:
+        """Return the elements that a parameter lacks to be divided evenly."""
+        return self.partition_numel() * self._num_ranks - self._own.numel()
+
+    def summary(self, **_: Any) -> dict[str, Any]:
+        """Return what DeepSpeed prints of a parameter."""
+        own = self._own
+        return {
+            "id": own.ds_id,  # type: ignore[attr-defined]
+            "status": own.ds_status.name,  # type: ignore[attr-defined]
+            "numel": own.numel(),
+            "shape": tuple(own.shape),
+            "requires_grad": own.requires_grad,
+            "persist": own.ds_persist,  # type: ignore[attr-defined]
+        }
+
+    @property
+    def _own(self) -> nn.Parameter:
+        parameter = self._parameter()
+        if parameter is None:
+            raise ReferenceError("the parameter that this belongs to is gone")
+        return parameter
+
+    def _handles(self, param_list: Iterable[nn.Parameter] | None) -> list[_Partition]:
+        if param_list is None:
+            return [self]
+        return [one.all_gather.__self__ for one in param_list if is_zero_param(one)]  # type: ignore[attr-defined]
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a value is a parameter that is partitioned."""
+    return isinstance(parameter, nn.Parameter) and hasattr(parameter, "ds_id")
+
+
+def label(parameters: Iterable[nn.Parameter], num_ranks: int, persistent: Iterable[nn.Parameter] = ()) -> None:
+    """Give parameters DeepSpeed's attributes; those that have an id keep it."""
+    kept = {id(parameter) for parameter in persistent}
+    for parameter in parameters:
+        handle = _Partition(parameter, num_ranks)
+        values: dict[str, Any] = {
+            "ds_id": parameter.__dict__.get("ds_id", None),
+            "ds_numel": parameter.numel(),
+            "ds_shape": parameter.shape,
+            "ds_status": LiveStatus(parameter),
+            "ds_persist": id(parameter) in kept,
+            "ds_param_type": ZeroParamType.PARTITIONED,
+            "ds_active_sub_modules": set(),
+            "all_gather": handle.all_gather,
+            "partition": handle.partition,
+            "partition_numel": handle.partition_numel,
+            "padding_size": handle.padding_size,
+            "ds_summary": handle.summary,
+            "is_external_param": False,
+        }
+        if values["ds_id"] is None:
+            values["ds_id"] = next(_ids)
+        for name, value in values.items():
+            setattr(parameter, name, value)
+
+
+def unlabel(parameters: Iterable[nn.Parameter]) -> None:
+    """Take DeepSpeed's attributes off again."""
+    for parameter in parameters:
+        for name in _NAMES:
+            parameter.__dict__.pop(name, None)
