@@ -86,6 +86,8 @@ _NO_SEQUENCE = "there is no sequence parallelism"
 _ONE_GATHER = "one all-gather per unit"
 _NO_BUCKET = "one all-gather per unit, without a copy into a bucket"
 _ONE_BY_ONE = "parameters are sharded one by one as they are made"
+_CHECKS = "every step checks that gradients are finite; see shardwell.nonfinite"
+_ONE_AHEAD = "the next unit is prefetched whatever its size"
 _BESIDE = "host updates always overlap the backward pass"
 _SIXTEEN = _not_yet("16-bit masters and optimizer state", f'{_OFF}; shardwell.moments "8bit" saves host memory')
 # The classes whose parameters DeepSpeed sends in the lower precision by default.
@@ -110,6 +112,7 @@ _INERT: dict[str, Inert] = {
     "seq_parallel_communication_data_type": Inert(_NO_SEQUENCE),
     "seq_parallel_comm_data_type": Inert(_NO_SEQUENCE),
     "use_data_before_expert_parallelism": Inert("there is no expert parallelism"),
+    "data_parallel_size": Inert("all ranks see data of their own"),
     "dataloader_drop_last": Inert("a last micro-batch that is not full is always dropped"),
     "optimizer.legacy_fusion": Inert(_FUSED),
     # precision
@@ -117,7 +120,8 @@ _INERT: dict[str, Inert] = {
     "fp16.fused_mode": Inert(_FUSED),
     "bf16.auto_cast": Inert(_CASTS),
     "bf16.immediate_grad_update": Inert("gradients are taken as soon as they are made"),
-    "bf16.check_grad_overflow": Inert("every step checks that gradients are finite; see shardwell.nonfinite"),
+    "bf16.check_grad_overflow": Inert(_CHECKS),
+    "bf16.check_overflow": Inert(_CHECKS),
     "bf16.initial_scale_power": Inert(_NO_SCALE),
     "bf16.loss_scale_window": Inert(_NO_SCALE),
     "bf16.hysteresis": Inert(_NO_SCALE),
@@ -164,6 +168,12 @@ _INERT: dict[str, Inert] = {
     f"{_ZERO}use_all_reduce_for_fetch_params": Inert(_ONE_GATHER),
     f"{_ZERO}stage3_allgather_sequential": Inert(_NO_BUCKET),
     f"{_ZERO}allgather_sequential": Inert(_NO_BUCKET),
+    f"{_ZERO}stage3_adaptive_prefetch_bucket_size": Inert(_ONE_AHEAD),
+    f"{_ZERO}stage3_adaptive_prefetch_min_size": Inert(_ONE_AHEAD),
+    f"{_ZERO}stage3_adaptive_prefetch_max_size": Inert(_ONE_AHEAD),
+    f"{_ZERO}adaptive_prefetch_bucket_size": Inert(_ONE_AHEAD),
+    f"{_ZERO}adaptive_prefetch_min_size": Inert(_ONE_AHEAD),
+    f"{_ZERO}adaptive_prefetch_max_size": Inert(_ONE_AHEAD),
     f"{_ZERO}stage3_partition_stream_chunk_size": Inert(_ONE_BY_ONE),
     f"{_ZERO}partition_stream_chunk_size": Inert(_ONE_BY_ONE),
     f"{_ZERO}save_muon_momentum_buffer_in_memory": Inert("the momentum is stored with the other optimizer state"),
@@ -202,6 +212,11 @@ _LIMITED: dict[str, Limited] = {
     ),
     "data_types.param_dtype": Limited((None,), _not_yet("a dtype for parameters alone", "use the bf16 or fp16 block")),
     "data_types.buffer_dtype": Limited((None,), _not_yet("a dtype for buffers", "cast them in the model")),
+    "data_types.keep_in_fp32_modules": Limited(
+        (None, "auto"),
+        _not_yet("patterns of modules that stay fp32", "name the buffers in shardwell.keep_fp32_buffers"),
+        "shardwell.keep_fp32_buffers names the buffers that keep their dtype",
+    ),
     "checkpoint.use_node_local_storage": Limited(
         (False,),
         _not_yet("checkpoints on disks of single nodes", f"{_OFF}, and save to a folder that all nodes see"),
@@ -217,6 +232,10 @@ _LIMITED: dict[str, Limited] = {
     f"{_ZERO}legacy_stage1": Limited((False,), _removed("the legacy form of stage 1", _OFF)),
 }
 
+_DATASTATES = Unsupported(
+    _not_yet("DataStates checkpoints", "remove the block; shardwell.async_save writes in the background"),
+    any_content_asks=True,
+)
 _UNSUPPORTED: dict[str, Unsupported] = {
     "flops_profiler": Unsupported(_not_yet("a FLOPs profiler", _DROP)),
     "tensorboard": Unsupported(_not_yet("a TensorBoard writer", _DROP)),
@@ -236,10 +255,8 @@ _UNSUPPORTED: dict[str, Unsupported] = {
         _not_yet("DeepCompile", 'remove the block, or set "deepcompile": false, and call engine.compile()'),
         ("enabled", "deepcompile", "offload_activation"),
     ),
-    "datastates": Unsupported(
-        _not_yet("DataStates checkpoints", "remove the block; shardwell.async_save writes in the background"),
-        any_content_asks=True,
-    ),
+    "datastates_ckpt": _DATASTATES,
+    "datastates": _DATASTATES,
     f"{_ZERO}zenflow": Unsupported(_not_yet("ZenFlow", "remove the block"), any_content_asks=True),
     "elasticity": Unsupported(_removed("elasticity", f"{_DROP}; checkpoints load at any number of ranks")),
     "amp": Unsupported(_removed("Apex amp", "use bf16.enabled")),

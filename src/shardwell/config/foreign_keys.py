@@ -10,10 +10,9 @@ from pydantic import StrictStr, TypeAdapter, ValidationError
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Unsupported, ValueType
 from shardwell.config.field_types import Count, Flag, Size, TagValidation, flag, number
 from shardwell.config.problems import MOST_LINES, Findings, sentence_of, show
-from shardwell.config.suggestions import suggest
+from shardwell.config.suggestions import COMMENTS, suggest
 
 NOT_AUTO = 'cannot be "auto"; write a value or remove the key'
-_COMMENTS = ("_", "//", "#")  # a key that begins so is a comment, because JSON has none
 
 _TYPES: dict[ValueType, TypeAdapter[Any]] = {
     "flag": TypeAdapter(Flag),
@@ -33,16 +32,16 @@ def take_foreign(key: str, value: Any, found: Findings) -> None:
             found.add(key, row.refusal)
     elif isinstance(row, Inert | Limited):
         _take_row(key, row, value, found)
-    elif not key.rpartition(".")[2].startswith(_COMMENTS):
+    elif not key.rpartition(".")[2].startswith(COMMENTS):
         found.num_unknown += 1
         found.add(key, f"unknown key; {suggest(key)}" if found.num_unknown <= MOST_LINES else "unknown key")
 
 
 def _take_row(key: str, row: Inert | Limited, value: Any, found: Findings) -> None:
     """Check the value of a key that has no effect, and remember it."""
+    if value is None:
+        return  # as if absent
     if row.type != "any":
-        if value is None:
-            return  # as if absent
         if value == "auto":
             if isinstance(row, Inert) and row.accepts_auto:
                 found.inert[key] = value
@@ -59,7 +58,7 @@ def _take_row(key: str, row: Inert | Limited, value: Any, found: Findings) -> No
             return
     if isinstance(row, Limited) and not any(_is_same(value, other) for other in row.allowed):
         found.add(key, f"{show(value)}: {row.refusal}")
-    elif row.reason and value is not None:
+    elif row.reason:
         found.inert[key] = value
 
 

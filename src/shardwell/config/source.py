@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import select
 import stat
 import time
@@ -13,6 +15,7 @@ from typing import Any
 from shardwell.config.text import parse
 from shardwell.errors import ConfigError, printable
 
+_BASE64 = re.compile(r"[A-Za-z0-9_\-]{2,}={0,2}")
 _LARGEST = 64 << 20  # bytes of a file
 _PIPE_TIMEOUT = 10.0  # seconds to wait for the writer of a pipe
 _KINDS = {
@@ -33,6 +36,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str
         return "JSON text", "JSON text", parse(source, "JSON text")
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"expected a path, JSON text, a mapping or a Config, found {type(source).__name__}")
+    if isinstance(source, str) and (decoded := _from_base64(source)) is not None:
+        return "base64 text", "base64 text", parse(decoded, "base64 text")
     path = Path(source)
     shown = printable(str(path))
     try:
@@ -46,6 +51,17 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str
     except ValueError as error:  # NUL, or a character that no file system has
         raise ConfigError(f"{shown}: not a valid file name ({error})") from None
     return shown, printable(path.name), parse(text, shown)
+
+
+def _from_base64(text: str) -> str | None:
+    """Return the JSON in a text of URL-safe base64, which other launchers hand over instead of a file, or None."""
+    if not _BASE64.fullmatch(text) or os.path.exists(text):
+        return None
+    try:
+        found = base64.urlsafe_b64decode(text).decode()
+    except ValueError:  # also of a byte that is no text
+        return None
+    return found if found.lstrip().startswith("{") else None
 
 
 def _bytes(path: Path, shown: str) -> bytes:

@@ -9,6 +9,7 @@ from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Unsupported
 from shardwell.config.old_budgets import OLD_BUDGETS
 from shardwell.config.schema import Config, ConfigBlock, block_of
 
+COMMENTS = ("_", "//", "#")  # a key that begins so is a comment, because JSON has none
 # Objects whose keys are arguments of an optimizer or schedule; each may be "auto". With the names to suggest.
 PARAMS: dict[str, tuple[str, ...]] = {
     "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
@@ -30,6 +31,15 @@ def suggest(key: str) -> str:
         return f"did you mean {' or '.join(nearest[:3])}?"
     keys = ", ".join(other.rpartition(".")[2] for other in here)
     return f"the keys of {prefix} are: {keys}" if prefix else "remove it"
+
+
+def is_known_at_top(key: str) -> bool:
+    """Tell whether a key at the top of a file is a key or a comment here, or names one in a block by dots."""
+    first = key.partition(".")[0]
+    known = {row.partition(".")[0] for row in KEYS} | set(Config.model_fields)
+    if "." in key:
+        return key in KEYS or key in OLD_BUDGETS or key in set(all_keys())
+    return first in known or key.startswith(COMMENTS)
 
 
 def _nearest(name: str, keys: list[str]) -> list[str]:

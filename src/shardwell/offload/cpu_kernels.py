@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardwell import kernels
 from shardwell.errors import ShardwellError
+from shardwell.optim.elementwise import kind_by_step
 from shardwell.optim.lion import Lion
 
 Options = dict[str, Any]  # hyperparameters of a parameter group
@@ -131,7 +132,7 @@ def kernel_for(
         )
     if any(group.get(name) for group in inner.param_groups for name in _NOT_THERE):
         return None
-    known = _KERNELS.get(type(inner))
+    known = _KERNELS.get(kind_by_step(type(inner)))
     return None if known is None else HostKernel(*known, threads, eight_bits, beside_gpu)
 
 

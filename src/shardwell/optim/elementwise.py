@@ -9,6 +9,7 @@ different results, and is refused. An optimizer that cannot be tried is refused,
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ _KNOWN_ELSEWHERE = {  # some of them run on GPUs only, or need a process group
     "deepspeed.ops.lion.fused_lion.FusedLion",
     "transformers.optimization.AdamW",
 }
+_HARMLESS = {"__annotations__", "__module__", "__static_attributes__", "add_param_group"}  # what a subclass may change
 _REFUSED = {"LBFGS", "Adafactor", "SparseAdam"}
 _SHAPES = {0: (), 1: (13,), 2: (6, 5), 3: (3, 4, 5), 4: (4, 3, 3, 2)}
 _NUM_STEPS = 12  # rules may begin to differ after a few steps
@@ -57,6 +59,26 @@ def check_kind(kind: Any) -> None:
         raise ShardwellError(
             f"{bad[0]} is not elementwise: it needs whole tensors where shardwell has shards. {_WAY_OUT}"
         )
+
+
+def kind_by_step(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the known optimizer whose step a class inherits unchanged, or the class itself.
+
+    A subclass with other arguments or defaults is as elementwise as its base, and the same kernels step it.
+    """
+    for place, base in enumerate(kind.__mro__):
+        if base in _KNOWN:
+            own = {name for between in kind.__mro__[:place] for name in vars(between)}
+            changed = {
+                name for name in own & set(dir(base)) - set(dir(object)) - _HARMLESS if not _is_same(kind, base, name)
+            }
+            return kind if changed else base
+    return kind
+
+
+def _is_same(kind: type, base: type, name: str) -> bool:
+    """Whether a class has its base's method; torch wraps `step` anew in each class."""
+    return inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(base, name))
 
 
 def check_object(optimizer: Optimizer, device: Device) -> None:
@@ -79,7 +101,7 @@ def check_factory(make: Make, groups: Sequence[dict[str, Any]], device: Device) 
 def _is_known(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return (
-        kind in _KNOWN
+        kind_by_step(kind) in _KNOWN
         or f"{kind.__module__}.{kind.__qualname__}" in _KNOWN_ELSEWHERE
         or needs_full_tensors(optimizer)
         or bool(getattr(optimizer, "elementwise", False))

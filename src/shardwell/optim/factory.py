@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shardwell.config import OptimizerConfig
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
-from shardwell.optim.elementwise import check_factory, check_kind, check_object
+from shardwell.optim.elementwise import check_factory, check_kind, check_object, kind_by_step
 from shardwell.optim.full_tensors import needs_full_tensors
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
@@ -245,6 +245,7 @@ def _steps_taken(state: dict[str, Any]) -> bool:
 
 def _num_states(kind: Any, groups: Iterable[dict[str, Any]]) -> int:
     """Return the state tensors that an optimizer keeps for each parameter; as many as Adam's if not known."""
+    kind = kind_by_step(kind) if isinstance(kind, type) else kind
     if kind is torch.optim.SGD:
         return int(any(group.get("momentum") for group in groups))
     if kind in (torch.optim.Adagrad, Lion):

@@ -63,7 +63,7 @@ class Schedule(LRScheduler):
 
 
 @dataclass(frozen=True)
-class _Warmup:
+class Warmup:
     """A rise from 0 at step 0 to 1 at `steps`; the logarithmic one reaches 1 one step earlier."""
 
     steps: int
@@ -73,6 +73,23 @@ class _Warmup:
         if step >= self.steps:
             return 1.0
         return math.log(step + 1) / math.log(self.steps) if self.kind == "log" else step / self.steps
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A rise from 0 to 1 and a fall back to 0; with a stair count, a half has equal stairs instead of a slope."""
+
+    first: float  # steps of the rise
+    second: float  # steps of the fall
+    first_stairs: int = 0
+    second_stairs: int = 0
+
+    def at(self, step: int) -> float:
+        if step <= self.first:
+            done, size, stairs = float(step), self.first, self.first_stairs
+        else:
+            done, size, stairs = self.first + self.second - step, self.second, self.second_stairs
+        return done * stairs // size / stairs if stairs else done / size
 
 
 class WarmupLR(Schedule):
@@ -192,8 +209,7 @@ class OneCycle(Schedule):
         self._high = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
         self._first = cycle_first_step_size
         self._second = second_size
-        self._first_stairs = cycle_first_stair_count
-        self._second_stairs = second_stairs
+        self._cycle = Cycle(self._first, self._second, cycle_first_stair_count, second_stairs)
         self._decay_size = decay_step_size
         self._decay = decay_lr_rate
         self._momentum_decay = decay_mom_rate
@@ -230,11 +246,7 @@ class OneCycle(Schedule):
 
     def height(self, step: int) -> float:
         """Return the position in the cycle: 0 at its ends, 1 in the middle."""
-        if step <= self._first:
-            done, size, stairs = step, self._first, self._first_stairs
-        else:
-            done, size, stairs = self._first + self._second - step, self._second, self._second_stairs
-        return done * stairs // size / stairs if stairs else done / size
+        return self._cycle.at(step)
 
     def _intervals(self, step: int) -> float:
         """Return the number of decay intervals since the end of the cycle."""
@@ -291,8 +303,8 @@ def _initial_rates(optimizer: Optimizer) -> list[float]:
     return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
-def _warmup(steps: int, kind: str) -> _Warmup:
-    return _Warmup(max(2, steps) if steps else 0, kind)
+def _warmup(steps: int, kind: str) -> Warmup:
+    return Warmup(max(2, steps) if steps else 0, kind)
 
 
 def _momentum_key(group: dict[str, Any]) -> str | None:

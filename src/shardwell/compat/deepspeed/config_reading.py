@@ -1,0 +1,89 @@
+"""What `deepspeed.initialize` makes of the user's configuration before the engine reads it.
+
+DeepSpeed's defaults hold where they change numbers: gradients are clipped at 1.0, and a step whose gradients are not
+finite is skipped. A schedule in the file is DeepSpeed's own of that name, or torch's. Unknown keys at the top, which
+DeepSpeed ignores, are reported and left out; all other keys are for `shardwell.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwell.compat.deepspeed import lr_schedules
+from shardwell.compat.deepspeed.logging import logger
+from shardwell.config import SCHEDULERS, Config
+from shardwell.config.field_types import number
+from shardwell.config.schedules import checked
+from shardwell.config.suggestions import is_known_at_top, suggest
+from shardwell.errors import ConfigError
+
+# What DeepSpeed warns about, and goes on: its sentence is in `lr_schedules`.
+_FORGIVEN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_type")
+
+
+class EngineArguments(NamedTuple):
+    """Arguments of `shardwell.initialize`."""
+
+    config: Any
+    lr_scheduler: Any  # the caller's, or a function that makes the one in the configuration
+
+
+def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) -> EngineArguments:
+    """Return the configuration and the schedule for the engine; the caller's own objects have precedence."""
+    if isinstance(user, Config) or not isinstance(user, Mapping):
+        return EngineArguments(user, lr_scheduler)
+    read_as = {key: value for key, value in user.items() if not _is_left_out(str(key))}
+    block = read_as.pop("scheduler", None)
+    if block and lr_scheduler is None and (optimizer is not None or read_as.get("optimizer")):
+        lr_scheduler = schedule_of(block)
+    if read_as.get("gradient_clipping") in (None, "auto"):
+        read_as["gradient_clipping"] = 1.0
+    own = read_as.get("shardwell") or {}
+    if isinstance(own, Mapping):  # the engine reports what is none
+        read_as["shardwell"] = {"nonfinite": "skip", **own}
+    return EngineArguments(read_as, lr_scheduler)
+
+
+def _is_left_out(key: str) -> bool:
+    if is_known_at_top(key):
+        return False
+    logger.warning("the configuration has an unknown key, which has no effect: %s; %s", key, suggest(key))
+    return True
+
+
+def schedule_of(block: Any) -> Any:
+    """Return a function that makes the schedule of the block `scheduler` for an optimizer."""
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        raise ConfigError(f'scheduler: expected an object with a type, such as {{"type": "WarmupLR"}}, found {block!r}')
+    params = block.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"scheduler.params: expected an object, found {params!r}")
+    given = {str(key): value for key, value in params.items() if value != "auto"}
+    name = {kind.lower(): kind for kind in SCHEDULERS}.get(block["type"].lower())
+    if name is not None:
+        return partial(_make, lr_schedules.KINDS[name], _arguments(name, given))
+    kind = getattr(torch.optim.lr_scheduler, block["type"], None)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        known = ", ".join(SCHEDULERS)
+        raise ConfigError(f"scheduler.type: {block['type']!r} is not known; known are {known} and torch's schedulers")
+    return partial(_make, kind, {key: number(value) for key, value in given.items()})
+
+
+def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of DeepSpeed's schedule; problems that DeepSpeed only warns about are left to it."""
+    clean, problems = checked(name, given)
+    wrong = [(key, sentence) for key, sentence in problems if key not in _FORGIVEN or "missing" in sentence]
+    if wrong:
+        raise ConfigError("\n".join(f"{key}: {sentence}" for key, sentence in wrong))
+    return {**given, **clean}
+
+
+def _make(kind: Any, params: Mapping[str, Any], optimizer: Any) -> Any:
+    try:
+        return kind(optimizer, **params)
+    except TypeError as error:
+        raise ConfigError(f"scheduler.params: {kind.__name__} does not take these: {error}") from error
