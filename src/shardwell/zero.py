@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
+from shardwell.engine.offload_setup import open_tiers
 from shardwell.sharding.gathered_parameters import GatheredParameters
 from shardwell.sharding.released import is_released
 from shardwell.sharding.sharded_init import ShardedInit
 from shardwell.sharding.tiled import TiledLinear, tile_linears
-
-if TYPE_CHECKING:
-    from shardwell.config import Config
-    from shardwell.memory import Device, MemoryStats, TemporaryBuffers
-    from shardwell.offload.storage import OffloadTiers
 
 __all__ = ["GatheredParameters", "Init", "TiledLinear", "is_released", "tile_linears"]
 
@@ -28,13 +21,4 @@ class Init(ShardedInit):
     in `init_arguments.py`.
     """
 
-    @staticmethod
-    def _open_tiers(
-        settings: Config, folders: list[Path], device: Device, stats: MemoryStats, temporary: TemporaryBuffers
-    ) -> OffloadTiers:
-        """Return what stores shards on disk, in these folders."""
-        from shardwell.offload.disk import AioSettings, DiskTier
-        from shardwell.offload.storage import OffloadTiers
-
-        disk = DiskTier(folders, AioSettings(**settings.aio.model_dump()))
-        return OffloadTiers(device, stats, temporary, 1, disk)
+    _open_tiers = staticmethod(open_tiers)

@@ -22,16 +22,16 @@ from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import Join, joined
 from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
 from shardwell.engine.startup_report import print_progress
-from shardwell.engine.teardown import DESTROYED, ModelBefore
+from shardwell.engine.teardown import DESTROYED, Teardown
 from shardwell.engine.units import UnitInfo, describe_units
-from shardwell.engine.unsupported_uses import StepCallWatch, ready_for_accelerate, refuse_pickling
+from shardwell.engine.unsupported_uses import StepCallWatch, prepared_by_accelerate, refuse_pickling
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.parallel import Agreement, TrafficReport, TrafficStats
 from shardwell.runtime.budget import frozen_budget
-from shardwell.runtime.hooks import ModelFingerprint, attach, remove
+from shardwell.runtime.hooks import ModelFingerprint, UnitHooks
 from shardwell.runtime.precision import autocast_of, loss_scale_of, mixed_dtype
 from shardwell.runtime.pytree import CopiedInputs, map_tensors, mover
 from shardwell.runtime.rebuild import UnitBuilder, refit
@@ -60,7 +60,7 @@ class Engine(nn.Module):
     module: nn.Module
     optimizer: ShardedOptimizer | None
     optimizer_class = ShardedOptimizer
-    _before: ModelBefore
+    _teardown: Teardown
     offload: OffloadPlan  # which units are updated on the host, and when their updates are committed
     settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
@@ -90,7 +90,8 @@ class Engine(nn.Module):
         self._traffic_stats, self._agreement = traffic_stats, agreement
         self._builder = builder
         self._fingerprint = ModelFingerprint(model)
-        self._handles = {unit: attach(scheduler, unit) for unit in scheduler.units}
+        self._hooks = UnitHooks(scheduler)
+        self._hooks.follow(scheduler.units)
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
         self._watch: StepCallWatch | None = StepCallWatch()
@@ -357,6 +358,7 @@ class Engine(nn.Module):
         """Refit if the model has changed, and keep the optimizer state of parameters that are frozen now."""
         if self._is_destroyed:
             raise ShardwellError(DESTROYED)
+        self._hooks.restore()
         units = self._scheduler.units
         for unit in units:
             if unit.has_replaced_parameters(quickly=True):
@@ -374,12 +376,8 @@ class Engine(nn.Module):
         with self._agreement.failing_together("refit"):
             self._scheduler.reducer.views.take_edits()
             units = refit(list(self._scheduler.units), self._builder, self.optimizer, keep_frozen_state)
-        for unit in set(self._handles) - set(units):
-            remove(self._handles.pop(unit))
         self._scheduler.adopt_units(units)
-        for unit in units:
-            if unit not in self._handles:
-                self._handles[unit] = attach(self._scheduler, unit)
+        self._hooks.follow(units)
         self._fingerprint = ModelFingerprint(self.module)
         if self.optimizer is not None:
             self.optimizer.count_states()
@@ -475,22 +473,25 @@ class Engine(nn.Module):
         """Turn the model back into an ordinary one with unsharded parameters; drop gradients and optimizer state.
 
         All ranks must call it, since it all-gathers. The model may be passed to `initialize` again. With `whole=False`,
-        and while an exception propagates or after a rank failed, nothing is all-gathered and released parameters stay
-        released.
+        while an exception propagates, and after a failure that not all ranks had, nothing is all-gathered and released
+        parameters stay released.
         """
+        if not self._is_destroyed:
+            self._end(lambda: self._teardown.end(self.optimizer, whole=whole))
+
+    def hand_over(self) -> None:
+        """End this engine for another one that gets its model. `initialize` calls it, on all ranks."""
+        self._end(lambda: self._teardown.hand_over(self.optimizer))
+
+    def _end(self, end: Callable[[], None]) -> None:
         if not self._is_destroyed:
             self._is_destroyed = True
             self.finish_saving()
-            for handles in self._handles.values():
-                remove(handles)
-            self._handles.clear()
-            for module in self._compiled:
-                module.__dict__.pop("forward", None)
-            self._before.end(self.module, self._scheduler, self.optimizer, self._context, whole=whole)
-            exit_notice.tell(self._agreement, self.micro_steps)
-            self.trim()
+        end()
+        exit_notice.tell(self._agreement, self.micro_steps)
+        self.trim()
 
-    _is_accelerate_prepared = ready_for_accelerate
+    _is_accelerate_prepared = prepared_by_accelerate
     __reduce_ex__ = refuse_pickling
 
     def __getattr__(self, name: str) -> Any:

@@ -23,13 +23,13 @@ def watch(engine: Engine) -> None:
     _living.add(engine)
 
 
-def tell(agreement: Agreement, num_batches: int) -> None:
-    """Post that this rank ends, normally or by an uncaught error."""
+def tell(agreement: Agreement, num_batches: int, *, is_exit: bool = False) -> None:
+    """Post that this rank ends, normally or by an uncaught error; with `is_exit`, its process ends, too."""
     error = getattr(sys, "last_value", None)  # set by Python before it exits
     how = "finished" if error is None else f"ended with {type(error).__name__} ({error})"
-    agreement.end(f"{how} after {num_batches} {'batch' if num_batches == 1 else 'batches'}")
+    agreement.end(f"{how} after {num_batches} {'batch' if num_batches == 1 else 'batches'}", is_exit=is_exit)
 
 
 def _tell_all() -> None:
     for engine in list(_living):
-        tell(engine._agreement, engine.micro_steps)
+        tell(engine._agreement, engine.micro_steps, is_exit=True)

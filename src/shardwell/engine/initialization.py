@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +23,13 @@ from shardwell.engine.consistency import before_building, once_built
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
-from shardwell.engine.mesh_setup import make_context, open_nodes, ranks_per_copy
+from shardwell.engine.mesh_setup import make_context, open_nodes, ranks_per_copy, reconnect
 from shardwell.engine.module_buffers import place_buffers
-from shardwell.engine.offload_setup import add_links, plan_states, replan_states, with_tiers
+from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
 from shardwell.engine.startup_report import UserArguments, announce
-from shardwell.engine.teardown import ModelBefore
+from shardwell.engine.teardown import ModelBefore, Teardown, end_engines_of, when_handed_on
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
 from shardwell.errors import ConfigError, DivergenceError, ShardwellError
 from shardwell.kernels.quantize import Codec
@@ -100,6 +101,9 @@ def initialize(
     """
     if model is None:
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
+    if isinstance(model, Engine):
+        model = model.module
+    end_engines_of(model)
     check_model(model)
     source = config if config is not None else config_params
     source = source if source is not None else getattr(args, "deepspeed_config", None)
@@ -121,7 +125,7 @@ def initialize(
         context, traffic_stats = make_context(home, world, settings, agreement, rows)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
-        engine = _engine(engine_class, model, settings, recipe, context, traffic_stats)
+        engine = _engine(engine_class, model, settings, recipe, context, traffic_stats, rows)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
@@ -139,6 +143,7 @@ def _engine(
     recipe: OptimizerFactory | None,
     context: EngineContext,
     traffic_stats: TrafficStats,
+    rows: list[list[int]],
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
     agreement = context.roles.agreement
@@ -169,7 +174,17 @@ def _engine(
         recipe,
     )
     engine = engine_class(model, settings, scheduler, context, traffic_stats, agreement, builder)
-    engine.offload, engine._before = offload, before
+    engine.offload = offload
+    engine._teardown = Teardown(
+        model,
+        before,
+        scheduler,
+        context,
+        partial(reconnect, context, settings, rows),
+        partial(registry_for, context, settings),
+        engine._hooks,
+        engine._compiled,
+    )
     _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
     checkpointing.follow(settings, model)
@@ -190,6 +205,7 @@ def _advice(model: nn.Module, stage: int) -> Callable[[str, str], str]:
 def _meet_the_user(engine: Engine, scheduler: Scheduler) -> None:
     """Connect the engine to what users do to gradients and to optimizers of their own."""
     scheduler.adopt, scheduler.reducer.drop_gradients = _weakly(engine.adopt), _weakly(engine.zero_grad)
+    scheduler.end = when_handed_on(engine)
     if not engine._context.device.is_meta:
         scheduler.reducer.views = GradientViews(engine._context, scheduler.reducer)
     scheduler.adopt_units(scheduler.units)

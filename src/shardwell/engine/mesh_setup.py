@@ -10,7 +10,7 @@ from shardwell.errors import ConfigError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Agreement, Collectives, MeshRoles, TrafficStats
 from shardwell.parallel.collectives import NodeHops
-from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node
+from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.parallel.roles import ranks_per_node
 from shardwell.sharding import EngineContext
 
@@ -70,6 +70,15 @@ def open_nodes(context: EngineContext, settings: Config) -> EngineContext:
     roles = replace(context.roles, secondary=shard.over(node_mesh(shard.rank_group)))
     roles.agreement.cut_links = roles.abort_links
     return replace(context, roles=roles)
+
+
+def reconnect(context: EngineContext, settings: Config, rows: list[list[int]]) -> None:
+    """Give the collectives of a context new links, in process groups of their own. All ranks must call it."""
+    agreement = context.roles.agreement
+    fresh, _ = make_context(context.device, world_mesh(context.device.torch_device), settings, agreement, rows)
+    fresh = open_nodes(fresh, settings)
+    for old, new in zip(context.roles.collectives(), fresh.roles.collectives(), strict=True):
+        old.connect_as(new)
 
 
 def ranks_per_copy(settings: Config, num_ranks: int) -> int:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from shardwell.config import Config
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers, Tier
 from shardwell.optim import ShardedOptimizer
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext, UnitSpec
+from shardwell.sharding.init_parameters import InitRegistry, InitStorage
 from shardwell.sharding.model_states import ModelStates, OffloadPlan
+from shardwell.sharding.tiers import TierFactory
 
 STEPS_UNTIL_KNOWN = 3  # steps until the peak memory of the device is known
 _WITHOUT_OFFLOAD = (("auto", "fp32", "auto"), ("after_norm", "fp32", "auto"))  # commit, moments, gradients
@@ -59,6 +64,25 @@ def replan_states(before: OffloadPlan, states: ModelStates, settings: Config) ->
     from shardwell.offload.plan import replan
 
     return replan(before, states, settings)
+
+
+def open_tiers(
+    settings: Config, folders: list[Path], device: Device, stats: MemoryStats, temporary: TemporaryBuffers
+) -> TierFactory:
+    """Return what stores shards on disk, in these folders, for parameters that no engine has yet."""
+    from shardwell.offload.disk import AioSettings, DiskTier
+    from shardwell.offload.storage import OffloadTiers
+
+    disk = DiskTier(folders, AioSettings(**settings.aio.model_dump()))
+    return OffloadTiers(device, stats, temporary, 1, disk)
+
+
+def registry_for(context: EngineContext, settings: Config, tier: Tier) -> InitRegistry:
+    """Return owners for parameters that stay sharded between two engines, on the tier that they were on."""
+    block = settings.zero_optimization.offload_param
+    folders = [Path(path.strip()) for path in (block.nvme_path or "").split(",") if path.strip()]
+    rest = InitStorage(tier, None, False, partial(open_tiers, settings, folders))
+    return InitRegistry(context.device.torch_device, settings, rest)
 
 
 def add_links(scheduler: Scheduler, context: EngineContext) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,22 +15,23 @@ if TYPE_CHECKING:
 _PATIENCE = 3  # boundaries without a step
 
 
-def _ready(engine: Engine) -> bool:
-    """Answer `accelerator.prepare`: an engine is prepared. In DDP, or moved, it would train nothing."""
-    if engine.gradient_accumulation_steps() > 1:
-        logging.getLogger("shardwell").warning(
-            "this engine accumulates %d micro-steps by itself: call engine.backward and engine.step, or leave "
-            "gradient_accumulation_steps at 1 in its configuration and use accelerator.accumulate",
-            engine.gradient_accumulation_steps(),
+def _is_prepared(engine: Engine) -> bool:
+    """Answer `accelerator.prepare`, which would wrap an engine again, unless Accelerate knows that it is prepared."""
+    if not engine.__dict__.get("_was_prepared", False):
+        raise ShardwellError(
+            "accelerator.prepare was given a shardwell engine, which it would wrap in DDP. Use "
+            "`from shardwell.integrations.accelerate import Accelerator`, and hand the model and its optimizer to its "
+            "prepare(); or use the engine without an accelerator: engine.backward(loss), engine.step()."
         )
     return True
 
 
-def _said_so(engine: Engine, value: bool) -> None:
-    """Ignore what Accelerate sets."""
+def _note_prepared(engine: Engine, value: bool) -> None:
+    """Note that Accelerate made the engine itself."""
+    engine.__dict__["_was_prepared"] = value
 
 
-ready_for_accelerate = property(_ready, _said_so)
+prepared_by_accelerate = property(_is_prepared, _note_prepared)
 
 
 def refuse_pickling(engine: Engine, protocol: Any = None) -> NoReturn:

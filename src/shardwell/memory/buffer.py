@@ -94,6 +94,7 @@ class FlatBuffer:
         self.nbytes = self.tensor.untyped_storage().nbytes()
         self.present = True
         self.is_aliased = False  # `present` is False, but other tensors look at the bytes, so they stay allocated
+        self.is_replaced = False  # its storage could not be freed: `tensor` has another, whose views are not made yet
         memory_stats.add(*entry, self.nbytes)
 
     def allocate(self) -> None:
@@ -108,9 +109,17 @@ class FlatBuffer:
         if self.present or self.is_aliased:
             if self._pinned_by is not None:
                 self._pinned_by.unpin(self.tensor)  # or memory that is allocated there next could not be pinned
-            self.tensor.untyped_storage().resize_(0)
+            if self.tensor.untyped_storage().resizable():
+                self.tensor.untyped_storage().resize_(0)
+            else:  # as numpy leaves it, once it has seen the memory
+                self.tensor, self.is_replaced = torch.empty_like(self.tensor), True
             self.present = self.is_aliased = False
             self._stats.remove(*self._entry, self.nbytes)
+
+    def end_replacing(self) -> None:
+        """Free the new storage of a buffer that was replaced, once its views are of the new storage, too."""
+        self.tensor.untyped_storage().resize_(0)
+        self.is_replaced = False
 
     def free_if_unaliased(self, num_own: int) -> None:
         """Free the bytes, unless more than `num_own` tensors share them: reading freed bytes crashes.

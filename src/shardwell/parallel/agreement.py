@@ -18,6 +18,7 @@ that ends leaves a message with the number of tokens it announced, for ranks tha
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import zlib
 from collections import deque
@@ -50,6 +51,7 @@ _NO_RETURN = (
     "before the forward."
 )
 _END = "end"
+_AFTER, _LEFT = "after", "left"  # what a rank leaves when it ends an engine that has failed
 _TIME_LIMIT = 60.0  # seconds, until the configuration is read
 
 
@@ -65,29 +67,34 @@ class Agreement:
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self.time_limit = time_limit
         self.cut_links = cut_links
+        self.advice = _ADVICE  # what the user can do about a divergence
+        self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
+        self.advise: Callable[[str, str], str] | None = None  # returns the advice for the tokens of two ranks
+        self._store: Any = None
+        self.open()
+
+    def open(self) -> None:
+        """Open an empty table; after a failure that all ranks had, a second one. All ranks must call it."""
         self._table: dict[int, str] = {}
         self._revisions: dict[int, int] = {}
         self._recent: deque[int] = deque()
         self._generation = 0  # of the table: incremented when a full table is cleared
         self._position = 0  # the position: a rolling hash over the last tokens
         self._num_meetings = 0
-        self.advice = _ADVICE  # what the user can do about a divergence
         self.num_moves = 0  # tokens so far, the same on all ranks at the same position
         self.last_token = ""
         self.is_waiting = False  # for other ranks
         self.is_over = False  # this rank takes part in no more collectives
-        self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
         self._failure: tuple[type[ShardwellError], str] | None = None  # the error itself would keep its frames alive
-        self.advise: Callable[[str, str], str] | None = None  # returns the advice for the tokens of two ranks
-        self._store: Any = None
+        self._own_failure = ""  # where this rank itself failed
         if self._active:
             store = dist.distributed_c10d._get_default_store()
             # Tables are opened in the same order on all ranks: the store itself counts them for each rank.
-            number = store.add(f"shardwell/books/{mesh.rank}", 1)
+            number = store.add(f"shardwell/books/{self.rank}", 1)
             prefix = f"shardwell/{number}"
-            self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, mesh.rank)
+            self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, self.rank)
             self._board = RankStore(self._store, self._without_store)
-            self._pulse = Heartbeats(self, number, mesh.rank, mesh.size, self._store, store)
+            self._pulse = Heartbeats(self, number, self.rank, self.size, self._store, store)
 
     @property
     def store(self) -> Any:
@@ -219,9 +226,13 @@ class Agreement:
 
     # ------------------------------------------------------------------------------------------------ failures
 
-    def fail(self, error: ShardwellError) -> ShardwellError:
-        """Tell the peers why this rank stops, wake peers that wait for it, and refuse further tokens here."""
+    def fail(self, error: ShardwellError, where: str = "") -> ShardwellError:
+        """Tell the peers why this rank stops, wake peers that wait for it, and refuse further tokens here.
+
+        `where` is what this rank failed in, for `meet_after_failure`.
+        """
         if self._active and self._failure is None:
+            self._own_failure = where
             self._failure = type(error), f"{error} (on this rank, {self.rank}). {_NO_RETURN}"
             self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
         return error
@@ -238,7 +249,7 @@ class Agreement:
             raise
         except Exception as error:
             if not isinstance(error, (PeerError, NonFiniteError, *common)):
-                self.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"))
+                self.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"), where)
             raise
 
     def post_message(self, words: str) -> None:
@@ -292,15 +303,67 @@ class Agreement:
         self._failure = PeerError, words
         return PeerError(words)
 
-    def end(self, words: str) -> None:
+    def end(self, words: str, *, is_exit: bool = False) -> None:
         """Leave a message that this rank takes part in nothing more, if it has not failed.
 
-        The message says how the rank ended, and after how many tokens.
+        The message says how the rank ended, and after how many tokens. `is_exit`: its process ends, too.
         """
-        if self._active and self._failure is None:
+        if self._active:
             with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
-                self._board.set(f"{_END}/{self.rank}", f"{self.num_moves} {words}")
+                if self._failure is None:
+                    self._board.set(f"{_END}/{self.rank}", f"{self.num_moves} {words}")
+                elif is_exit:
+                    self._board.first(f"{_AFTER}/{self.rank}", _LEFT)
             self.is_over = True
+
+    def meet_after_failure(self, state: str, *, is_updating: bool) -> str | None:
+        """Meet the other ranks, each of which must have raised the error, and open a new table; or say why not.
+
+        `state` is what the ranks must have alike. A rank that raised nothing is elsewhere, and one that failed in a
+        step, or `is_updating`, may have updated a part of its parameters: the result says so, and nothing is opened.
+        """
+        if not self._active:
+            return None
+        where = "step" if is_updating else self._own_failure
+        mine = json.dumps([self._failure is not None, where, state])
+        reason = self._first_words()
+        try:
+            self._board.first(f"{_AFTER}/{self.rank}", mine)
+            others = self._await_states()
+        except ShardwellError as error:
+            return str(error)
+        if (left := [rank for rank, words in others.items() if words == _LEFT]) != []:
+            return f"the process of rank {left[0]} ended after the failure ({reason})"
+        states = {rank: json.loads(words) for rank, words in others.items()}
+        for rank, (raised, where, theirs) in states.items():
+            if not raised:
+                return f"rank {rank} did not have the failure of the others ({reason}): it is at another place"
+            if where == "step":
+                return f"rank {rank} failed in a step: its parameters may be updated in part ({reason})"
+            if theirs != state:
+                return f"rank {rank} is at {theirs} and rank {self.rank} at {state} after the failure ({reason})"
+        self.open()
+        return None
+
+    def _first_words(self) -> str:
+        """Return the first sentence of the first rank that failed, which is not to be taken for that error again."""
+        with contextlib.suppress(ShardwellError):
+            if self._board.has(_FAILURE):
+                _, rank, words = self._board.get(_FAILURE).split(" ", 2)
+                return f"rank {rank}: {words.split('. ')[0].rstrip('.')}"
+        return "its words are gone"
+
+    def _await_states(self) -> dict[int, str]:
+        """Return what each rank has left after a failure; raise an error if one of them will leave nothing."""
+        begin, pause = time.monotonic(), 1e-3
+        while missing := [rank for rank in range(self.size) if not self._board.has(f"{_AFTER}/{rank}")]:
+            if lost := set(self._pulse.lost()) & set(missing):
+                raise PeerError(_gone(min(lost)))
+            if time.monotonic() - begin > self.time_limit:
+                raise PeerError(f"rank {missing[0]} did not come within {self.time_limit:g} s after the failure")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return {rank: self._board.get(f"{_AFTER}/{rank}") for rank in range(self.size)}
 
     def check_exits(self, needed: int | None = None) -> None:
         """Raise if a rank has ended and will never take part in this rank's collective, which needs all ranks."""

@@ -25,6 +25,7 @@ from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.gloo import GlooTransport
 from shardwell.parallel.hierarchical import HierarchicalTransport
+from shardwell.parallel.lent_tensors import lend, release
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.replicated import ReplicatedTransport
@@ -117,6 +118,11 @@ class Collectives:
         self.transport = ReplicatedTransport(
             self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_starts_hops
         )
+
+    def connect_as(self, other: Collectives) -> None:
+        """Move bytes over the links of other collectives of the same ranks: this rank's own were cut by a failure."""
+        self.links, self.direct, self.transport = other.links, other.direct, other.transport
+        self.hops, self.replicate, self.rank_group = other.hops, other.replicate, other.rank_group
 
     def shard_index_of(self, rank: int) -> int:
         """Return the index of the shard of a flat buffer that `rank` owns."""
@@ -315,11 +321,15 @@ class Collectives:
 
     def _complete(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
+        if self.host_drives_progress:
+            args = (lend(args[0]), *args[1:])
         try:
             work = collective(*args, **kwargs, group=self.rank_group.group, async_op=True)
         except RuntimeError as error:
             self.links.raise_cause(error)
         self.direct.wait([work])
+        del work, args
+        release()
 
     def end_step(self) -> None:
         """End a step: its traffic becomes the last report, and the next token begins a new step of the agreement."""
@@ -345,6 +355,7 @@ class Collectives:
             self.hops.inside.close()
             self.hops.across.close()
         self.rank_group.close()
+        release()
 
 
 def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:

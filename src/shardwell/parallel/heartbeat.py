@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
 
 INTERVAL = 1.0  # seconds between two heartbeats
+_LONGEST_END = 20.0  # seconds: on a busy machine the thread may get no time for a while
 _RANKS_PER_INTERVAL = 256  # with more ranks, heartbeats are less frequent: one process holds the store
 
 
@@ -233,7 +234,7 @@ class _HeartbeatThread:
     def _end(self) -> None:
         self._stop.set()
         if self._thread is not None and self._pid == os.getpid():
-            self._thread.join(2 * INTERVAL)
+            self._thread.join(_LONGEST_END)
 
 
 _heart = _HeartbeatThread()

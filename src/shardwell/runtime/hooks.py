@@ -5,8 +5,9 @@ The hooks are made for the model as it was handed over. `ModelFingerprint` check
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -187,10 +188,42 @@ def _cloned_view(unit: Unit, tensor: Tensor) -> Tensor:
     return tensor if _viewed_group(unit, tensor) is None else tensor.clone()
 
 
-def remove(handles: list[RemovableHandle]) -> None:
-    """Remove the hooks of these handles."""
-    for handle in handles:
-        handle.remove()
+class UnitHooks:
+    """The hooks of a scheduler on the modules and parameters of its units."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._handles: dict[Unit, list[RemovableHandle]] = {}
+        self._has_warned = False
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """Hook these units, and no others any more."""
+        for unit in set(self._handles) - set(units):
+            for handle in self._handles.pop(unit):
+                handle.remove()  # which does nothing if other code has removed the hook
+        for unit in units:
+            if unit not in self._handles:
+                self._handles[unit] = attach(self._scheduler, unit)
+
+    def restore(self) -> None:
+        """Hook units again whose hooks other code has removed, and say so: without them a unit trains nothing."""
+        gone = []
+        for unit, handles in self._handles.items():
+            if handles[0].id not in unit.module._forward_pre_hooks or handles[1].id not in unit.module._forward_hooks:
+                gone.append(unit)
+        if not gone:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            logging.getLogger("shardwell").warning(
+                "other code has removed the forward hooks of %d unit(s) of a model that an engine trains (%s first). "
+                "They are there again; let that code keep the hooks that it has not made.",
+                len(gone),
+                gone[0].name or "(root)",
+            )
+        units = list(self._handles)
+        self.follow([unit for unit in units if unit not in gone])
+        self.follow(units)
 
 
 class ModelFingerprint:

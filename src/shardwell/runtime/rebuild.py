@@ -126,7 +126,9 @@ def _label_newcomers(one: UnitSpec, labels: dict[str, int], factory: OptimizerFa
             factory.labels[id(parameter)] = labels[name]
 
 
-def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict[str, Any]]:
+def take_apart(
+    unit: Unit, optimizer: ShardedOptimizer | None, *, keeps_states: bool = True
+) -> dict[int, dict[str, Any]]:
     """Make a unit's parameters ordinary ones with their master weights as values; return their optimizer state."""
     if any(any(group.gradients.has_gradient) for group in unit.trainable):
         raise ModelChangedError(
@@ -138,7 +140,8 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
     unit.wait()
     unit.is_dismantled = True  # what happens to its parameters from now on is no edit of the user
     with contextlib.ExitStack() as stack:
-        if optimizer is not None and unit.trainable:
+        keeps_states = keeps_states and optimizer is not None
+        if keeps_states and optimizer is not None and unit.trainable:
             stack.enter_context(optimizer.states_of(unit))
         for group in unit.groups:
             with group.swapped_in():
@@ -147,7 +150,7 @@ def take_apart(unit: Unit, optimizer: ShardedOptimizer | None) -> dict[int, dict
                         access = ParamAccess(parameter)
                         dtype = group.precision.master if group.trainable else group.precision.compute
                         values.append((parameter, access.master().to(dtype)))
-                        states[id(parameter)] = access.states() if optimizer is not None and group.trainable else {}
+                        states[id(parameter)] = access.states() if keeps_states and group.trainable else {}
     if optimizer is not None:
         optimizer.leave(unit)
     for group in unit.groups:

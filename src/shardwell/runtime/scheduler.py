@@ -76,6 +76,7 @@ class Scheduler:
         self.observer: PassObserver | None = None
         self._in_model = False  # the engine's forward runs
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
+        self.end: Callable[[], None] | None = None  # ends the engine, for another one that gets its model
         self._tasks: set[int] = set()
         self._graph = GraphUse()
         self.saved = SavedViews(self.request_unshard)
@@ -92,7 +93,8 @@ class Scheduler:
         optimizer = next((unit.optimizer for unit in units if unit.optimizer is not None), None)
         take_edits = partial(take_edits_closely, units)
         reducer = self.reducer
-        owner = UnitOwner(self.retain, reducer.reduce_now, reducer.views.take_edits, take_edits, self.adopt, optimizer)
+        views = reducer.views.take_edits
+        owner = UnitOwner(self.retain, reducer.reduce_now, views, take_edits, self.adopt, optimizer, self.end)
         for unit in units:
             unit.owner = owner
         self.reducer.adopt_units({unit.name: unit for unit in units})
@@ -451,6 +453,15 @@ class Scheduler:
                 self.finish_backward()
         if self._graph.was_used:
             self.end_retention()
+
+    def abandon_passes(self) -> None:
+        """Forget all passes and gradients after a failure, without a collective: ranks may be at different places."""
+        self._tasks.clear()
+        self.reducer.in_flight.clear()
+        for unit in self.units:
+            unit.abandon_passes()
+        self._drop_leftovers()
+        self._graph_is_open = self._graph_was_used = False
 
     def after_update(self, unit: Unit, arrival: PendingUpdate | None = None) -> None:
         """Record a unit's update and publish it."""

@@ -12,6 +12,7 @@ Reading gradients changes nothing: sums that are not averaged yet are averaged i
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable
 from functools import partial
@@ -234,6 +235,15 @@ class Gradients:
         if self._residual is not None:
             self._residual.free()
             self._residual = None
+
+    def abandon(self) -> None:
+        """Drop everything after a failure: what is in flight may never arrive."""
+        in_flight = [work for work in (self._pending, self._publishing) if work is not None]
+        self._pending = self._publishing = self._averaged = None
+        for work in in_flight:
+            with contextlib.suppress(Exception):  # the first error is known already
+                work.wait()
+        self.free()
 
     def _average_whole(self, flat: Tensor) -> Work:
         """Start to reduce-scatter into this rank's slice; `finish` then starts the all-gather of the slices."""

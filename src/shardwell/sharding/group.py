@@ -332,6 +332,10 @@ class ShardedGroup:
     def reshard(self) -> None:
         """Free the unsharded parameters unless views of them exist; a later call tries again."""
         self.flat.free_if_unaliased(self.views.num_aliases)
+        if self.flat.is_replaced:
+            with torch._C.DisableTorchFunctionSubclass():  # the parameters are released
+                self.views.make_all()
+            self.flat.end_replacing()
 
     @property
     def is_aliased(self) -> bool:

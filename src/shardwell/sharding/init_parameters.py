@@ -220,6 +220,10 @@ class InitParameter:
             return False
         self._take_late_writes()
         self._flat.free()
+        if self._flat.is_replaced:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._make_view()
+            self._flat.end_replacing()
         self._is_whole = False
         if not self._registry.is_open:
             self.settle()

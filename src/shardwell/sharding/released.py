@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from shardwell.errors import ReleasedParameterError
 
 
 class ParameterOwner(Protocol):
@@ -88,9 +90,15 @@ class ReleasedParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """Return the detached tensor, with the original class inside `nn.Parameter(...)`.
 
-        `nn.Parameter(this)` would otherwise take it for a custom tensor type, and require its class.
+        `nn.Parameter(this)` would otherwise take it for a custom tensor type, and require its class. The model's own
+        `state_dict()`, which clients call on ranks that save nothing, gets an entry without values.
         """
-        values = super().detach()
+        try:
+            values = super().detach()
+        except ReleasedParameterError:
+            if sys._getframe(1).f_code is not nn.Module._save_to_state_dict.__code__:
+                raise
+            return ValuesElsewhere(self)
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return Tensor._make_subclass(_home_of(self), values)
         return values
@@ -109,6 +117,40 @@ class ReleasedParameter(nn.Parameter):
         finally:
             for parameter in away:
                 owner_of(parameter).end_request(parameter)
+
+
+class ValuesElsewhere(Tensor):
+    """An entry of a state dictionary: the shape, dtype and device of a released parameter, without its values."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> ValuesElsewhere:
+        with torch._C.DisableTorchFunctionSubclass():
+            size, stride, where = parameter.shape, parameter.stride(), parameter.device
+            made: ValuesElsewhere = Tensor._make_wrapper_subclass(
+                cls, size, stride, dtype=parameter.dtype, device=where, storage_size=0
+            )
+        return made
+
+    def __init__(self, parameter: Tensor) -> None: ...
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ValuesElsewhere(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._refuse("pickling")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return ValuesElsewhere(args[0])
+        return cls._refuse(func._schema.name.removeprefix("aten::"))
+
+    @staticmethod
+    def _refuse(wanted_by: str) -> NoReturn:
+        raise ReleasedParameterError(
+            f"'{wanted_by}' needs the values of an entry of model.state_dict(), but that parameter is released: each "
+            "rank holds only its shard. All values are in engine.state_dict(), which all ranks must call."
+        )
 
 
 def owner_of(parameter: nn.Parameter) -> ParameterOwner:

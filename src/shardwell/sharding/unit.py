@@ -47,6 +47,7 @@ class UnitOwner:
     take_edits: Callable[[], None]  # checks all units for values that were changed by hand
     adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user that `initialize` was not given
     optimizer: Any = None  # the optimizer that steps the units
+    end: Callable[[], None] | None = None  # ends the engine, for another one that gets its model
 
 
 class Unit:
@@ -207,6 +208,21 @@ class Unit:
         released.release(self._sets.resharding_parameters)
         for group in self.resharding_groups:
             group.reshard()
+
+    def abandon_passes(self) -> None:
+        """Forget passes, gradients and what is in flight after a failure. Stored values and finished updates stay."""
+        self.use = UnitUse()
+        for group in self.trainable:
+            group.gradients.abandon()
+        if self.updates.pending is not None and not isinstance(self.updates.pending, FailedUpdate):
+            self.wait_local_update()
+            self.updates.pending, self.updates.is_awaited = None, False
+            self._pending = []  # it would wait for the update, and publish it
+        if self.residency is Residency.UNSHARDING:
+            self._abandon_unshard()
+            if not self.resharding_groups:  # a publish was in flight: each rank has the slices that it updated itself
+                self.residency = Residency.UNSHARDED
+                released.restore(self.parameters)
 
     def retain(self) -> None:
         """Keep the unit unsharded until the step, for code outside its module."""
