@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import logging
 from pathlib import Path
@@ -80,6 +81,137 @@ def test_an_unknown_key_inside_a_block_is_an_error_as_in_deepspeed() -> None:
 def test_dotted_keys_at_the_top_are_read() -> None:
     config = load(for_engine({"zero_optimization.reduce_bucket_size": 0.9 * 1025 * 1025}).config)
     assert config.inert_keys["zero_optimization.reduce_bucket_size"] == 945562
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        (
+            {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}},
+            "offload_param has no effect at stage 2",
+        ),
+        ({"offload_param": {"device": "cpu"}}, "offload_param has no effect at stage 0"),
+        ({"stage": "1", "cpu_offload_params": True}, "cpu_offload_params has no effect at stage 1"),
+        ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights has no effect at stage 2"),
+        ({"stage": 1, "zero_quantized_gradients": 1}, "zero_quantized_gradients has no effect at stage 1"),
+        ({"stage": 2, "zero_hpz_partition_size": 8}, "zero_hpz_partition_size has no effect at stage 2"),
+        ({"stage": 2, "offload_param": {"device": "none", "nvme_path": None}, "zero_hpz_partition_size": 1}, ""),
+        ({"stage": 0, "offload_param": None, "zero_quantized_weights": False}, ""),
+    ],
+)
+def test_what_a_stage_does_not_have_is_told_and_ignored(
+    zero: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "DeepSpeed"):
+        config = load(for_engine({"zero_optimization": zero}).config)
+    assert told in caplog.text
+    assert bool(told) == bool(caplog.text)
+    assert config.zero_optimization.offload_param.device == "none"
+
+
+def test_stage_3_keeps_what_it_is_asked_for() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "zero_quantized_weights": True}
+    found = load(for_engine({"zero_optimization": zero}).config).zero_optimization
+    assert (found.offload_param.device, found.zero_quantized_weights) == ("cpu", True)
+
+
+def test_a_factor_before_the_sum_is_ignored_with_prescaling(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "DeepSpeed"):
+        load(for_engine({"prescale_gradients": True, "gradient_predivide_factor": 2.0}).config)
+    assert "gradient_predivide_factor has no effect with prescale_gradients" in caplog.text
+
+
+AUTO = "auto"
+STOCK: dict[str, dict[str, Any]] = {
+    "a fine-tuning front end, stage 3 with offload": {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), AUTO),
+        "gradient_clipping": AUTO,
+        "zero_allow_untested_optimizer": True,
+        "fp16": {"enabled": AUTO, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+        "bf16": {"enabled": AUTO},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": AUTO,
+            "stage3_prefetch_bucket_size": AUTO,
+            "stage3_param_persistence_threshold": AUTO,
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    },
+    "a chat pipeline, stage 2": {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_param_persistence_threshold": 1e4,
+            "stage3_max_live_parameters": 3e7,
+            "memory_efficient_linear": False,
+        },
+        "bfloat16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "wall_clock_breakdown": False,
+        "hybrid_engine": {"enabled": False, "max_out_tokens": 512, "inference_tp_size": 1},
+        "tensorboard": {"enabled": False, "output_path": "x/ds_tensorboard_logs/", "job_name": "x"},
+    },
+    "a wrapper's plugin": {
+        "train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 1,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "steps_per_print": float("inf"),
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+    },
+    "a trainer's strategy": {
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+        },
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+            "thread_count": 1,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "sub_group_size": 1000000000000, "allgather_bucket_size": 200000000},
+        "gradient_clipping": 0.0,
+    },
+    "an old tutorial": {
+        "train_batch_size": 16,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001}},
+        "zero_optimization": {"stage": 2, "cpu_offload": True},
+        "allgather_size": 5e8,
+        "fp16": {"enabled": 1, "loss_scale": 0},
+        "wall_clock_breakdown": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_files_as_people_have_them_are_read(name: str) -> None:
+    given = copy.deepcopy(STOCK[name])
+    config = load(for_engine(given, optimizer=object()).config, world_size=2, optimizer_given=True)
+    assert config.zero_optimization.stage == given["zero_optimization"]["stage"]
+    assert given == STOCK[name]  # the user's dictionary is only read
 
 
 def engine_with(config: dict[str, Any], **given: Any) -> Any:

@@ -1,8 +1,9 @@
 """What `deepspeed.initialize` makes of the user's configuration before the engine reads it.
 
 DeepSpeed's defaults hold where they change numbers: gradients are clipped at 1.0, and a step whose gradients are not
-finite is skipped. A schedule in the file is DeepSpeed's own of that name, or torch's. Unknown keys at the top, which
-DeepSpeed ignores, are reported and left out; all other keys are for `shardwell.config`.
+finite is skipped. A schedule in the file is DeepSpeed's own of that name, or torch's. What DeepSpeed ignores, and
+shardwell refuses, is reported and left out: unknown keys at the top, and keys that a stage does not have. All other
+keys are for `shardwell.config`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,25 @@ import torch
 from shardwell.compat.deepspeed import lr_schedules
 from shardwell.compat.deepspeed.logging import logger
 from shardwell.config import SCHEDULERS, Config
-from shardwell.config.field_types import number
+from shardwell.config.field_types import flag, number
 from shardwell.config.schedules import checked
 from shardwell.config.suggestions import is_known_at_top, suggest
 from shardwell.errors import ConfigError
 
 # What DeepSpeed warns about, and goes on: its sentence is in `lr_schedules`.
 _FORGIVEN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_type")
+
+
+# Keys of ZeRO that DeepSpeed ignores below a stage: the stage, and the value that asks for nothing.
+_FROM_STAGE: dict[str, tuple[int, Any]] = {
+    "offload_param": (3, {"device": "none"}),
+    "cpu_offload_param": (3, False),
+    "cpu_offload_params": (3, False),
+    "zero_hpz_partition_size": (3, 1),
+    "zero_quantized_weights": (3, False),
+    "zero_quantized_nontrainable_weights": (3, False),
+    "zero_quantized_gradients": (2, False),
+}
 
 
 class EngineArguments(NamedTuple):
@@ -40,12 +53,36 @@ def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) ->
     block = read_as.pop("scheduler", None)
     if block and lr_scheduler is None and (optimizer is not None or read_as.get("optimizer")):
         lr_scheduler = schedule_of(block)
+    if isinstance(zero := read_as.get("zero_optimization"), Mapping):
+        read_as["zero_optimization"] = _of_its_stage(zero)
+    if flag(read_as.get("prescale_gradients")) is True and "gradient_predivide_factor" in read_as:
+        _say_ignored(
+            "gradient_predivide_factor", "with prescale_gradients", read_as.pop("gradient_predivide_factor"), 1.0
+        )
     if read_as.get("gradient_clipping") in (None, "auto"):
         read_as["gradient_clipping"] = 1.0
     own = read_as.get("shardwell") or {}
     if isinstance(own, Mapping):  # the engine reports what is none
         read_as["shardwell"] = {"nonfinite": "skip", **own}
     return EngineArguments(read_as, lr_scheduler)
+
+
+def _of_its_stage(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block of ZeRO without what its stage does not have."""
+    stage, found = number(zero.get("stage", 0)), dict(zero)
+    for key, (least, nothing) in _FROM_STAGE.items():
+        if key in found and isinstance(stage, int | float) and stage < least:
+            value = found.pop(key)
+            asked = value.get("device", "none") if isinstance(value, Mapping) else value
+            idle = nothing["device"] if isinstance(nothing, Mapping) else nothing
+            _say_ignored(f"zero_optimization.{key}", f"at stage {stage}", asked, idle)
+    return found
+
+
+def _say_ignored(key: str, where: str, value: Any, idle: Any) -> None:
+    """Warn that a key has no effect, unless it asks for nothing."""
+    if flag(number(value)) not in (None, "auto", False, idle, flag(idle)):
+        logger.warning("%s has no effect %s: %s is ignored, as DeepSpeed does", key, where, value)
 
 
 def _is_left_out(key: str) -> bool:

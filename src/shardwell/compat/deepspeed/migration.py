@@ -31,7 +31,8 @@ same words. A key that is off, `null` or at its default is never refused.
 
 Through `shardwell.compat.deepspeed` three of DeepSpeed's defaults hold that differ here: gradients are clipped at 1.0
 unless `gradient_clipping` says otherwise, a step with gradients that are not finite is skipped, and the schedules in a
-file begin their warm-up one step later. Unknown keys at the top, which DeepSpeed ignores, are left out with a warning.
+file begin their warm-up one step later; torch's schedules may be named there, too. What DeepSpeed ignores is left out
+with a warning: unknown keys at the top, and keys that a stage does not have (`offload_param` below stage 3).
 Everything else is read as [the configuration page](configuration.md) says.
 
 ## Configuration
