@@ -312,7 +312,7 @@ def test_too_little_host_memory_for_the_seats_is_refused(tmp_path: Path, monkeyp
     memory = type("Memory", (), {"available": 50_000})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     with pytest.raises(
-        ShardwellError, match=r"needs more host memory .* 0 bytes for each .* of buffers .* 43.9 KiB are free"
+        ShardwellError, match=r"needs more host memory .* 0 bytes for each .* of staging buffers .* 43.9 KiB are free"
     ):
         engine_with(on_disk(tmp_path))
 
