@@ -150,7 +150,7 @@ def kinds_of_grad(stage: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         values = [grad.sum(), grad.tolist(), str(grad), grad.numpy(), grad.T]
-    seen["warnings"] = sum("read whole" in str(one.message) for one in caught)
+    seen["warnings"] = sum("full gradient was read" in str(one.message) for one in caught)
     seen["values"] = len(values)
     before = [p.grad is not None for p in model.parameters()]
     engine(second)  # an evaluation changes nothing

@@ -465,7 +465,7 @@ def set_local() -> dict[str, Any]:
     play = begin(2)
     weight = play.model.head.weight
     play.evaluate()
-    with pytest.raises(ShardwellError, match="second copy in each node") as refused:
+    with pytest.raises(ShardwellError, match="secondary shard in each node") as refused:
         safe_set_local_fp32_param(weight, torch.zeros(1))
     play.step(0)
     part = shardwell.utils.safe_get_local_fp32_param(weight)

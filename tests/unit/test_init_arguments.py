@@ -53,7 +53,7 @@ def test_below_stage_3_it_does_nothing_and_says_so_once(caplog: pytest.LogCaptur
                 model = Gpt()
             assert not any(released.is_owned(parameter) for parameter in model.parameters())
     assert [record.message for record in caplog.records if "zero.Init does nothing" in record.message] == [
-        "zero.Init does nothing: its configuration has ZeRO stage 2, which keeps parameters whole. Set "
+        "zero.Init does nothing: its configuration has ZeRO stage 2, which keeps parameters unsharded. Set "
         "zero_optimization.stage to 3, or leave zero.Init out."
     ]
 

@@ -58,7 +58,7 @@ class SpeculativeState:
         self._masters: dict[ShardedGroup, Tensor] = {
             shard.group: torch.zeros_like(shard.group.master) for shard in shards
         }  # of full groups, including padding
-        self.spares = {shard: SpareState(self._stretch(shard), _like(states[shard.tensor])) for shard in shards}
+        self.spares = {shard: SpareState(self._slice_of_master(shard), _like(states[shard.tensor])) for shard in shards}
         memory = [*self._masters.values(), *(value for spare in self.spares.values() for value in spare.state.values())]
         self._books = memory_stats, unit.name, sum(value.nbytes for value in memory)
         memory_stats.add(StateKind.STAGING, unit.name, Tier.HOST, self._books[2])
@@ -72,7 +72,7 @@ class SpeculativeState:
         """Return whether it was made for these shards; shards can be sliced again."""
         return len(shards) == len(self._shards) and all(a is b for a, b in zip(shards, self._shards, strict=True))
 
-    def _stretch(self, shard: ParamSlice) -> Tensor:
+    def _slice_of_master(self, shard: ParamSlice) -> Tensor:
         return self._masters[shard.group][shard.start : shard.start + shard.tensor.numel()]
 
     def commit(self, states: dict[Tensor, Any]) -> None:
@@ -80,7 +80,7 @@ class SpeculativeState:
         for group, masters in self._masters.items():
             group.swap_masters(masters)
         for shard, spare in self.spares.items():
-            spare.master.data = self._stretch(shard)
+            spare.master.data = self._slice_of_master(shard)
             live = states[shard.tensor]
             for key, value in spare.state.items():
                 _exchange(live[key], value)

@@ -57,7 +57,7 @@ def check_kind(kind: Any) -> None:
     names = {base.__name__ for base in getattr(kind, "__mro__", ())}
     if bad := sorted(names & _REFUSED):
         raise ShardwellError(
-            f"{bad[0]} is not elementwise: it needs whole tensors where shardwell has shards. {_WAY_OUT}"
+            f"{bad[0]} is not elementwise: it needs full tensors where shardwell has shards. {_WAY_OUT}"
         )
 
 
@@ -146,10 +146,10 @@ def _try(make: Make, name: str, dims: list[list[int]], device: Device) -> None:
     if not is_elementwise:
         raise ShardwellError(
             f"{name} is not elementwise: over pieces of parameters, which is what a rank holds, its steps give other "
-            f"numbers than over whole ones. {remedy}"
+            f"numbers than over full ones. {remedy}"
         )
     logging.getLogger("shardwell").info(
-        "%s was tried on small tensors: it is elementwise, and steps pieces of parameters as whole ones.", name
+        "%s was tried on small tensors: it is elementwise, and steps pieces of parameters as it steps full ones.", name
     )
 
 

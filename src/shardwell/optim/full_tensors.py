@@ -221,7 +221,7 @@ def balance(costs: list[float], num_ranks: int) -> list[int]:
 
 def _check_matrix(slot: Slot) -> None:
     if len(slot.shape) < 2:
-        raise ShardwellError(f"'{slot.name}' has shape {list(slot.shape)} and is wanted whole as a matrix")
+        raise ShardwellError(f"'{slot.name}' has shape {list(slot.shape)} and is needed as a full matrix")
 
 
 def _cost(slot: Slot) -> float:

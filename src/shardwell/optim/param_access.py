@@ -96,9 +96,9 @@ class ParamAccess:
             self._unit.wait()  # else the all-gather would bring the old values
         if self._group.has_secondary:
             raise ShardwellError(
-                f"of '{self._slot.name}' there is a second copy in each node (zero_hpz_partition_size), and the others "
-                "would not see a change of this rank's part: use safe_set_full_fp32_param, or change it after a step, "
-                "before the next forward."
+                f"of '{self._slot.name}' there is a secondary shard in each node (zero_hpz_partition_size), and the "
+                "others would not see a change of this rank's part: use safe_set_full_fp32_param, or change it after a "
+                "step, before the next forward."
             )
         with self._group.storage.open(changes=True):
             part = self._part(self._group.master)

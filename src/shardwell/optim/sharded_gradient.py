@@ -64,7 +64,7 @@ _KNOWN = {  # functions that read no values, or only norms
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "__set__", "__delete__"),
 }
 _READ_WHOLE = (
-    "A gradient was read whole: `p.grad` holds this rank's part of it, so all ranks gathered it, and the whole stays "
+    "A full gradient was read: `p.grad` holds this rank's part of it, so all ranks all-gathered it, and it stays "
     "in memory until the step. Norms, clip_grad_norm_, clip_grad_value_ and in-place arithmetic need no gather. This "
     "is said once."
 )

@@ -31,8 +31,8 @@ def outside_trace(unit: Unit) -> Iterator[None]:
     """
     if unit.resharding_groups:
         raise ShardwellError(
-            f"torch.jit.trace met unit '{unit.name or '(root)'}', whose parameters are whole only while it runs: the "
-            "trace would keep memory that is freed. Trace a plain copy of the model with the values of "
+            f"torch.jit.trace met unit '{unit.name or '(root)'}', whose parameters are unsharded only while it runs: "
+            "the trace would keep memory that is freed. Trace a plain copy of the model with the values of "
             "engine.state_dict(), or use engine.compile()."
         )
     state = torch._C._get_tracing_state()
@@ -50,6 +50,6 @@ def refusal_of(error: RuntimeError) -> ShardwellError | None:
     return ShardwellError(
         "a module uses torch.func (grad, vjp, jacrev) in its own forward, and torch allows that no saved-tensor "
         "hooks, which released parameters need. Use torch.autograd.grad(..., create_graph=True) there, or keep the "
-        "model's parameters whole: stages 0 to 2, or a zero_optimization.stage3_param_persistence_threshold above "
+        "model's parameters unsharded: stages 0 to 2, or a zero_optimization.stage3_param_persistence_threshold above "
         f"their sizes. Torch says: {error}"
     )

@@ -13,7 +13,7 @@ from shardwell.parallel.mesh import size_of_group, size_of_world
 
 _WITHOUT_EFFECT = {
     "mem_efficient_linear": "a linear layer keeps no copy of its weight for backward here",
-    "zero_param_parallel_group": "a second copy in each node is zero_optimization.zero_hpz_partition_size",
+    "zero_param_parallel_group": "a secondary shard in each node is zero_optimization.zero_hpz_partition_size",
     "zero_quantized_weights": "it is zero_optimization.zero_quantized_weights of the configuration",
     "zero_quantized_nontrainable_weights": (
         "it is zero_optimization.zero_quantized_nontrainable_weights of the configuration"

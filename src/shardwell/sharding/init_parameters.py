@@ -352,7 +352,7 @@ class InitParameter:
             raise ShardwellError(
                 f"torch.jit.trace cannot record parameter {self._name}, which zero.Init has split over the ranks: the "
                 "traced graph would read memory that is freed. Trace a copy of the model that is built without "
-                "zero.Init, or trace after training from a model with whole weights."
+                "zero.Init, or trace after training from a model with full weights."
             )
         self.open()
 

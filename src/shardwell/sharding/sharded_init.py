@@ -71,7 +71,7 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
         if enabled and not self._enabled:
             _say_once(
                 f"zero.Init does nothing: its configuration has ZeRO stage {self._settings.zero_optimization.stage}, "
-                "which keeps parameters whole. Set zero_optimization.stage to 3, or leave zero.Init out."
+                "which keeps parameters unsharded. Set zero_optimization.stage to 3, or leave zero.Init out."
             )
         self._others = ExtraInitArguments.of(others)
         self._where = self._others.device or default_device()

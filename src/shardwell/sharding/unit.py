@@ -144,8 +144,8 @@ class Unit:
         warnings.warn(
             f"a view of a parameter of unit '{self.name or '(root)'}' was kept when the unit was released: each rank "
             "then holds only its shard, but this unit's whole memory stays as long as the view does. Outside of the "
-            "unit's forward and backward the view shows what was true when the unit was last whole. Make such views "
-            "anew in each forward, or keep copies of them (`clone`).",
+            "unit's forward and backward the view shows what was true when the unit was last unsharded. Make such "
+            "views anew in each forward, or keep copies of them (`clone`).",
             stacklevel=2,
         )
 
