@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,8 +114,7 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
         "num_sanity_val_steps": 0,
         **options,
     }
-    devices = int(os.environ["WORLD_SIZE"])
-    return L.Trainer(strategy=strategy, devices=devices, plugins=[LightningEnvironment()], **given)
+    return L.Trainer(strategy=strategy, devices=dist.get_world_size(), plugins=[LightningEnvironment()], **given)
 
 
 def strategy_of(arguments: dict[str, Any] | None) -> Any:
@@ -144,5 +143,19 @@ def fit(arguments: dict[str, Any] | None, model: dict[str, Any], options: dict[s
     found = seen(module, run)
     found["val"] = float(run.callback_metrics["val"])
     found["test"] = run.test(module, loader(16), verbose=False)[0]["test"]
+    own.release(module)
+    return found
+
+
+def leg(arguments: dict[str, Any] | None, epochs: int, save: str | None, resume: str | None) -> dict[str, Any]:
+    """Train up to an epoch, from a checkpoint or from the start, and save one."""
+    warnings.simplefilter("ignore")
+    L.seed_everything(3, verbose=False)
+    module = Regression(schedule="step")
+    run = trainer(strategy_of(arguments), max_epochs=epochs)
+    run.fit(module, loader(48), ckpt_path=resume, weights_only=False)
+    if save is not None:
+        run.save_checkpoint(save)
+    found = seen(module, run)
     own.release(module)
     return found
