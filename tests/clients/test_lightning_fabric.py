@@ -57,6 +57,8 @@ def loop(
     if load is not None:
         fabric.load(load, state)
     losses, norms = [], []
+    fabric.backward(model(torch.ones(2, 8)).sum())
+    optimizer.zero_grad()  # gradients that nobody wants
     for index, (x, y) in enumerate(data):
         accumulates = index % 2 == 0
         with fabric.no_backward_sync(model, enabled=accumulates):

@@ -68,8 +68,8 @@ class Regression(L.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        found = torch.stack([torch.linalg.vector_norm(p.grad) for p in self.parameters() if p.grad is not None])
-        self.norms.append(torch.linalg.vector_norm(found).item())
+        norms = [torch.linalg.vector_norm(p.grad) for p in self.parameters() if p.grad is not None]
+        self.norms.append(torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0)
         self.rates.append(optimizer.param_groups[0]["lr"])
 
     def validation_step(self, batch: Any, index: int) -> None:

@@ -88,8 +88,7 @@ class FabricStrategy:
         optimizer = one_optimizer(optimizers)
         clipped = parameters_of(optimizer)
         engine = self._make_engine(module, optimizer)
-        self._clipped[id(optimizer)] = clipped
-        return engine, [optimizer], scheduler
+        return engine, [self._own(engine, clipped)], scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Make an engine of a model, to evaluate it, or to give it an optimizer with `setup_optimizers`."""
@@ -105,12 +104,17 @@ class FabricStrategy:
                 if engine.optimizer is not None:
                     one_optimizer([engine.optimizer, optimizer])  # which refuses several
                 engine.adopt(optimizer, steps=False)
-                self._clipped[id(optimizer)] = clipped
-                return optimizer
+                return self._own(engine, clipped)
         raise ShardwellError(
             "this optimizer has no parameters of a model that Fabric has set up: call fabric.setup(model, optimizer), "
             "or fabric.setup_module(model) before the optimizer is made"
         )
+
+    def _own(self, engine: Engine, clipped: tuple[nn.Parameter, ...]) -> Optimizer:
+        """Return the engine's optimizer: Fabric's wrapper finds the methods of its class, not those of an object."""
+        assert engine.optimizer is not None
+        self._clipped[id(engine.optimizer)] = clipped
+        return engine.optimizer
 
     def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> Engine:
         config = with_precision(self.config, self.precision.precision, self.precision.scaler)

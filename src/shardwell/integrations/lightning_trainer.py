@@ -108,6 +108,7 @@ class TrainerStrategy:
     broadcast: Any
     optimizers: list[Any]
     lr_scheduler_configs: list[Any]
+    _lightning_optimizers: list[Any]
     _layer_sync: Any
     _checkpoint_io: Any
     _start_method: str
@@ -195,6 +196,9 @@ class TrainerStrategy:
         engine = make_engine(model, optimizer, config, self.root_device)
         self.precision_plugin.clipped = clipped
         self.optimizers = [optimizer]
+        for wrapper in self._lightning_optimizers:  # a class of torch's, whose methods would be found before these
+            for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+                setattr(wrapper, name, getattr(optimizer, name))
         self.lr_scheduler_configs = schedules
         return engine
 

@@ -110,7 +110,7 @@ class ShardedOptimizer(Optimizer):
                 keeper.wait()
                 with self.states_of(keeper, changes=True):
                     tensors += [s.tensor for s in self.shards.relabel(keeper, parameter, label, self.inner)]
-        self.inner.add_param_group({**param_group, "params": tensors})
+        type(self.inner).add_param_group(self.inner, {**param_group, "params": tensors})
 
     # ----------------------------------------------------------------------------------------------------- step
 
