@@ -23,7 +23,7 @@ import shardwell
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
     "gradient_clipping": 1.0,
 }
 

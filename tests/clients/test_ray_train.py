@@ -20,10 +20,10 @@ import runpy, sys
 import ray
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
 example, storage = sys.argv[1:]
-run = [example, "--storage", storage, "--save-every", "2"]
-for more in (["--workers", "2", "--steps", "6", "--fails-at", "3"],
-             ["--workers", "1", "--steps", "8", "--resume", storage + "/shards"]):
-    sys.argv = run + more
+first, later = storage + "/first", storage + "/later"
+for more in (["--storage", first, "--workers", "2", "--steps", "6", "--fails-at", "3"],
+             ["--storage", later, "--workers", "1", "--steps", "8", "--resume", first + "/shards"]):
+    sys.argv = [example, "--save-every", "2", *more]
     runpy.run_path(example, run_name="__main__")
 """
 
@@ -33,7 +33,7 @@ def norms_of_plain_pytorch(num_steps: int) -> list[float]:
     example = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     found = []
     for step in range(num_steps):
         x, y = example["batch"](step, 0, 1)
