@@ -129,9 +129,14 @@ def later_group(kind: str, stage: int, frozen: bool) -> dict[str, Tensor]:
         parameter.requires_grad_(not frozen)
     factory, options = KINDS[kind]
     first = [p for p in model.parameters() if all(p is not other for other in late)]
-    engine = shardwell.initialize(model=model, optimizer=factory(first, **options), config=zero(stage)).engine
+    optimizer = factory(first, **options)
+    if stage == 2:  # an engine without an optimizer takes one later
+        engine = shardwell.initialize(model=model, config=zero(stage)).engine
+        engine.adopt(optimizer, steps=False)
+    else:
+        engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage)).engine
     train(engine, range(2))
-    engine.optimizer.add_param_group({"params": late, **options, "lr": 0.03})
+    (optimizer if frozen else engine.optimizer).add_param_group({"params": late, **options, "lr": 0.03})
     for parameter in late:
         parameter.requires_grad_(True)
     train(engine, range(2, 5))

@@ -195,11 +195,12 @@ class Engine(nn.Module):
         with self._scheduler.reducer.spending():
             self.step()
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def adopt(self, optimizer: Optimizer, *, steps: bool = True) -> None:
         """Take over an optimizer that the user constructed over the model's parameters, and step."""
         self._checkpoints.meet(optimizer)
         self.optimizer = self._builder.adopt(optimizer, self, self._scheduler.units)
-        self.step_now()
+        if steps:
+            self.step_now()
 
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None

@@ -114,7 +114,7 @@ class ShardedOptimizer(Optimizer):
                 owner.wait()
                 with self.states_of(owner, changes=True):
                     tensors += [s.tensor for s in self.shards.relabel(owner, parameter, label, self.inner)]
-        self.inner.add_param_group({**param_group, "params": tensors})
+        type(self.inner).add_param_group(self.inner, {**param_group, "params": tensors})
 
     # ----------------------------------------------------------------------------------------------------- step
 

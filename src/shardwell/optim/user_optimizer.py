@@ -38,7 +38,7 @@ class SteppingEngine(Protocol):
 
 
 def redirect(optimizer: Optimizer, trainer: SteppingEngine) -> None:
-    """Redirect `step`, `zero_grad` and the state dicts of the user's optimizer to the engine."""
+    """Redirect `step`, `zero_grad`, new groups and the state dicts of the user's optimizer to the engine."""
     engine = weakref.ref(trainer)
 
     def living() -> SteppingEngine:
@@ -62,6 +62,9 @@ def redirect(optimizer: Optimizer, trainer: SteppingEngine) -> None:
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         living().optimizer.load_state_dict(state_dict)
 
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        living().optimizer.add_param_group(param_group)
+
     # Schedulers read this to know that steps are counted. The engine counts them.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     # These are methods, because schedulers wrap `optimizer.step.__func__`.
@@ -69,6 +72,7 @@ def redirect(optimizer: Optimizer, trainer: SteppingEngine) -> None:
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
     optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
     optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
+    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
 
 def step_with(trainer: SteppingEngine | None, closure: Callable[[], Any] | None) -> Any:
