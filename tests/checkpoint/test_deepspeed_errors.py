@@ -167,7 +167,6 @@ def test_entries_that_are_wrong_are_errors(copy: Callable[[str], Path], key: str
         ("layer_00-model_00-model_states.pt", "pipeline parallelism; such checkpoints cannot be read"),
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts that are split"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "experts that are split"),
-        ("zero", "universal format"),
     ],
 )
 def test_checkpoints_of_other_kinds_are_refused(copy: Callable[[str], Path], name: str, sentence: str) -> None:

@@ -22,11 +22,13 @@ from torch import Tensor
 from shardwell.checkpoint import directory
 from shardwell.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from shardwell.checkpoint.adapters import WEIGHTS, adapters_of, files_of, merge
+from shardwell.checkpoint.contents import names_in
 from shardwell.checkpoint.files import Entry, stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.parsing import failing
 from shardwell.checkpoint.pieces import FilePiece, TensorRecord
+from shardwell.checkpoint.quantized_weights import QuantizedSource, Quantizer
 from shardwell.checkpoint.sources.base import MODEL, STATE, Source, StoredTensor
 from shardwell.checkpoint.sources.reading import Progress, in_order, parts, weights
 from shardwell.checkpoint.sources.safetensors import CONFIG, INDEX, SINGLE
@@ -77,7 +79,7 @@ def to_safetensors(
     names = weights(source)
     _warn_if_part(source)
     entries = {name: _entry(name.removeprefix(MODEL), source.tensors[name], dtype) for name in names}
-    batches = _batches([(name, entry.num_bytes) for name, entry in entries.items()], max_file_bytes)
+    batches = split_by_size([(name, entry.num_bytes) for name, entry in entries.items()], max_file_bytes)
     with _new_directory(out_dir) as path:
         weight_map = {}
         for number, batch in enumerate(batches, start=1):
@@ -97,6 +99,30 @@ def to_safetensors(
             _write_json(path / GENERATION, source.values["generation_config"])
         _copy_tokenizer(source, tokenizer, path)
     return Path(out_dir)
+
+
+def to_quantized(
+    source: Source,
+    out_dir: str | os.PathLike[str],
+    kind: Quantizer,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE,
+    progress: Progress | None = None,
+    *,
+    merges: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write the same as `to_safetensors`, with the weights of linear layers in int8 or fp8 (`quantized_weights.py`).
+
+    `from_pretrained` and servers need the package compressed-tensors to load it.
+    """
+    if adapters_of(source) is not None and not merges:
+        raise CheckpointError(f"{source.where}: holds adapters of peft; quantise them with --merge, into their base")
+    if merges:
+        source, progress = merge(source, progress), None
+    return to_safetensors(
+        QuantizedSource(source, kind, dtype), out_dir, None, max_file_bytes, progress, tokenizer=tokenizer
+    )
 
 
 def _to_adapters(
@@ -145,7 +171,7 @@ def to_own(
     if folder.is_committed(tag):
         raise CheckpointError(f"{folder.root / tag}: exists; remove it, or use another tag")
     sizes = [(name, stored.numel * stored.dtype.itemsize) for name, stored in source.tensors.items()]
-    batches = _batches(sizes, max_file_bytes)
+    batches = split_by_size(sizes, max_file_bytes)
     path = folder.begin(tag)
     with contextlib.suppress(CheckpointError):  # old temporary directories must not stop an export
         folder.clean()
@@ -155,7 +181,7 @@ def to_own(
             file = f"{number:05}.safetensors"
             entries = [Entry(name, source.tensors[name].dtype, source.tensors[name].shape) for name in batch]
             files[file] = stream(path / file, entries, lambda name: parts(source, name, progress))
-            tensors.update({name: _record(name, source.tensors[name], file) for name in batch})
+            tensors.update({name: _record(name, source, file) for name in batch})
         return folder.commit(path, tag, Manifest(tensors, files, dict(source.values)))
     except BaseException:
         with contextlib.suppress(CheckpointError):
@@ -169,6 +195,34 @@ def to_dcp(source: Source, out_dir: str | os.PathLike[str], progress: Progress |
 
     with _new_directory(out_dir) as path:
         export_dcp.write(source, path, progress)
+    return Path(out_dir)
+
+
+def to_deepspeed(
+    source: Source,
+    out_dir: str | os.PathLike[str],
+    ranks: int | None = None,
+    stage: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a folder as an engine of DeepSpeed would, at a stage (1 to 3) and a number of ranks; by default the run's.
+
+    Its files are pickles by nature: they are made by `torch.save` of plain values and tensors.
+    """
+    from shardwell.checkpoint import export_deepspeed
+
+    with _new_directory(out_dir) as path:
+        export_deepspeed.write(source, path, ranks, stage, progress)
+    return Path(out_dir)
+
+
+def to_universal(source: Source, out_dir: str | os.PathLike[str], progress: Progress | None = None) -> Path:
+    """Write a checkpoint in DeepSpeed's universal format, and its name to `latest_universal` beside it."""
+    from shardwell.checkpoint import export_universal
+
+    with _new_directory(out_dir) as path:
+        export_universal.write(source, path, progress)
+    export_universal.name_latest(Path(os.path.abspath(out_dir)))
     return Path(out_dir)
 
 
@@ -217,8 +271,8 @@ def _write_json(path: Path, content: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _batches(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Yield the names in order, in batches that each fit into one file."""
+def split_by_size(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Return the names in order, in batches that each fit into one file."""
     if limit < 1:
         raise CheckpointError(f"the largest size of a file: expected at least 1 byte, found {limit}")
     batches: list[list[str]] = [[]]
@@ -255,8 +309,11 @@ def _config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, A
     return {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
 
 
-def _record(name: str, stored: StoredTensor, file: str) -> TensorRecord:
+def _record(name: str, source: Source, file: str) -> TensorRecord:
+    stored = source.tensors[name]
     kind = f"state:{name.rpartition('/')[2]}" if name.startswith(STATE) else "parameter"
+    if name.startswith(MODEL) and name.removeprefix(MODEL) in (names_in(source.values, "buffers") or ()):
+        kind = "buffer"
     pieces = (FilePiece(file, name, 0, stored.numel),) if stored.numel else ()
     return TensorRecord(stored.dtype, stored.shape, tuple(stored.order), kind, pieces)
 

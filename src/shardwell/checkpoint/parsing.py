@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from io import FileIO
@@ -28,9 +29,11 @@ DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LIMIT = 2**63  # sizes in bytes and elements stay below this
 MAX_DIMS = 64  # torch's limit
 MAX_DIGITS, MAX_BITS = 1000, 3300  # of a whole number in JSON; that many bits have fewer digits
@@ -103,6 +106,15 @@ def parse_shape(shape: Any, where: str) -> tuple[int, ...]:
 
 def is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LIMIT
+
+
+def parse_byte_size(text: str, what: str) -> int:
+    """Return the bytes of a size such as 5GB; `what` names it in the message."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]I?B)?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS.get(match[2] or "", 0)) if match is not None else 0
+    if size < 1:
+        raise CheckpointError(f"{what} {text}: expected a size such as 5GB, 500MB or 2GiB")
+    return size
 
 
 def show(value: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from shardwell.checkpoint.sources import Source
 from shardwell.errors import CheckpointError
 from shardwell.json_values import encode
 from shardwell.optim import ShardedOptimizer
+from shardwell.sharding import Unit
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
@@ -54,13 +55,29 @@ def module_of_extra(model: nn.Module, key: str) -> nn.Module:
     return model.get_submodule(key.removesuffix(_EXTRA).rstrip("."))
 
 
-def of_optimizer(optimizer: ShardedOptimizer | None, put: Callable[[Tensor], str]) -> Any:
-    """Return the optimizer's class name and the options of its parameter groups."""
+def of_optimizer(optimizer: ShardedOptimizer | None, model: nn.Module, put: Callable[[Tensor], str]) -> Any:
+    """Return the optimizer's class name, and the options of its parameter groups with the names of their parameters."""
     if optimizer is None:
         return None
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     kept = [what_can_be_saved(group, f"optimizer.param_groups[{i}]", put) for i, group in enumerate(groups)]
+    labels = {name: optimizer.shards.labels[name] for name in optimizer.shards.numbers}
+    names = in_order_of_model(labels, model)
+    for index, group in enumerate(kept):
+        group["params"] = [name for name in names if labels[name] == index]
     return {"kind": type(optimizer.inner).__name__, "param_groups": kept}
+
+
+def frozen_names(units: Sequence[Unit], model: nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained."""
+    groups = [group for unit in units for group in unit.groups if not group.trainable]
+    return in_order_of_model([slot.name for group in groups for slot in group.layout.slots], model)
+
+
+def in_order_of_model(names: Iterable[str], model: nn.Module) -> list[str]:
+    """Return names in the order in which the model lists its parameters; ranks and stages have orders of their own."""
+    place = {name: index for index, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    return sorted(names, key=lambda name: place.get(name, len(place)))
 
 
 def what_can_be_saved(state: dict[str, Any], where: str, put: Callable[[Tensor], str]) -> dict[str, Any]:

@@ -28,7 +28,14 @@ from shardwell.checkpoint.sources import SCALAR, ShardwellSource, Source, is_for
 from shardwell.checkpoint.user_folder import folder_named, nothing_in
 from shardwell.engine import hf_files
 from shardwell.engine.checkpoint_checks import check_names, check_scalars, check_values
-from shardwell.engine.checkpoint_values import check_kind, of_optimizer, random_state, restore_values, what_can_be_saved
+from shardwell.engine.checkpoint_values import (
+    check_kind,
+    frozen_names,
+    of_optimizer,
+    random_state,
+    restore_values,
+    what_can_be_saved,
+)
 from shardwell.engine.consistency import at_a_load
 from shardwell.errors import CheckpointError, DivergenceError
 from shardwell.json_values import decode, encode
@@ -177,7 +184,8 @@ class EngineCheckpoints:
             "config": engine.settings.model_dump(mode="json"),
             "aliases": aliases_of(engine.module, engine._scheduler.units),
             "frozen_excluded": exclude_frozen,
-            "optimizer": of_optimizer(engine.optimizer, _put(contents, "optimizer")),
+            "optimizer": of_optimizer(engine.optimizer, engine.module, _put(contents, "optimizer")),
+            "frozen": frozen_names(engine._scheduler.units, engine.module),
             "scheduler": what_can_be_saved(schedule, "lr_scheduler", _put(contents, "scheduler")),
             "loss_scale": engine._scale.state_dict() if engine._scale.is_on else None,
             "loader": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
@@ -262,7 +270,7 @@ class EngineCheckpoints:
                 path, manifest = folder.path(chosen), folder.open(chosen)
                 mine.append(ShardwellSource(path, manifest, shares=True))
                 return json.dumps({"path": str(path), "manifest": manifest.text()})
-            if is_foreign(root):
+            if is_foreign(root, tag):
                 return json.dumps({})
             folder = Folder(root)
             if tag is not None:

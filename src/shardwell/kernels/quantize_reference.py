@@ -52,6 +52,18 @@ def decode_sum(kind: Kind, data: Tensor, out: Tensor, factor: float, add: bool) 
 
 
 @torch.no_grad()
+def encode_rows(kind: Kind, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes (n, m), of int8 or fp8, and scales (n, 1) of bf16, of rows (n, m): one block for each row.
+
+    This is the arithmetic of `encode` with blocks as long as rows, for formats that have a scale for each row.
+    """
+    values = rows.float().contiguous()
+    upper = _upper_halves(kind, values)
+    codes = _codes(kind, values, _wide(upper))
+    return codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8), _wide(upper).bfloat16().unsqueeze(-1)
+
+
+@torch.no_grad()
 def error_bound(kind: Kind, source: Tensor) -> Tensor:
     values = _blocks(source.float())
     scale = _wide(_upper_halves(kind, values)).unsqueeze(-1)

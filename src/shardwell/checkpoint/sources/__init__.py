@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from shardwell.checkpoint.folder import Folder
-from shardwell.checkpoint.manifest import NAME
+from shardwell.checkpoint.manifest import NAME, plain_name
 from shardwell.checkpoint.sources import dcp, safetensors
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source, StoredTensor
 from shardwell.checkpoint.sources.dcp import DcpSource
@@ -47,7 +47,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
     if own is not None:
         folder, chosen = own
         return ShardwellSource(folder.path(chosen), folder.open(chosen))
-    if is_deepspeed(path):
+    if is_deepspeed(path) or (tag is not None and is_foreign(path, tag)):
         return DeepSpeedSource(path, tag)
     if tag is not None:
         raise CheckpointError(
@@ -76,14 +76,18 @@ def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Fo
     folder = Folder(path)
     if not path.is_dir() or not folder.has_any():
         return None
+    if tag is not None and not folder.is_committed(tag) and is_foreign(path, tag):
+        return None  # converted checkpoints may be beside their origin
     chosen = tag or folder.latest()
     assert chosen is not None
     return folder, chosen
 
 
-def is_foreign(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path holds a checkpoint of another library."""
+def is_foreign(path: str | os.PathLike[str], tag: str | None = None) -> bool:
+    """Tell whether a path, or the tag in it, holds a checkpoint of another library."""
     path = Path(path)
+    if tag is not None and plain_name(tag) and is_deepspeed(path / tag):
+        return True
     return is_deepspeed(path) or (path / dcp.METADATA).is_file() or safetensors.find(path) is not None
 
 

@@ -4,6 +4,7 @@
     root/<tag>/mp_rank_00_model_states.pt                   stages 0 to 2: the model, counters, what the user saved
     root/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt  stage 3: the same, with a rank's part of frozen parameters
     root/<tag>/zero_pp_rank_<r>_mp_rank_00_optim_states.pt  a rank's part of masters and state; may begin with bf16_
+    root/<tag>/zero/<name>/fp32.pt, exp_avg.pt, ...         instead of these, in the universal format (`universal.py`)
 
 No code from a file is run (`torch_files.py`). Files are memory-mapped, so that only the slices that are used are read.
 `flat_parts.py` knows the position of elements. Names and sizes are checked when the source is opened.
@@ -23,6 +24,7 @@ from torch import Tensor
 from shardwell.checkpoint.folder import LATEST
 from shardwell.checkpoint.manifest import MAX_NAME, plain_name
 from shardwell.checkpoint.parsing import failing, is_size, parse_shape, show
+from shardwell.checkpoint.sources import universal
 from shardwell.checkpoint.sources.base import MODEL, StoredTensor
 from shardwell.checkpoint.sources.flat_parts import FlatPart, FlatParts, Shapes, cut_each, cut_together
 from shardwell.checkpoint.sources.torch_files import Stub, json_entries, load, number
@@ -40,6 +42,7 @@ STUBS = (
     "__builtin__.getattr",  # its name in protocol 2
 )
 STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+LOSS_SCALE = "shardwell_loss_scale"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 OWN = {  # entries of the model states that are DeepSpeed's; all others are the user's
     *COUNTERS,
@@ -54,7 +57,6 @@ _OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?
 _REFUSED = {
     re.compile(r"layer_\d+-model_.*"): "layers of pipeline parallelism",
     re.compile(r"(?:layer_\d+_)?expert_.*|expp_rank_.*"): "experts that are split over ranks",
-    re.compile(r"zero"): "parameters in the universal format",
 }
 _SPLIT_MODEL = "tensor or pipeline parallelism splits this model; only data-parallel checkpoints can be read"
 
@@ -167,9 +169,9 @@ class _Files:
                 rank = int(match["rank"] or 0)
                 if int(match["mp"]):
                     raise CheckpointError(f"{directory / name}: {_SPLIT_MODEL}")
-                if rank in files:
+                if rank in files and not universal.is_universal(directory):
                     raise CheckpointError(f"{directory / name}: a second file of the same rank; remove the old one")
-                files[rank] = directory / name
+                files.setdefault(rank, directory / name)  # in order of names: that of the whole model comes first
         if 0 not in found.model:
             raise CheckpointError(f"{directory}: the model states of rank 0 are missing; is this from DeepSpeed?")
         return found
@@ -199,7 +201,9 @@ def _read(files: _Files, parts: FlatParts) -> dict[str, Any]:
     main = files.open(files.model[0])
     if main.take(int, "mp_world_size") != 1:
         raise CheckpointError(f"{main.path}: mp_world_size is {main.content['mp_world_size']}: {_SPLIT_MODEL}")
-    if main.content.get("param_shapes") is None:
+    if universal.is_universal(files.directory):
+        values = _read_universal(files, main, parts)
+    elif main.content.get("param_shapes") is None:
         values = _read_plain(files, main, parts)
     else:
         values = _read_zero(files, main, parts)
@@ -220,7 +224,8 @@ def _read_plain(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
         for name, owner in zip(group.get("param_names", ()), group["params"], strict=False):
             for key, value in saved["state"].get(owner, {}).items():
                 parts.add_state(name, key, value, main.path)
-    return {"aliases": aliases, "optimizer": _optimizer(main, saved)}
+    names = [[str(name) for name in group.get("param_names", ())] for group in saved["param_groups"]]
+    return {"stage": 0, "aliases": aliases, "optimizer": _optimizer(main, saved, names if all(names) else None)}
 
 
 def _read_zero(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
@@ -245,11 +250,56 @@ def _read_zero(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
         spans, sizes = cut_each(numels, ranks) if stage == 3 else cut_together(numels, paddings[index], ranks)
         parts.add_group(shapes, spans, [of_rank[index] for of_rank in held], sizes)
     return {
-        "aliases": json_entries({key: name for key, name in shared.items() if f"{MODEL}{name}" in parts.tensors}),
-        "optimizer": _optimizer(main, content.get(state)),
+        "stage": stage,
+        "aliases": _aliases(shared, parts),
+        "optimizer": _optimizer(main, content.get(state), _names(content.get(state), groups)),
+        "frozen": _not_trained(main, groups, parts),
         "frozen_excluded": stage > 1 and main.content.get("frozen_param_shapes", {}) is None,
-        **_loss_scale(content.get("loss_scaler")),
+        **_loss_scale(content),
     }
+
+
+def _read_universal(files: _Files, main: _File, parts: FlatParts) -> dict[str, Any]:
+    """Read the universal format: a file for each parameter and state, and model states of any stage."""
+    groups = [_shapes(group, main.path) for group in main.take(list, "param_shapes")]
+    shared = main.content.get("shared_params") or {}
+    trained = {name: shape for shapes in groups for name, shape in shapes.items()}
+    if main.path.name.startswith("zero_pp_rank"):
+        _read_frozen(files, main, main.take(int, "dp_world_size"), parts)
+    else:
+        _read_module(main, {*shared, *trained}, parts)
+    universal.add_parameters(files.directory, trained, parts, files.stubs)
+    content = universal.optimizer_values(files.directory, files.stubs)
+    return {
+        "stage": _stage(content),
+        "aliases": _aliases(shared, parts),
+        "optimizer": _optimizer(main, content, _names(content, groups)),
+        "frozen": _not_trained(main, groups, parts),
+        "frozen_excluded": main.content.get("frozen_param_shapes", {}) is None,
+        **_loss_scale(content),
+    }
+
+
+def _aliases(shared: Mapping[str, Any], parts: FlatParts) -> dict[str, Any]:
+    return json_entries({key: name for key, name in shared.items() if f"{MODEL}{name}" in parts.tensors})
+
+
+def _not_trained(main: _File, groups: list[Shapes], parts: FlatParts) -> list[str]:
+    """Return the names of parameters that have no masters."""
+    others = {*(main.content.get("buffer_names") or ()), *(name for shapes in groups for name in shapes)}
+    names = [name.removeprefix(MODEL) for name in parts.tensors if name.startswith(MODEL)]
+    return [name for name in names if name not in others]
+
+
+def _names(saved: Any, groups: list[Shapes]) -> list[list[str]] | None:
+    """Return the names of the parameters of each parameter group, which at stage 3 may have several flat groups."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
+        return None
+    counts = [len(group["params"]) for group in saved["param_groups"]]
+    if sum(counts) != len(groups):
+        return None
+    flat = iter(groups)
+    return [[str(name) for _ in range(count) for name in next(flat)] for count in counts]
 
 
 def _read_module(main: _File, others: Collection[str], parts: FlatParts) -> None:
@@ -337,6 +387,7 @@ def _values(content: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "counters": {key: content[key] for key in COUNTERS if type(content.get(key)) is int},
         "client": json_entries({key: value for key, value in content.items() if key not in OWN}),
+        "buffers": list(content.get("buffer_names") or ()),
         "config": json_entries(content.get("ds_config") or {}),
         "versions": json_entries({"deepspeed": content.get("ds_version")}),
         "world_size": content.get("dp_world_size"),
@@ -345,8 +396,8 @@ def _values(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in json_entries(values).items() if value is not None}
 
 
-def _optimizer(main: _File, saved: Any) -> dict[str, Any]:
-    """Return the optimizer's class, if the configuration names it, and the hyperparameters of its groups."""
+def _optimizer(main: _File, saved: Any, names: list[list[str]] | None) -> dict[str, Any]:
+    """Return the optimizer's class, if the configuration names it, and the hyperparameters and names of its groups."""
     block = (main.content.get("ds_config") or {}).get("optimizer")
     found = json_entries({"kind": block["type"]}) if isinstance(block, dict) and "type" in block else {}
     if isinstance(saved, dict):
@@ -355,11 +406,16 @@ def _optimizer(main: _File, saved: Any) -> dict[str, Any]:
             for group in saved["param_groups"]
         ]
         found["param_groups"] = [json_entries(group) for group in groups]
+        for group, members in zip(found["param_groups"], names or (), strict=False):
+            group["params"] = members
     return found
 
 
-def _loss_scale(scaler: Any) -> dict[str, Any]:
-    """Return the loss scale, if losses were scaled."""
+def _loss_scale(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loss scale, if losses were scaled. shardwell writes it as a number beside DeepSpeed's entries."""
+    scaler = content.get("loss_scaler")
     state = scaler.state if isinstance(scaler, Stub) and isinstance(scaler.state, dict) else {}
     value = number(state.get("cur_scale"))
+    if scaler is None and number(content.get(LOSS_SCALE)) is not None:
+        return {"loss_scale": {"value": number(content[LOSS_SCALE])}}
     return {"loss_scale": {"value": value}} if value is not None and (state.get("dynamic") or value != 1) else {}

@@ -14,7 +14,7 @@ from shardwell.checkpoint.boxes import Region, full_region, order_of, reordered
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.pieces import BoxPiece, TensorRecord, check_range, plan
 from shardwell.checkpoint.reader import Reader, room
-from shardwell.checkpoint.sources.base import StoredTensor
+from shardwell.checkpoint.sources.base import MODEL, StoredTensor
 from shardwell.checkpoint.sources.reading import gather
 from shardwell.errors import CheckpointError
 
@@ -28,7 +28,8 @@ class ShardwellSource:
     def __init__(self, path: Path, manifest: Manifest, *, shares: bool = False) -> None:
         self.where = str(path)
         self.tensors = {name: StoredTensor(r.dtype, r.shape, r.stride) for name, r in manifest.tensors.items()}
-        self.values = manifest.values
+        buffers = [name.removeprefix(MODEL) for name, r in manifest.tensors.items() if r.kind == "buffer"]
+        self.values = {"buffers": buffers, **manifest.values} if buffers else manifest.values
         self._path, self._manifest, self._shares = path, manifest, shares
         self._readers: dict[str, Reader] = {}
         self._lock = threading.Lock()
