@@ -47,7 +47,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
     if own is not None:
         folder, chosen = own
         return ShardwellSource(folder.path(chosen), folder.open(chosen))
-    if is_deepspeed(path) or (tag is not None and is_foreign(path, tag)):
+    if is_deepspeed(path) or _is_tag_of_deepspeed(path, tag):
         return DeepSpeedSource(path, tag)
     if tag is not None:
         raise CheckpointError(
@@ -76,7 +76,7 @@ def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Fo
     folder = Folder(path)
     if not path.is_dir() or not folder.has_any():
         return None
-    if tag is not None and not folder.is_committed(tag) and is_foreign(path, tag):
+    if tag is not None and not folder.is_committed(tag) and _is_tag_of_deepspeed(path, tag):
         return None  # converted checkpoints may be beside their origin
     chosen = tag or folder.latest()
     assert chosen is not None
@@ -86,9 +86,17 @@ def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Fo
 def is_foreign(path: str | os.PathLike[str], tag: str | None = None) -> bool:
     """Tell whether a path, or the tag in it, holds a checkpoint of another library."""
     path = Path(path)
-    if tag is not None and plain_name(tag) and is_deepspeed(path / tag):
-        return True
-    return is_deepspeed(path) or (path / dcp.METADATA).is_file() or safetensors.find(path) is not None
+    return (
+        _is_tag_of_deepspeed(path, tag)
+        or is_deepspeed(path)
+        or (path / dcp.METADATA).is_file()
+        or safetensors.find(path) is not None
+    )
+
+
+def _is_tag_of_deepspeed(path: Path, tag: str | None) -> bool:
+    """Tell whether a tag names a checkpoint of DeepSpeed, also in a folder whose `latest` names another kind."""
+    return tag is not None and plain_name(tag) and is_deepspeed(path / tag)
 
 
 def kind_of(source: Source) -> str:
