@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import shardwell
 from shardwell.compat.deepspeed import configuration
@@ -44,6 +45,11 @@ def initialize(
     source = _configuration(args, config, config_params)
     user = configuration.as_dictionary(source)
     _check_mesh(mesh_param, user)
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that is not passed: it would change "
+            "rates that nothing reads. Pass that optimizer too, or a function of the optimizer as lr_scheduler"
+        )
     from shardwell.compat.deepspeed import comm
 
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
