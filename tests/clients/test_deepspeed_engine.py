@@ -77,7 +77,7 @@ said["accumulated"] = [engine.was_step_applied(), engine.global_steps]
 said["unknown"] = error(lambda: engine.no_such_attribute, AttributeError)
 said["replaced"] = error(lambda: engine.timers, AttributeError)
 said["has"] = [hasattr(engine, "timers"), hasattr(engine, "no_such_attribute")]
-said["not stage 3"] = error(engine._zero3_consolidated_16bit_state_dict, ValueError)
+said["not stage 3"] = error(getattr(engine, "_zero3_consolidated_16bit_state_dict"), ValueError)
 engine.set_train_batch_size(4)
 engine.optimizer.param_groups[0]["lr"] = 0.0
 both = []
