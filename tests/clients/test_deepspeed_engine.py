@@ -142,6 +142,7 @@ for _ in range(4):
     engine.backward(engine(x).sum())
     engine.step()
 said["rates"] = rates
+said["schedule"] = [engine.scheduler_name(), engine.scheduler_params()["warmup_num_steps"]]
 # an evaluation without an optimizer keeps a schedule out
 settings = config(3, scheduler={{"type": "WarmupLR", "params": {{}}}})
 only = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=settings)
@@ -251,6 +252,7 @@ def test_the_loop_and_the_answers_are_deepspeeds(tmp_path: Path) -> None:
     assert said["lr_kwargs"] == [0.75, 0.75]
     assert said["no schedule"] == said["lr_kwargs"]
     assert said["rates"] == pytest.approx([0.0, 0.0, 0.25, 0.5])
+    assert said["schedule"] == ["WarmupLR", 4]
     assert said["evaluation"] == [None, None, True]
     assert "no optimizer" in said["no optimizer"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -269,11 +269,15 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def scheduler_name(self) -> str | None:
         """Return the name of the schedule in the configuration."""
-        return self.settings.scheduler.type if self.settings.scheduler is not None else None
+        return self._schedule_block().get("type")
 
     def scheduler_params(self) -> dict[str, Any] | None:
         """Return the arguments of the schedule in the configuration."""
-        return self.settings.scheduler.params if self.settings.scheduler is not None else None
+        return self._schedule_block().get("params")
+
+    def _schedule_block(self) -> Mapping[str, Any]:
+        block = self.config.get("scheduler") if isinstance(self.config, Mapping) else None
+        return block if isinstance(block, Mapping) else {}
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the model and that of accumulated gradients."""
