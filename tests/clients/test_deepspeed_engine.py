@@ -26,7 +26,8 @@ def config(stage=0, **others):
 def make(stage=0, optimizer=torch.optim.SGD, lr=0.1, **others):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-    return deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=lr), config=config(stage, **others))
+    made = optimizer(model.parameters(), lr=lr)
+    return deepspeed.initialize(model=model, optimizer=made, config=config(stage, **others))
 
 
 def error(function, kind=Exception):
@@ -76,7 +77,20 @@ said["accumulated"] = [engine.was_step_applied(), engine.global_steps]
 said["unknown"] = error(lambda: engine.no_such_attribute, AttributeError)
 said["replaced"] = error(lambda: engine.timers, AttributeError)
 said["has"] = [hasattr(engine, "timers"), hasattr(engine, "no_such_attribute")]
-said["not stage 3"] = error(engine._zero3_consolidated_16bit_state_dict, ValueError)
+said["not stage 3"] = error(getattr(engine, "_zero3_consolidated_16bit_state_dict"), ValueError)
+engine.set_train_batch_size(4)
+engine.optimizer.param_groups[0]["lr"] = 0.0
+both = []
+for times in (2, 1):
+    with engine.no_sync():
+        for _ in range(times - 1):
+            engine.backward(engine(x).sum() * 0.01)
+        if times == 2:
+            said["no_sync step"] = error(engine.step, AssertionError)
+    engine.backward(engine(x).sum() * 0.01)
+    engine.step()
+    both.append(engine.get_global_grad_norm())
+said["no_sync"] = [both[0] / both[1], 1.0]
 said["id below stage 3"] = any(hasattr(p, "ds_id") for p in engine.module.parameters())
 engine.destroy()
 
@@ -91,6 +105,9 @@ class Arguments:
     local_rank = 0
 
 
+other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+late = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1.0)
+said["foreign schedule"] = error(lambda: deepspeed.initialize(model=model, lr_scheduler=late, config=config()))
 said["two configs"] = error(lambda: deepspeed.initialize(args=Arguments, model=model, config=config()), AssertionError)
 said["mesh"] = error(lambda: deepspeed.initialize(model=model, config=config(), mesh_param=(1, 2)))
 import base64
@@ -125,8 +142,10 @@ for _ in range(4):
     engine.backward(engine(x).sum())
     engine.step()
 said["rates"] = rates
+said["schedule"] = [engine.scheduler_name(), engine.scheduler_params()["warmup_num_steps"]]
 # an evaluation without an optimizer keeps a schedule out
-only = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config(3, scheduler={{"type": "WarmupLR", "params": {{}}}}))
+settings = config(3, scheduler={{"type": "WarmupLR", "params": {{}}}})
+only = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=settings)
 said["evaluation"] = [only[1], only[3], float(only[0](x).sum()) is not None]
 said["no optimizer"] = error(lambda: only[0].backward(only[0](x).sum()), AssertionError)
 print({MARK!r} + json.dumps(said, default=str))
@@ -147,8 +166,10 @@ def make(stage, gather=True):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     model[0].weight.requires_grad_(False)
     zero = {{"stage": stage, "stage3_gather_16bit_weights_on_model_save": gather}}
-    settings = {{"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "optimizer": {{"type": "Adam", "params": {{"lr": 0.1}}}}}}
-    return deepspeed.initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=settings)[0]
+    adam = {{"type": "Adam", "params": {{"lr": 0.1}}}}
+    settings = {{"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "optimizer": adam}}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=settings)[0]
 
 
 def train(engine):
@@ -165,7 +186,7 @@ for stage in (1, 3):
     saved = engine.save_checkpoint(root, client_state={{"epoch": 3}})
     tags = sorted(name for name in os.listdir(root) if os.path.isdir(os.path.join(root, name)))
     with open(os.path.join(root, "latest")) as file:
-        said[f"saved {{stage}}"] = [saved, tags, file.read().strip()]
+        said[f"saved {{stage}}"] = [saved, tags, file.read().strip(), os.access(root + "/zero_to_fp32.py", os.X_OK)]
     engine.save_checkpoint(root, tag="lean", exclude_frozen_parameters=True)
     whole = engine.module_state_dict()
     said[f"lean {{stage}}"] = sorted(engine.module_state_dict(exclude_frozen_parameters=True))
@@ -173,7 +194,8 @@ for stage in (1, 3):
     other = engine.module_state_dict()
     path, state = engine.load_checkpoint(root, tag=tags[0])
     back = engine.module_state_dict()
-    said[f"loaded {{stage}}"] = [path.endswith(tags[0]), state, engine.global_steps, all(torch.equal(back[n], whole[n]) for n in whole)]
+    same = all(torch.equal(back[n], whole[n]) for n in whole)
+    said[f"loaded {{stage}}"] = [path.endswith(tags[0]), state, engine.global_steps, same]
     said[f"moved {{stage}}"] = any(not torch.equal(other[n], whole[n]) for n in whole)
     said[f"16bit {{stage}}"] = engine.save_16bit_model(root, "weights.bin")
     found = torch.load(os.path.join(root, "weights.bin"), weights_only=True)
@@ -182,7 +204,8 @@ for stage in (1, 3):
     said[f"module {{stage}}"] = all(torch.equal(engine.module_state_dict()[n], other[n]) for n in other)
     engine.destroy()
 engine = make(3, gather=False)
-said["told not to"] = [engine.zero_gather_16bit_weights_on_model_save(), engine.save_16bit_model(folder, "no.bin"), os.path.exists(folder + "/no.bin")]
+wrote = engine.save_16bit_model(folder, "no.bin")
+said["told not to"] = [engine.zero_gather_16bit_weights_on_model_save(), wrote, os.path.exists(folder + "/no.bin")]
 said["signature"] = "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
 part = torch.arange(100.0)[10:12]
 clone = clone_tensors_for_torch_save({{"a": [part]}})["a"][0]
@@ -222,10 +245,14 @@ def test_the_loop_and_the_answers_are_deepspeeds(tmp_path: Path) -> None:
     assert not said["id below stage 3"]
     assert all(said[name] for name in ("no model", "no config", "two configs"))
     assert "sequence parallelism" in said["mesh"]
+    assert "rates that nothing reads" in said["foreign schedule"]
+    assert "inside no_sync" in said["no_sync step"]
+    assert said["no_sync"] == pytest.approx([2.0, 1.0], rel=1e-4)
     assert (said["base64"], said["groups"], said["callable schedule"]) == ([1, 1], 2, ["WarmupLR", True])
     assert said["lr_kwargs"] == [0.75, 0.75]
     assert said["no schedule"] == said["lr_kwargs"]
     assert said["rates"] == pytest.approx([0.0, 0.0, 0.25, 0.5])
+    assert said["schedule"] == ["WarmupLR", 4]
     assert said["evaluation"] == [None, None, True]
     assert "no optimizer" in said["no optimizer"]
 
@@ -235,7 +262,7 @@ def test_files_are_a_contract(tmp_path: Path) -> None:
     said = _say(FILES, tmp_path, str(tmp_path))
     for stage in (1, 3):
         assert said[f"nothing {stage}"] == [None, None]
-        assert said[f"saved {stage}"] == [True, ["global_step2"], "global_step2"]
+        assert said[f"saved {stage}"] == [True, ["global_step2"], "global_step2", True]
         assert said[f"lean {stage}"] == ["0.bias", "1.bias", "1.weight"]
         assert said[f"loaded {stage}"] == [True, {"epoch": 3}, 2, True]
         assert said[f"moved {stage}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,7 @@ WAY_IN = ("-m", "shardwell.compat.deepspeed")
 TOO_LATE = {
     "accelerate": "import accelerate",
     "transformers": "import transformers.integrations.deepspeed",
-    "trl": "import trl.trainer.utils",
-    "lightning": "from lightning.pytorch.strategies import DeepSpeedStrategy\nimport lightning.fabric.strategies.deepspeed "
-    "as d\nbool(d._DEEPSPEED_AVAILABLE)",
+    "lightning": "import lightning.fabric.strategies.deepspeed as d\nbool(d._DEEPSPEED_AVAILABLE)",
 }
 
 
@@ -56,7 +55,10 @@ def test_a_real_deepspeed_is_named_and_not_used(tmp_path: Path) -> None:
     metadata = tmp_path / "deepspeed-0.16.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.16.0\n")
-    words = "import shardwell.compat.deepspeed, deepspeed, importlib.metadata as m; print(deepspeed.__version__, m.version('deepspeed'))"
+    words = (
+        "import shardwell.compat.deepspeed, deepspeed, importlib.metadata as m\n"
+        "print(deepspeed.__version__, m.version('deepspeed'))"
+    )
     done = run_python("-c", words, cwd=tmp_path)
     assert done.stdout.count("shardwell") == 2
     [line] = [line for line in done.stderr.splitlines() if "0.16.0" in line]
@@ -114,6 +116,82 @@ def test_children_of_an_import_do_not_inherit(tmp_path: Path) -> None:
     look = "import importlib.util as u; print(u.find_spec('deepspeed'))"
     words = f"import subprocess, sys, shardwell.compat.deepspeed\nsubprocess.run([sys.executable, '-c', {look!r}])"
     assert run_python("-c", words, cwd=tmp_path).stdout.strip() == "None"
+
+
+@pytest.mark.slow
+def test_accelerate_launch_gets_two_ranks_of_gloo_on_a_cpu(tmp_path: Path) -> None:
+    """Without a backend each rank would take itself for the only one, and train on all data."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
+        "data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(128.0).view(16, 8)), 2)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model, optimizer, data = accelerator.prepare(model, optimizer, data)\n"
+        "seen = 0\n"
+        "for (x,) in data:\n"
+        "    seen += len(x)\n"
+        "    accelerator.backward(model(x).square().mean())\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "weights = accelerator.get_state_dict(model)\n"
+        "kind = str(accelerator.distributed_type)\n"
+        "accelerator.print(type(model).__name__, accelerator.num_processes, kind, seen, len(weights), "
+        "torch.distributed.get_backend())\n"
+        "accelerator.end_training()\n"
+    )
+    launch = ("-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2")
+    more = ("--zero3_save_16bit_model", "true", "--mixed_precision", "no", "--main_process_port", "0")
+    done = run_python(*WAY_IN, *launch, *more, script, cwd=tmp_path, limit=240)
+    assert "DeepSpeedEngine 2 DistributedType.DEEPSPEED 8 4 gloo" in done.stdout, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        (["--num_gpus", "4"], ["-n", "4", "--pass-local-rank"]),
+        (["--num_gpus=2", "--no_local_rank", "--module"], ["-n", "2", "-m"]),
+        (
+            ["--num_nodes", "2", "--num_gpus", "8", "--master_addr", "one", "--master_port", "3"],
+            ["-n", "8", "--nnodes", "2", "--master-addr", "one", "--master-port", "3", "--pass-local-rank"],
+        ),
+        (["--hostfile", "hosts"], ["-n", "4", "--nnodes", "2", "--master-addr", "one", "--master-port", "29500"]),
+        (["--hostfile", "hosts", "--include", "two:1,3"], ["-n", "2", "--pass-local-rank"]),
+    ],
+)
+def test_the_launchers_options_become_those_of_run(options: list[str], command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# two nodes\none slots=4\n\ntwo slots=4\n")
+    words = (
+        "from shardwell.compat.deepspeed import launcher\nimport sys\n"
+        "print(launcher.command_of(launcher._parser().parse_args(sys.argv[1:])))"
+    )
+    done = run_python("-c", words, *options, "script.py", "--deepspeed", "--deepspeed_config", "f.json", cwd=tmp_path)
+    found = ast.literal_eval(done.stdout)
+    assert found[:2] == ["run", "--as-deepspeed"]
+    assert found[2 : 2 + len(command)] == command
+    assert found[-4:] == ["script.py", "--deepspeed", "--deepspeed_config", "f.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--launcher", "pdsh"], "run `shardwell run` once on each node"),
+        (["--autotuning", "run"], "no autotuner"),
+        (["--bind_cores_to_rank"], "numactl"),
+        (["--num_nodes", "2"], "--master_addr"),
+        (["--hostfile", "none"], "no such file"),
+        (["--include", "localhost:0", "--num_gpus", "2"], "keep one kind"),
+    ],
+)
+def test_options_without_a_counterpart_are_refused_with_the_way_out(
+    options: list[str], words: str, tmp_path: Path
+) -> None:
+    done = run_python(*WAY_IN, "--launch", *options, "script.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def _with(folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     has_moe_layers = False
     pipeline_parallelism = False
     enable_backward_allreduce = True
+    inside_no_sync_ctxt = False
     mesh_device: Any = None
 
     def use_arguments(self, config: Any, **given: Any) -> None:
@@ -78,6 +79,10 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """Apply the gradients at a boundary; `lr_kwargs` are handed to the schedule's `step`."""
         if self.optimizer is None:
             raise _UsageError("this engine has no optimizer: pass one to initialize, or name one in the configuration")
+        if self.inside_no_sync_ctxt:
+            raise _UsageError(
+                "step was called inside no_sync, where gradients are held back: call it after the context"
+            )
         before, schedule = self.global_steps, self.lr_scheduler
         if lr_kwargs:
             self.lr_scheduler = None
@@ -88,6 +93,18 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         self._has_stepped = self.global_steps > before
         if lr_kwargs and schedule is not None and self.was_step_applied():
             schedule.step(**lr_kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold gradients back on this rank, at any stage; a step inside is an error, as in DeepSpeed."""
+        if self.inside_no_sync_ctxt:
+            raise _UsageError("no_sync is open already: leave it before it is entered again")
+        self.inside_no_sync_ctxt = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
 
     def step_now(self) -> None:
         """Apply the gradients because the user's own optimizer was stepped; a boundary that was set stays set."""
@@ -252,11 +269,15 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def scheduler_name(self) -> str | None:
         """Return the name of the schedule in the configuration."""
-        return self.settings.scheduler.type if self.settings.scheduler is not None else None
+        return self._schedule_block().get("type")
 
     def scheduler_params(self) -> dict[str, Any] | None:
         """Return the arguments of the schedule in the configuration."""
-        return self.settings.scheduler.params if self.settings.scheduler is not None else None
+        return self._schedule_block().get("params")
+
+    def _schedule_block(self) -> Mapping[str, Any]:
+        block = self.config.get("scheduler") if isinstance(self.config, Mapping) else None
+        return block if isinstance(block, Mapping) else {}
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the model and that of accumulated gradients."""

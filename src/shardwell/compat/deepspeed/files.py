@@ -40,13 +40,18 @@ class EngineFiles(_Base):
         """Save the state of training under `save_dir/tag`, by default `global_step<N>`. All ranks must call it."""
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): expected the name of a folder")
-        return super().save_checkpoint(
+        saved = super().save_checkpoint(
             save_dir,
             tag=tag,
             client_state=dict(client_state or {}),
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
+        if self.global_rank == 0:
+            from shardwell.compat.deepspeed.zero_to_fp32 import write_zero_to_fp32
+
+            write_zero_to_fp32(save_dir)
+        return saved
 
     def load_checkpoint(  # type: ignore[override]
         self,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import shardwell
 from shardwell.compat.deepspeed import configuration
 from shardwell.compat.deepspeed.engine import DeepSpeedEngine
-from shardwell.config import load
 from shardwell.errors import ConfigError, ShardwellError
 
 
@@ -44,11 +44,16 @@ def initialize(
     source = _configuration(args, config, config_params)
     user = configuration.as_dictionary(source)
     _check_mesh(mesh_param, user)
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that is not passed: it would change "
+            "rates that nothing reads. Pass that optimizer too, or a function of the optimizer as lr_scheduler"
+        )
     from shardwell.compat.deepspeed import comm
+    from shardwell.compat.deepspeed.config_reading import for_engine
 
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    read_as = configuration.as_deepspeed_reads(user)
-    schedule = lr_scheduler if lr_scheduler is not None else _schedule_of(read_as, optimizer)
+    read_as, schedule = for_engine(user, optimizer=optimizer, lr_scheduler=lr_scheduler)
     made = shardwell.initialize(
         model=model,
         optimizer=optimizer,
@@ -102,24 +107,6 @@ def _check_mesh(mesh_param: Any, config: Any) -> None:
             f"mesh_param {tuple(sizes)}: there is no sequence parallelism, so the second number must be 1; every rank "
             "trains on data of its own"
         )
-
-
-def _schedule_of(config: Any, optimizer: Any) -> Callable[[Any], Any] | None:
-    """Return a function that makes the schedule of the file, with DeepSpeed's numbers, for the optimizer."""
-    block = config.get("scheduler") if isinstance(config, Mapping) else None
-    if not block or (optimizer is None and not config.get("optimizer")):
-        return None  # without an optimizer, as for evaluation, there is nothing to schedule
-    settings = load(config, optimizer_given=optimizer is not None)
-    if settings.scheduler is None:
-        return None
-    kind, params = settings.scheduler.type, settings.scheduler.params
-
-    def make(attached: Any) -> Any:
-        from shardwell.compat.deepspeed.lr_schedules import from_config
-
-        return from_config(kind, params, attached)
-
-    return make
 
 
 def _check_mpu(mpu: Any, world_size: int) -> None:

@@ -20,11 +20,6 @@ _FRAGMENTS = {
     for part in ("full", "local")
     for state in ("fp32_param", "grad", "optimizer_state")
 }
-_ZERO_TO_FP32 = supported(
-    "zero_to_fp32",
-    *("get_fp32_state_dict_from_zero_checkpoint", "convert_zero_checkpoint_to_fp32_state_dict"),
-    *("load_state_dict_from_zero_checkpoint", "get_model_state_file", "get_optim_files", "get_model_state_files"),
-)
 _INSIDES = "the parts of a parameter are the engine's business; use safe_get_full_fp32_param and its relatives"
 
 _PACKAGE: dict[str, Row] = {
@@ -114,7 +109,7 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.utils.module_utils": supported("modules", "recursive_getattr", "recursive_setattr"),
     "deepspeed.utils.torch": supported("modules", "required_torch_version"),
     "deepspeed.utils.timer": supported("timer", "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer"),
-    "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
+    "deepspeed.utils.zero_to_fp32": everything("zero_to_fp32"),
     "deepspeed.checkpoint": {
         **refused(
             "checkpoints of shardwell load at any number of ranks; `shardwell checkpoint` converts others",
@@ -123,7 +118,7 @@ MODULES: dict[str, dict[str, Row]] = {
         **refused(MODEL_PARALLEL, "SubparamShape"),
     },
     "deepspeed.checkpoint.utils": supported("files", "clone_tensors_for_torch_save"),
-    "deepspeed.checkpoint.ds_to_universal": supported("universal", "main", "parse_arguments"),
+    "deepspeed.checkpoint.ds_to_universal": everything("universal"),
     "deepspeed.ops": {
         **supported("op_builders", "__compatible_ops__"),
         **refused(KERNELS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"),

@@ -31,6 +31,7 @@ _STATE_MOVES = "engine.offload_states and engine.reload_states move states"
 
 MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.runtime": {},
+    "deepspeed.runtime.constants": everything("constants"),
     "deepspeed.runtime.engine": {
         **supported("engine", "DeepSpeedEngine"),
         **supported("runtime_names", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),

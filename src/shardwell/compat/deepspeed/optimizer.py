@@ -56,6 +56,11 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """The loss scale as an object, with `cur_scale`, `loss_scale` and `dynamic`."""
         return _LossScaler(self)
 
+    @property
+    def loss_scale_config(self) -> Any:
+        """The loss scale and its rules, as `loss_scaler`."""
+        return _LossScaler(self)
+
     def get_global_norm(self) -> float | None:
         """Return the norm of the gradients at the last step, before clipping."""
         norm = self.global_norm()
@@ -92,6 +97,25 @@ class _LossScaler:
     @property
     def dynamic(self) -> bool:
         return self._optimizer.dynamic_loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self._optimizer.dynamic_loss_scale
+
+    @property
+    def scale_window(self) -> int:
+        return int(self._rule("window", 1000))
+
+    @property
+    def min_loss_scale(self) -> float:
+        return float(self._rule("smallest", 1.0))
+
+    @property
+    def scale_factor(self) -> float:
+        return 2.0
+
+    def _rule(self, name: str, default: float) -> float:
+        return float(getattr(getattr(self._optimizer.scale, "rules", None), name, default))
 
 
 ZeROOptimizer = DeepSpeedOptimizer
