@@ -16,7 +16,7 @@ from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.training import distance
 
-OPTIONS = {"lr": 1e-2}
+OPTIONS = {"lr": 0.1}
 
 
 def train(engine: shardwell.Engine, seed: int) -> None:
@@ -28,7 +28,7 @@ def train(engine: shardwell.Engine, seed: int) -> None:
 def plainly(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Gpt().to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     for batch in [*batches(2, 4, seed=0), *batches(2, 4, seed=1)]:
         optimizer.zero_grad()
         model(batch).backward()
@@ -45,7 +45,7 @@ def with_numpy(stage: int, born_sharded: bool) -> dict[str, Tensor]:
     else:
         model = Gpt().double()
         model.embed.weight.detach().numpy().sum()
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage)).engine
     train(engine, 0)
     with shardwell.zero.GatheredParameters(list(model.parameters())):
@@ -63,14 +63,14 @@ def with_numpy(stage: int, born_sharded: bool) -> dict[str, Tensor]:
 def test_training_goes_on_after_numpy_has_seen_the_parameters(ranks: Ranks, stage: int, born_sharded: bool) -> None:
     expected = plainly(torch.float32 if born_sharded else torch.float64)
     for found in ranks.run(2, with_numpy, stage, born_sharded):
-        assert distance(found, expected)[0] < (1e-4 if born_sharded else 1e-10)
+        assert distance(found, expected)[0] < (1e-5 if born_sharded else 1e-10)
 
 
 def kept_view() -> dict[str, Tensor]:
     """A numpy view of a block that lives through the next steps."""
     torch.manual_seed(0)
     model = Gpt().double()
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3)).engine
     kept: list[Any] = []
     hook = model.blocks[1].register_forward_hook(lambda block, *_: kept.append(block.up.weight.detach().numpy()))
@@ -89,7 +89,7 @@ def test_a_numpy_view_that_is_kept_costs_memory_and_nothing_else(ranks: Ranks) -
 
 def described(stage: int) -> tuple[list[tuple[str, tuple[int, ...], str]], list[str]]:
     model = Gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage)).engine
     state = model.state_dict() if dist.get_rank() else {}  # a rank alone: no collective may follow from it
     words = []
