@@ -46,7 +46,8 @@ ADAM = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"
 def arguments(where, deepspeed, **more):
     options = dict(output_dir=f"{folder}/{where}", per_device_train_batch_size=2, num_train_epochs=2,
                    learning_rate=1e-2, lr_scheduler_type="linear", logging_steps=1, report_to=[],
-                   save_strategy="no", seed=0, gradient_accumulation_steps=2, max_grad_norm=0.5, disable_tqdm=True, weight_decay=0.1)
+                   save_strategy="no", seed=0, gradient_accumulation_steps=2, max_grad_norm=0.5, disable_tqdm=True,
+                   weight_decay=0.1)
     options.update(more)
     if deepspeed is None:
         return TrainingArguments(use_cpu=True, **options)
