@@ -52,6 +52,7 @@ def train(accelerator, prepared, clip, epochs=1):
     return losses + norms + rates
 
 def compare(stage, micro, clip, offload, folder):
+    os.makedirs(folder, exist_ok=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro)
     prepared = accelerator.prepare(*parts())
     expected = train(accelerator, prepared, clip, 2)
