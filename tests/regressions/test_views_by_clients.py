@@ -16,7 +16,7 @@ from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.training import distance
 
-OPTIONS = {"lr": 1e-2}
+OPTIONS = {"lr": 0.1}
 
 
 def train(engine: shardwell.Engine, seed: int) -> None:
@@ -25,10 +25,10 @@ def train(engine: shardwell.Engine, seed: int) -> None:
         engine.step()
 
 
-def plainly() -> dict[str, Tensor]:
+def plainly(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Gpt().double()
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    model = Gpt().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     for batch in [*batches(2, 4, seed=0), *batches(2, 4, seed=1)]:
         optimizer.zero_grad()
         model(batch).backward()
@@ -36,20 +36,16 @@ def plainly() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def with_numpy(stage: int, born_sharded: bool) -> tuple[dict[str, Tensor], int]:
+def with_numpy(stage: int, born_sharded: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     if born_sharded:
         with shardwell.zero.Init(config_dict_or_path=zero(3)):
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float64)
-            torch.manual_seed(0)
             model = Gpt()
-            torch.set_default_dtype(before)
             model.head.weight.detach().numpy().sum()
     else:
         model = Gpt().double()
         model.embed.weight.detach().numpy().sum()
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage)).engine
     train(engine, 0)
     with shardwell.zero.GatheredParameters(list(model.parameters())):
@@ -58,24 +54,23 @@ def with_numpy(stage: int, born_sharded: bool) -> tuple[dict[str, Tensor], int]:
     assert total != 0
     del views
     train(engine, 1)
-    held = sum(size for (_, _, _), size in engine.memory().now.items())
     found = whole_parameters(model)
     engine.destroy()
-    return found, held
+    return found
 
 
 @pytest.mark.parametrize(("stage", "born_sharded"), [(0, False), (2, False), (3, False), (3, True)])
 def test_training_goes_on_after_numpy_has_seen_the_parameters(ranks: Ranks, stage: int, born_sharded: bool) -> None:
-    expected = plainly()
-    for found, _ in ranks.run(2, with_numpy, stage, born_sharded):
-        assert distance(found, expected)[0] < 1e-10
+    expected = plainly(torch.float32 if born_sharded else torch.float64)
+    for found in ranks.run(2, with_numpy, stage, born_sharded):
+        assert distance(found, expected)[0] < (1e-5 if born_sharded else 1e-10)
 
 
 def kept_view() -> dict[str, Tensor]:
     """A numpy view of a block that lives through the next steps."""
     torch.manual_seed(0)
     model = Gpt().double()
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3)).engine
     kept: list[Any] = []
     hook = model.blocks[1].register_forward_hook(lambda block, *_: kept.append(block.up.weight.detach().numpy()))
@@ -94,7 +89,7 @@ def test_a_numpy_view_that_is_kept_costs_memory_and_nothing_else(ranks: Ranks) -
 
 def described(stage: int) -> tuple[list[tuple[str, tuple[int, ...], str]], list[str]]:
     model = Gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage)).engine
     state = model.state_dict() if dist.get_rank() else {}  # a rank alone: no collective may follow from it
     words = []

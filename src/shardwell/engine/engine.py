@@ -90,8 +90,7 @@ class Engine(nn.Module):
         self._traffic_stats, self._agreement = traffic_stats, agreement
         self._builder = builder
         self._fingerprint = ModelFingerprint(model)
-        self._hooks = UnitHooks(scheduler)
-        self._hooks.follow(scheduler.units)
+        self._hooks = UnitHooks(scheduler, scheduler.units)
         self._spent: weakref.ref[Tensor] | None = None
         self._boundary_override: bool | None = None
         self._watch: StepCallWatch | None = StepCallWatch()

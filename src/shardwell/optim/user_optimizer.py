@@ -122,7 +122,7 @@ def _adopt_or_refuse(optimizer: Optimizer, unit: Any, args: Any, kwargs: Any) ->
             "train nothing. Call engine.step(), or give this optimizer to shardwell.initialize(optimizer=...) and name "
             "none in the configuration."
         )
-    if len(args) > 1 or kwargs.get("closure") is not None:
+    if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
         raise ShardwellError(
             f"a step with a closure must not be the first one of this {name}: give the optimizer to "
             "shardwell.initialize(optimizer=...)"

@@ -25,7 +25,7 @@ from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.gloo import GlooTransport
 from shardwell.parallel.hierarchical import HierarchicalTransport
-from shardwell.parallel.lent_tensors import lend, release
+from shardwell.parallel.lent_tensors import lend_if_small, release
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.replicated import ReplicatedTransport
@@ -322,7 +322,7 @@ class Collectives:
     def _complete(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
         if self.host_drives_progress:
-            args = (lend(args[0]), *args[1:])
+            args = (lend_if_small(args[0]), *args[1:])
         try:
             work = collective(*args, **kwargs, group=self.rank_group.group, async_op=True)
         except RuntimeError as error:

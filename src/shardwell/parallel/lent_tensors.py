@@ -14,8 +14,17 @@ import time
 from torch import Tensor
 
 _LONGEST = 2.0  # seconds that the end of a process waits for collectives that nobody has waited for
+_SMALL = 4096  # elements
 
 _lent: list[tuple[Tensor, int]] = []  # the aliases, and how many owners each has once gloo has let go of it
+
+
+def lend_if_small(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor of control values, such as norms, with which a script may end; others as they are.
+
+    An alias of a large one would keep its memory, and of a parameter's it would look like a view of the user's.
+    """
+    return lend(tensor) if tensor.numel() <= _SMALL and tensor._base is None else tensor
 
 
 def lend(tensor: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardwell.memory import Device, Event, StateKind, TemporaryBuffers
 from shardwell.parallel.gloo import sum_in_rank_order
-from shardwell.parallel.lent_tensors import lend
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.transport import STAGING, Work
@@ -137,8 +136,6 @@ class TorchTransport:
 
     def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start a collective of torch.distributed; raise the cause if that fails."""
-        if self._is_gloo:
-            args = tuple(lend(one) if isinstance(one, Tensor) else one for one in args)
         try:
             return collective(*args, **kwargs, group=self._mesh.group, async_op=True)
         except RuntimeError as error:

@@ -191,10 +191,11 @@ def _cloned_view(unit: Unit, tensor: Tensor) -> Tensor:
 class UnitHooks:
     """The hooks of a scheduler on the modules and parameters of its units."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, units: Sequence[Unit]) -> None:
         self._scheduler = scheduler
         self._handles: dict[Unit, list[RemovableHandle]] = {}
         self._has_warned = False
+        self.follow(units)
 
     def follow(self, units: Sequence[Unit]) -> None:
         """Hook these units, and no others any more."""
