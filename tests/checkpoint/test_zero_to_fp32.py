@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwell.checkpoint.contents import Contents
 from shardwell.checkpoint.sources import open_source
-from shardwell.compat.deepspeed import zero_to_fp32 as z
+from shardwell.compat.deepspeed_api import zero_to_fp32 as z
 from shardwell.errors import CheckpointError
 from tests.support.checkpoint_samples import same_bits
 from tests.support.command import environment

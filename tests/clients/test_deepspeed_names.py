@@ -9,9 +9,9 @@ from tests.support.as_deepspeed import MARK, results, run_python
 LOOK = f"""
 import json
 import shardwell.compat.deepspeed
-from shardwell.compat.deepspeed import names
-from shardwell.compat.deepspeed.refusal import UnsupportedNameError
-from shardwell.compat.deepspeed.rows import Absent, Refused
+from shardwell.compat.deepspeed_api import names
+from shardwell.compat.deepspeed_api.refusal import UnsupportedNameError
+from shardwell.compat.deepspeed_api.rows import Absent, Refused
 
 broken, refused, found = [], 0, 0
 for module, name, row in names.rows():

@@ -164,7 +164,7 @@ def test_accelerate_launch_gets_two_ranks_of_gloo_on_a_cpu(tmp_path: Path) -> No
 def test_the_launchers_options_become_those_of_run(options: list[str], command: list[str], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# two nodes\none slots=4\n\ntwo slots=4\n")
     words = (
-        "from shardwell.compat.deepspeed import launcher\nimport sys\n"
+        "from shardwell.compat.deepspeed_api import launcher\nimport sys\n"
         "print(launcher.command_of(launcher._parser().parse_args(sys.argv[1:])))"
     )
     done = run_python("-c", words, *options, "script.py", "--deepspeed", "--deepspeed_config", "f.json", cwd=tmp_path)

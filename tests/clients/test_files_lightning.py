@@ -12,7 +12,7 @@ import torch
 
 from shardwell.checkpoint.export import to_deepspeed
 from shardwell.checkpoint.sources import open_source
-from shardwell.compat.deepspeed import zero_to_fp32
+from shardwell.compat.deepspeed_api import zero_to_fp32
 from tests.support.odd_model import Odd, save
 
 converter = pytest.importorskip("lightning.pytorch.utilities.deepspeed")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.compat.deepspeed import comm, groups
-from shardwell.compat.deepspeed.runtime_names import CheckOverflow, clip_grad_norm_
+from shardwell.compat.deepspeed_api import comm, groups
+from shardwell.compat.deepspeed_api.runtime_names import CheckOverflow, clip_grad_norm_
 from shardwell.errors import ShardwellError
 from tests.support.command import environment
 from tests.support.ranks import Ranks
@@ -103,7 +103,7 @@ def test_norms_overflows_and_groups_are_those_of_all_ranks(ranks: Ranks) -> None
 
 ALONE = """
 import os, torch
-from shardwell.compat.deepspeed import comm
+from shardwell.compat.deepspeed_api import comm
 assert (comm.get_rank(), comm.get_world_size(), comm.is_initialized()) == (0, 1, False)
 comm.barrier()
 try:

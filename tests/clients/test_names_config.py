@@ -11,11 +11,11 @@ import pytest
 import torch
 from pydantic import Field, ValidationError
 
-from shardwell.compat.deepspeed import config_models as models
-from shardwell.compat.deepspeed import constants
-from shardwell.compat.deepspeed import runtime_names as names
-from shardwell.compat.deepspeed.config_object import DeepSpeedConfig, DtypeEnum
-from shardwell.compat.deepspeed.key_names import KEYS_OF_DEEPSPEED, dotted_keys
+from shardwell.compat.deepspeed_api import config_models as models
+from shardwell.compat.deepspeed_api import constants
+from shardwell.compat.deepspeed_api import runtime_names as names
+from shardwell.compat.deepspeed_api.config_object import DeepSpeedConfig, DtypeEnum
+from shardwell.compat.deepspeed_api.key_names import KEYS_OF_DEEPSPEED, dotted_keys
 
 
 class Simple(models.DeepSpeedConfigModel):

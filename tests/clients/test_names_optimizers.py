@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.compat.deepspeed import op_builders
-from shardwell.compat.deepspeed import optimizers as named
+from shardwell.compat.deepspeed_api import op_builders
+from shardwell.compat.deepspeed_api import optimizers as named
 from shardwell.offload.cpu_kernels import kernel_for
 from shardwell.optim.elementwise import kind_by_step
 from shardwell.optim.lamb import Lamb

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.compat.deepspeed import accelerator, estimates
-from shardwell.compat.deepspeed import logging as logs
-from shardwell.compat.deepspeed import runtime_names as names
-from shardwell.compat.deepspeed.arguments import add_config_arguments, config_of
-from shardwell.compat.deepspeed.loader import RepeatingLoader
+from shardwell.compat.deepspeed_api import accelerator, estimates
+from shardwell.compat.deepspeed_api import logging as logs
+from shardwell.compat.deepspeed_api import runtime_names as names
+from shardwell.compat.deepspeed_api.arguments import add_config_arguments, config_of
+from shardwell.compat.deepspeed_api.loader import RepeatingLoader
 from shardwell.errors import ShardwellError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.compat.deepspeed import lr_schedules as lrs
-from shardwell.compat.deepspeed.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from shardwell.compat.deepspeed_api import lr_schedules as lrs
+from shardwell.compat.deepspeed_api.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def optimizer(*rates: Any, kind: Any = torch.optim.Adam) -> Any:

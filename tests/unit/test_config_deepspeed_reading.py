@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.compat.deepspeed import lr_schedules
-from shardwell.compat.deepspeed.config_reading import for_engine
-from shardwell.compat.deepspeed.key_names import FEATURES_OF_DEEPSPEED, KEYS_OF_DEEPSPEED, dotted_keys
-from shardwell.compat.deepspeed.migration import disposition, page
+from shardwell.compat.deepspeed_api import lr_schedules
+from shardwell.compat.deepspeed_api.config_reading import for_engine
+from shardwell.compat.deepspeed_api.key_names import FEATURES_OF_DEEPSPEED, KEYS_OF_DEEPSPEED, dotted_keys
+from shardwell.compat.deepspeed_api.migration import disposition, page
 from shardwell.config import load
 from shardwell.errors import ConfigError
 from tests.support.configs import nested, refusal
@@ -317,7 +317,7 @@ def test_the_documented_defaults_are_in_the_list() -> None:
 
 def test_the_migration_page_is_what_the_tables_say() -> None:
     written = (ROOT / "docs" / "deepspeed-migration.md").read_text()
-    assert written == page(), "run python -m shardwell.compat.deepspeed.migration > docs/deepspeed-migration.md"
+    assert written == page(), "run python -m shardwell.compat.deepspeed_api.migration > docs/deepspeed-migration.md"
 
 
 def test_a_key_without_a_row_is_an_error_of_the_page() -> None:

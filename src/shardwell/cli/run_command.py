@@ -55,7 +55,7 @@ def run(
     _check(script[0], module, most, master_addr, local_world_size, min_ranks)
     place = LaunchTopology(local_world_size, fewest, most, master_addr, master_port, join_time)
     if as_deepspeed:
-        from shardwell.compat.deepspeed.children import inherit
+        from shardwell.compat.deepspeed_api.children import inherit
 
         inherit()
     if pass_local_rank:

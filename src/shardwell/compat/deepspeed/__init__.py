@@ -4,6 +4,6 @@ Import it before the libraries that look for DeepSpeed (Accelerate, Transformers
 by `shardwell run --as-deepspeed` or `python -m shardwell.compat.deepspeed`. Nothing is installed under its name.
 """
 
-from shardwell.compat.deepspeed.hook import switch_on
+from shardwell.compat.deepspeed_api.hook import switch_on
 
 switch_on()

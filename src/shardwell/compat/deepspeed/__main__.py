@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from shardwell.compat.deepspeed.children import inherit
+from shardwell.compat.deepspeed_api.children import inherit
 from shardwell.errors import ShardwellError
 
 USAGE = (
@@ -27,7 +27,7 @@ def main() -> None:
     inherit()
     try:
         if arguments[0] == "--launch":
-            from shardwell.compat.deepspeed.launcher import main as launch
+            from shardwell.compat.deepspeed_api.launcher import main as launch
 
             launch(arguments[1:])
             return

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 import shardwell.zero
-from shardwell.compat.deepspeed import configuration
-from shardwell.compat.deepspeed.parameters import label
+from shardwell.compat.deepspeed_api import configuration
+from shardwell.compat.deepspeed_api.parameters import label
 from shardwell.errors import ShardwellError
 from shardwell.zero import GatheredParameters, TiledLinear
 

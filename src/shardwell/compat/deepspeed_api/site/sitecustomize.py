@@ -1,7 +1,7 @@
 """Python imports this at its start if its folder is on PYTHONPATH: it switches DeepSpeed's names on, if asked to.
 
-`shardwell.compat.deepspeed.children` puts the folder there. The user's own `sitecustomize`, which this one hides, is
-executed first.
+`shardwell.compat.deepspeed_api.children` puts the folder there. The user's own `sitecustomize`, which this one hides,
+is executed first.
 """
 
 from __future__ import annotations

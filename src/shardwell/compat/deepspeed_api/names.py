@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from shardwell.compat.deepspeed.names_package import MODULES as PACKAGE_MODULES
-from shardwell.compat.deepspeed.names_refused import WHOLE_MODULES
-from shardwell.compat.deepspeed.names_runtime import MODULES as RUNTIME_MODULES
-from shardwell.compat.deepspeed.refusal import refuse
-from shardwell.compat.deepspeed.rows import Absent, Constant, Everything, Refused, Row, SameModule, Supported
+from shardwell.compat.deepspeed_api.names_package import MODULES as PACKAGE_MODULES
+from shardwell.compat.deepspeed_api.names_refused import WHOLE_MODULES
+from shardwell.compat.deepspeed_api.names_runtime import MODULES as RUNTIME_MODULES
+from shardwell.compat.deepspeed_api.refusal import refuse
+from shardwell.compat.deepspeed_api.rows import Absent, Constant, Everything, Refused, Row, SameModule, Supported
 
 TABLE: dict[str, dict[str, Row]] = {**PACKAGE_MODULES, **RUNTIME_MODULES}
 
@@ -84,7 +84,7 @@ def fill(module: ModuleType) -> None:
 
     found = TABLE.get(fullname, {})
     rest = found.get("*")
-    module.__doc__ = f"{fullname} as shardwell has it; see shardwell.compat.deepspeed.names."
+    module.__doc__ = f"{fullname} as shardwell has it; see shardwell.compat.deepspeed_api.names."
     module.__dict__["__getattr__"] = getattr_of_module
     listed = [name for name, row in found.items() if isinstance(row, Supported | Constant) and not name.startswith("_")]
     if isinstance(rest, Everything):
@@ -111,7 +111,7 @@ def resolve(module: str, name: str) -> Any:
         return refuse(module, name, reason)
     raise AttributeError(
         f"module '{module}' has no attribute '{name}': it is not among the names of DeepSpeed's that shardwell knows. "
-        "docs/migration.md lists them"
+        "docs/deepspeed-migration.md lists them"
         if not name.startswith("__")
         else f"module '{module}' has no attribute '{name}'"
     )

@@ -3,7 +3,7 @@
 A checkpoint of shardwell's own loads at any number of ranks without a conversion. This one is for DeepSpeed, and for
 scripts that convert as a matter of course: shardwell reads the universal format as well.
 
-    python -m shardwell.compat.deepspeed.universal --input_folder run/global_step10 --output_folder run/universal
+    python -m shardwell.compat.deepspeed_api.universal --input_folder run/global_step10 --output_folder run/universal
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwell.compat.deepspeed.logging import logger
-from shardwell.compat.deepspeed.lr_arguments import (
+from shardwell.compat.deepspeed_api.logging import logger
+from shardwell.compat.deepspeed_api.lr_arguments import (
     COS_MIN_RATIO,
     CYCLE_FIRST_STAIR_COUNT,
     CYCLE_FIRST_STEP_SIZE,

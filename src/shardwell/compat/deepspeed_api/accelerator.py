@@ -98,7 +98,7 @@ class DeepSpeedAccelerator:
         return self.get_op_builder(class_name)()
 
     def get_op_builder(self, class_name: str) -> Any:
-        from shardwell.compat.deepspeed import op_builders
+        from shardwell.compat.deepspeed_api import op_builders
 
         return op_builders.by_class_name(class_name)
 

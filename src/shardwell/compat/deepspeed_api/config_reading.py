@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwell.compat.deepspeed import lr_schedules
-from shardwell.compat.deepspeed.logging import logger
+from shardwell.compat.deepspeed_api import lr_schedules
+from shardwell.compat.deepspeed_api.logging import logger
 from shardwell.config import SCHEDULERS, Config
 from shardwell.config.field_types import flag, number
 from shardwell.config.schedules import checked

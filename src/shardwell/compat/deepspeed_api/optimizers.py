@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from shardwell.compat.deepspeed.op_builders import __compatible_ops__ as COMPATIBLE_OPS
+from shardwell.compat.deepspeed_api.op_builders import __compatible_ops__ as COMPATIBLE_OPS
 from shardwell.errors import ConfigError
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion

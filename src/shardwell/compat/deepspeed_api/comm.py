@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwell.compat.deepspeed.accelerator import get_accelerator
+from shardwell.compat.deepspeed_api.accelerator import get_accelerator
 from shardwell.errors import ShardwellError
 from shardwell.memory.device import default_device
 from shardwell.parallel import start_process_group
@@ -109,7 +109,7 @@ def _backend(asked: str | None) -> str:
     usual: str = get_accelerator().communication_backend_name()
     if asked is None or asked in ("ccl", "mpi") or (asked == "nccl" and usual == "gloo"):
         if asked is not None:
-            from shardwell.compat.deepspeed.logging import logger
+            from shardwell.compat.deepspeed_api.logging import logger
 
             logger.warning("dist_backend %r is not available on this device: %s is used", asked, usual)
         return usual
@@ -380,7 +380,7 @@ def _decoded(words: Tensor, name: str) -> Any:
 
 
 def _no_log() -> None:
-    from shardwell.compat.deepspeed.logging import logger
+    from shardwell.compat.deepspeed_api.logging import logger
 
     logger.warning_once("collectives are not logged one by one: engine.traffic() counts their bytes by kind and step")
 

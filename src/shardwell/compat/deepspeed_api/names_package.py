@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwell.compat.deepspeed.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
-from shardwell.compat.deepspeed.rows import Constant, Row, SameModule, Supported, everything, refused, supported
+from shardwell.compat.deepspeed_api.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
+from shardwell.compat.deepspeed_api.rows import Constant, Row, SameModule, Supported, everything, refused, supported
 
 _LOGGING = supported("logging", "logger", "log_dist", "log_dist_once", "warning_once", "set_log_level_from_string")
 _LEAVES = {

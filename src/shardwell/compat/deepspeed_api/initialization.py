@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import shardwell
-from shardwell.compat.deepspeed import configuration
-from shardwell.compat.deepspeed.engine import DeepSpeedEngine
+from shardwell.compat.deepspeed_api import configuration
+from shardwell.compat.deepspeed_api.engine import DeepSpeedEngine
 from shardwell.errors import ConfigError, ShardwellError
 
 
@@ -49,8 +49,8 @@ def initialize(
             f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that is not passed: it would change "
             "rates that nothing reads. Pass that optimizer too, or a function of the optimizer as lr_scheduler"
         )
-    from shardwell.compat.deepspeed import comm
-    from shardwell.compat.deepspeed.config_reading import for_engine
+    from shardwell.compat.deepspeed_api import comm
+    from shardwell.compat.deepspeed_api.config_reading import for_engine
 
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     read_as, schedule = for_engine(user, optimizer=optimizer, lr_scheduler=lr_scheduler)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from shardwell.compat.deepspeed import comm
-from shardwell.compat.deepspeed import config_models as models
-from shardwell.compat.deepspeed.logging import logger
+from shardwell.compat.deepspeed_api import comm
+from shardwell.compat.deepspeed_api import config_models as models
+from shardwell.compat.deepspeed_api.logging import logger
 from shardwell.config.source import read
 from shardwell.errors import ConfigError
 

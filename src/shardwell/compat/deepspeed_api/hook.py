@@ -17,8 +17,8 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
-from shardwell.compat.deepspeed import backend, names, order
-from shardwell.compat.deepspeed.version import VERSION
+from shardwell.compat.deepspeed_api import backend, names, order
+from shardwell.compat.deepspeed_api.version import VERSION
 from shardwell.errors import ShardwellError
 from shardwell.version import __version__
 

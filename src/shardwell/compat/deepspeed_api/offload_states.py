@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwell.compat.deepspeed.enums import OffloadDeviceEnum, OffloadStateTypeEnum
+from shardwell.compat.deepspeed_api.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from shardwell.errors import ShardwellError
 
 if TYPE_CHECKING:

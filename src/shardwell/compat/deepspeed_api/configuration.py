@@ -16,6 +16,6 @@ def as_dictionary(source: Any) -> Any:
 
 def as_deepspeed_reads(source: Any) -> Any:
     """Return the configuration for the engine, without its schedule."""
-    from shardwell.compat.deepspeed.config_reading import for_engine
+    from shardwell.compat.deepspeed_api.config_reading import for_engine
 
     return for_engine(as_dictionary(source), lr_scheduler=False).config

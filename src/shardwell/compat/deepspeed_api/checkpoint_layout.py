@@ -11,7 +11,7 @@ from contextlib import closing
 
 from shardwell.checkpoint.export import to_deepspeed
 from shardwell.checkpoint.sources import open_source
-from shardwell.compat.deepspeed.zero_to_fp32 import write_zero_to_fp32
+from shardwell.compat.deepspeed_api.zero_to_fp32 import write_zero_to_fp32
 
 
 def write_deepspeed_layout(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from shardwell.compat.deepspeed.data import DeepSpeedDataLoader
+from shardwell.compat.deepspeed_api.data import DeepSpeedDataLoader
 from shardwell.errors import CheckpointError, ShardwellError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EngineFiles(_Base):
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
         if self.global_rank == 0:
-            from shardwell.compat.deepspeed.zero_to_fp32 import write_zero_to_fp32
+            from shardwell.compat.deepspeed_api.zero_to_fp32 import write_zero_to_fp32
 
             write_zero_to_fp32(save_dir)
         return saved

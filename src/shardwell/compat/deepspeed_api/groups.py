@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from shardwell.compat.deepspeed import comm
+from shardwell.compat.deepspeed_api import comm
 from shardwell.errors import ShardwellError
 
 mpu: Any = None  # the user's object that knows about model parallelism, or None

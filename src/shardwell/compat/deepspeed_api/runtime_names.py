@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.compat.deepspeed import comm
-from shardwell.compat.deepspeed.accelerator import get_accelerator
-from shardwell.compat.deepspeed.config_models import (
+from shardwell.compat.deepspeed_api import comm
+from shardwell.compat.deepspeed_api.accelerator import get_accelerator
+from shardwell.compat.deepspeed_api.config_models import (
     DeepSpeedConfigModel,
     get_config_default,
     pp_int,
 )
-from shardwell.compat.deepspeed.config_object import (
+from shardwell.compat.deepspeed_api.config_object import (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
     ADAMW_OPTIMIZER,
@@ -46,7 +46,7 @@ from shardwell.compat.deepspeed.config_object import (
     get_list_param,
     get_scalar_param,
 )
-from shardwell.compat.deepspeed.logging import logger
+from shardwell.compat.deepspeed_api.logging import logger
 from shardwell.errors import ShardwellError
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The page about moving from DeepSpeed: what becomes of each of its keys and names.
 
-    python -m shardwell.compat.deepspeed.migration > docs/deepspeed-migration.md
+    python -m shardwell.compat.deepspeed_api.migration > docs/deepspeed-migration.md
 
 The page is made of the tables that the code itself reads: the schema and `config/deepspeed_keys.py` for keys, and the
 table of names for names. A test compares it with the file.
@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from shardwell.compat.deepspeed.key_names import FEATURES_OF_DEEPSPEED, KEYS_OF_DEEPSPEED, VERSION
+from shardwell.compat.deepspeed_api.key_names import FEATURES_OF_DEEPSPEED, KEYS_OF_DEEPSPEED, VERSION
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Renamed, Switch, Unsupported
 from shardwell.config.problems import show
 from shardwell.config.schema import Config, ConfigBlock, block_of
@@ -22,7 +22,7 @@ from shardwell.version import __version__
 _TITLES = {"": "Keys at the top"}
 _HEAD = f"""# Moving from DeepSpeed
 
-<!-- This page is generated: python -m shardwell.compat.deepspeed.migration > docs/deepspeed-migration.md -->
+<!-- This page is generated: python -m shardwell.compat.deepspeed_api.migration > docs/deepspeed-migration.md -->
 
 What becomes of every key of DeepSpeed {VERSION}'s configuration, and of every name that programs import from it.
 *Works* means that it does what it does there, or what the text says. *No effect* means that it is accepted, and why it
@@ -90,7 +90,7 @@ def keys_part() -> Iterator[str]:
 def names_part() -> Iterator[str]:
     """Yield the lines about names, one table for each module; none as long as there is no table of names."""
     try:
-        names: Any = importlib.import_module("shardwell.compat.deepspeed.names")
+        names: Any = importlib.import_module("shardwell.compat.deepspeed_api.names")
     except ModuleNotFoundError:
         return
     yield "\n## Names\n\nNames that are refused can be imported; the error comes when they are used.\n"

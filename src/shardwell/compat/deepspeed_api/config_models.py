@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_serializer, field_validator, model_validator
 
-from shardwell.compat.deepspeed.logging import logger
+from shardwell.compat.deepspeed_api.logging import logger
 
 
 class pp_int(int):  # noqa: N801 - DeepSpeed's name

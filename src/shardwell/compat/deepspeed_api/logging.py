@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwell.compat.deepspeed import comm
+from shardwell.compat.deepspeed_api import comm
 
 log_levels = {
     "debug": logging.DEBUG,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwell.compat.deepspeed.enums import offload_block
-from shardwell.compat.deepspeed.files import EngineFiles
-from shardwell.compat.deepspeed.getters import ConfigGetters
-from shardwell.compat.deepspeed.offload_states import StateMoves
-from shardwell.compat.deepspeed.optimizer import DeepSpeedOptimizer
-from shardwell.compat.deepspeed.parameters import label, unlabel
-from shardwell.compat.deepspeed.replacements import replacement_for
+from shardwell.compat.deepspeed_api.enums import offload_block
+from shardwell.compat.deepspeed_api.files import EngineFiles
+from shardwell.compat.deepspeed_api.getters import ConfigGetters
+from shardwell.compat.deepspeed_api.offload_states import StateMoves
+from shardwell.compat.deepspeed_api.optimizer import DeepSpeedOptimizer
+from shardwell.compat.deepspeed_api.parameters import label, unlabel
+from shardwell.compat.deepspeed_api.replacements import replacement_for
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwell.compat.deepspeed.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER, PIPELINE
-from shardwell.compat.deepspeed.rows import Constant, Row, Supported, everything, refused, supported
+from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER, PIPELINE
+from shardwell.compat.deepspeed_api.rows import Constant, Row, Supported, everything, refused, supported
 
 _ESTIMATES = supported(
     "estimates",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwell.checkpointing import checkpoint, configure, is_configured, reset
-from shardwell.compat.deepspeed.refusal import refuse
+from shardwell.compat.deepspeed_api.refusal import refuse
 
 __all__ = [
     "CheckpointFunction",

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwell.compat.deepspeed.enums import ZeroParamStatus, ZeroParamType
+from shardwell.compat.deepspeed_api.enums import ZeroParamStatus, ZeroParamType
 from shardwell.zero import GatheredParameters, is_released
 
 __all__ = ["ZeroParamStatus", "ZeroParamType", "is_zero_param", "label", "unlabel"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PACKAGE = "shardwell.compat.deepspeed"
+PACKAGE = "shardwell.compat.deepspeed_api"
 
 
 @dataclass(frozen=True)
