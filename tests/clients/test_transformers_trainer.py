@@ -35,7 +35,8 @@ def evaluated_first():
     before = Trainer(model=model, args=arguments("first", ds()), eval_dataset=Data(8, 2)).evaluate()["eval_loss"]
     accelerate.state.AcceleratorState._reset_state(True)
     return [before, history(trained("first", model))]
-attempt("evaluated first", evaluated_first)
+if stage == 3:
+    attempt("evaluated first", evaluated_first)
 
 def twice():
     model = build()
@@ -70,7 +71,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """Return the results of all attempts at a stage."""
     found = run_trainer(BODY, tmp_path_factory.mktemp(f"stage{request.param}"), request.param)
     assert not {name: words for name, words in found.items() if str(words).startswith("failed")}
-    return found
+    return {**found, "stage": request.param}
 
 
 def close(found: list[list[float]], expected: list[list[float]]) -> bool:
@@ -89,6 +90,8 @@ def test_losses_norms_rates_and_evaluation_are_those_of_ddp(run: dict[str, Any])
 
 
 def test_a_model_is_trained_after_an_evaluation_by_another_trainer(run: dict[str, Any]) -> None:
+    if run["stage"] != 3:
+        pytest.skip("the Trainer evaluates with DeepSpeed before it has trained only at stage 3")
     before, found = run["evaluated first"]
     assert before > 4
     assert close(found, run["sharded"][0])

@@ -461,7 +461,7 @@ class Scheduler:
         for unit in self.units:
             unit.abandon_passes()
         self._drop_leftovers()
-        self._graph_is_open = self._graph_was_used = False
+        self._graph = GraphUse()
 
     def after_update(self, unit: Unit, arrival: PendingUpdate | None = None) -> None:
         """Record a unit's update and publish it."""
