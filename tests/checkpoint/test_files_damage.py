@@ -51,7 +51,7 @@ BAD_HEADERS: list[tuple[Any, str]] = [
     ({W: []}, "expected an object of dtype"),
     ({W: {}}, "expected an object of dtype"),
     ({W: entry(extra=1)}, "expected an object of dtype"),
-    ({W: entry(dtype="F8_E4M3")}, 'found "F8_E4M3"'),
+    ({W: entry(dtype="F8_E8M0")}, 'found "F8_E8M0"'),
     ({W: entry(dtype=3)}, "dtype: expected one of"),
     ({W: entry(dtype=["F32"])}, "dtype: expected one of"),
     ({W: entry(shape=2)}, "shape: expected a list"),

@@ -14,7 +14,7 @@ import time
 from torch import Tensor
 
 _LONGEST = 2.0  # seconds that the end of a process waits for collectives that nobody has waited for
-_SMALL = 4096  # elements
+_SMALL = 64  # elements: what an alias keeps until the next collective must not matter
 
 _lent: list[tuple[Tensor, int]] = []  # the aliases, and how many owners each has once gloo has let go of it
 
