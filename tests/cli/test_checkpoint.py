@@ -211,7 +211,7 @@ def test_export_brings_the_formats_of_others_to_ours(model: Path, tmp_path: Path
     [
         (["--max-file-size", "five"], "--max-file-size five: expected a size such as 5GB"),
         (["--max-file-size", "0GB"], "expected a size such as 5GB"),
-        (["--format", "dcp", "--dtype", "bf16"], "--dtype bf16: only for safetensors"),
+        (["--format", "dcp", "--dtype", "bf16"], "--dtype: only for safetensors, not for dcp"),
         (["--tag", "step-9"], "step-9: no such checkpoint; those here are: step-30, step-20"),
     ],
 )

@@ -107,10 +107,12 @@ def test_a_model_that_changes_before_its_gradients_are_used_is_an_error(stage: i
         engine(batch())
 
 
-def test_a_model_cannot_belong_to_two_engines() -> None:
+def test_a_model_belongs_to_its_last_engine_and_the_one_before_has_ended() -> None:
     engine = engine_for(3)
-    with pytest.raises(shardwell.ShardwellError, match="another engine"):
-        shardwell.initialize(model=engine.module, config=zero(3), device="cpu")
+    after = shardwell.initialize(model=engine.module, config=zero(3), device="cpu").engine
+    after(batch())
+    with pytest.raises(shardwell.ShardwellError, match="destroyed|ended|handed"):
+        engine(batch())
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])

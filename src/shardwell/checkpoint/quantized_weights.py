@@ -1,4 +1,4 @@
-"""Weights quantised for inference, in the format of compressed-tensors, which Transformers and vLLM load.
+"""Weights quantised for inference, in the format of compressed-tensors, which Transformers loads.
 
 The weights of linear layers become 8-bit codes with one scale for each row (output channel); activations are not
 quantised. Codes and scales come from the quantiser of collectives (`kernels/quantize_reference.py`), with rows as
