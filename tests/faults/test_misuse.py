@@ -111,7 +111,7 @@ def test_a_model_belongs_to_its_last_engine_and_the_one_before_has_ended() -> No
     engine = engine_for(3)
     after = shardwell.initialize(model=engine.module, config=zero(3), device="cpu").engine
     after(batch())
-    with pytest.raises(shardwell.ShardwellError, match="destroyed|ended|handed"):
+    with pytest.raises(shardwell.ShardwellError, match=r"destroyed|ended|handed"):
         engine(batch())
 
 
