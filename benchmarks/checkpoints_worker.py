@@ -130,12 +130,12 @@ class Dcp:
     def save(self, folder: str, tag: str) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self._state(), checkpoint_id=f"{folder}/{tag}")
+        dcp.save(self._state(), checkpoint_id=f"{folder}/{tag}")  # type: ignore[attr-defined]
 
     def save_later(self, folder: str, tag: str) -> Callable[[], object] | None:
         import torch.distributed.checkpoint as dcp
 
-        answer = dcp.async_save(
+        answer = dcp.async_save(  # type: ignore[attr-defined]
             self._state(), checkpoint_id=f"{folder}/{tag}", process_group=self._group, async_stager=self._stager
         )
         wait: Callable[[], object] = answer.result
@@ -146,18 +146,18 @@ class Dcp:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = self._state()
-        dcp.load(state, checkpoint_id=f"{folder}/{tag}")
+        dcp.load(state, checkpoint_id=f"{folder}/{tag}")  # type: ignore[attr-defined]
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return None
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.full_tensor()
+            yield name, parameter.full_tensor()  # type: ignore[attr-defined]
             for key in MOMENTS:
                 yield f"{name} {key}", self.optimizer.state[parameter][key].full_tensor()
 
     def held(self) -> int:
-        return sum(parameter.to_local().numel() for parameter in self.model.parameters())
+        return sum(parameter.to_local().numel() for parameter in self.model.parameters())  # type: ignore[attr-defined]
 
 
 class DeepSpeed:
