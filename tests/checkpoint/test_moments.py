@@ -48,7 +48,8 @@ def test_8_bit_moments_are_the_same_bits_after_a_load_at_the_same_ranks(
 
 
 class Own(torch.optim.AdamW):
-    pass
+    def step(self, closure: Any = None) -> Any:  # another step, for all that the engine knows
+        return super().step(closure)
 
 
 @pytest.mark.parametrize(

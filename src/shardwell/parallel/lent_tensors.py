@@ -45,12 +45,18 @@ def _num_owners(tensor: Tensor) -> int:
     return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
+def await_release(seconds: float) -> None:
+    """Wait, so long at most, until gloo has let go of all aliases."""
+    deadline = time.monotonic() + seconds
+    release()
+    while _lent and time.monotonic() < deadline:
+        time.sleep(1e-3)
+        release()
+
+
 def _await_workers() -> None:
     """Wait until gloo has let go of all aliases; those that it still holds then are never freed."""
-    deadline = time.monotonic() + _LONGEST
-    while _lent and time.monotonic() < deadline:
-        release()
-        time.sleep(1e-3)
+    await_release(_LONGEST)
     for alias, _ in _lent:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(alias))
 

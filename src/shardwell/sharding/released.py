@@ -139,6 +139,26 @@ class ValuesElsewhere(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._refuse("pickling")
 
+    # torch has its own errors for these, which do not say what to do
+
+    def tolist(self) -> NoReturn:
+        """Raise: there are no values."""
+        self._refuse("tolist")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raise: there are no values."""
+        self._refuse("numpy")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        self._refuse("numpy")
+
+    def data_ptr(self) -> NoReturn:
+        """Raise: there is no memory."""
+        self._refuse("data_ptr")
+
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        self._refuse("__dlpack__")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
