@@ -28,7 +28,8 @@ def test_the_page_speaks_of_every_launcher() -> None:
 
 
 def test_no_path_names_a_collective_of_objects() -> None:
-    """torch sends objects as pickles, and unpickles what it gets."""
+    """torch sends objects as pickles, and unpickles what it gets. DeepSpeed's names of them send JSON, or refuse."""
     for path in (ROOT / "src").rglob("*.py"):
-        found = re.findall(r"\b\w*(?:gather|scatter|broadcast|send|recv)_object\w*", path.read_text())
+        of_torch = r"\bdist(?:ributed)?\.(?:\w+\.)*" if path.match("compat/deepspeed_api/comm.py") else r"\b"
+        found = re.findall(of_torch + r"\w*(?:gather|scatter|broadcast|send|recv)_object\w*", path.read_text())
         assert not found, f"{path}: {found}"
