@@ -25,7 +25,7 @@ from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.gloo import GlooTransport
 from shardwell.parallel.hierarchical import HierarchicalTransport
-from shardwell.parallel.lent_tensors import lend_if_small, release
+from shardwell.parallel.lent_tensors import lend, release
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.replicated import ReplicatedTransport
@@ -261,7 +261,7 @@ class Collectives:
         if self.rank_group.size > 1:
             num_bytes = 2 * value.numel() * value.element_size()
             self._begin(token, value, TrafficKind.CONTROL, num_bytes, self._from_peers)
-            self._complete(dist.all_reduce, value)
+            self._complete(dist.all_reduce, self._lent(value))
 
     def all_reduce_min(self, value: float, token: str) -> float:
         """Return the smallest of all ranks' values."""
@@ -269,7 +269,7 @@ class Collectives:
             return value
         least = self.device.scalar(value, torch.float64)
         self._begin(token, None, TrafficKind.CONTROL, 2 * least.nbytes, self._from_peers)
-        self._complete(dist.all_reduce, least, dist.ReduceOp.MIN)
+        self._complete(dist.all_reduce, self._lent(least), dist.ReduceOp.MIN)
         return value if least.is_meta else float(least)
 
     def barrier(self, token: str = "barrier") -> None:
@@ -319,10 +319,12 @@ class Collectives:
             return ReceivedParts(0, 0)
         return ReceivedParts(1, 0) if self.rank_group.is_same_node(source) else ReceivedParts(0, 1)
 
+    def _lent(self, value: Tensor) -> Tensor:
+        """Return an alias of a control value for gloo, since a script may end right after its collective."""
+        return lend(value) if self.host_drives_progress else value
+
     def _complete(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
-        if self.host_drives_progress:
-            args = (lend_if_small(args[0]), *args[1:])
         try:
             work = collective(*args, **kwargs, group=self.rank_group.group, async_op=True)
         except RuntimeError as error:

@@ -1,8 +1,9 @@
-"""Tensors that are lent to gloo, whose worker threads let go of them a little later than a collective is done.
+"""Control values, such as norms, that are lent to gloo, whose threads let go a little later than a collective is done.
 
 A worker thread that lets go last frees the tensor's Python object, for which it needs Python's lock. If Python is
-ending at that moment, the process is aborted ("terminate called without an active exception"). So each tensor is lent
-as an alias that is kept here until gloo has let go of it, and the end of the process waits for that.
+ending at that moment, the process is aborted ("terminate called without an active exception"). So a tensor is lent as
+an alias that is kept here until gloo has let go of it, and the end of the process waits for that. Parameters and
+gradients are not lent: an alias would keep their memory, and would look like a view of the user's.
 """
 
 from __future__ import annotations
@@ -14,17 +15,8 @@ import time
 from torch import Tensor
 
 _LONGEST = 2.0  # seconds that the end of a process waits for collectives that nobody has waited for
-_SMALL = 64  # elements: what an alias keeps until the next collective must not matter
 
 _lent: list[tuple[Tensor, int]] = []  # the aliases, and how many owners each has once gloo has let go of it
-
-
-def lend_if_small(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor of control values, such as norms, with which a script may end; others as they are.
-
-    An alias of a large one would keep its memory, and of a parameter's it would look like a view of the user's.
-    """
-    return lend(tensor) if tensor.numel() <= _SMALL and tensor._base is None else tensor
 
 
 def lend(tensor: Tensor) -> Tensor:
