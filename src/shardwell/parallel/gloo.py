@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.memory import StateKind, TemporaryBuffers
+from shardwell.parallel.lent_tensors import lend
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.transport import STAGING, Work
@@ -77,7 +78,7 @@ class GlooTransport:
         Each piece of it is summed by one rank, so that all ranks get the same bits.
         """
         try:
-            work = dist.all_reduce(part, group=self._group, async_op=True)
+            work = dist.all_reduce(lend(part), group=self._group, async_op=True)
         except RuntimeError as error:
             self._links.raise_cause(error)
         return Work(partial(self.wait, [work]), partial(sum_in_rank_order, [part], into, scale, accumulate))

@@ -1,9 +1,9 @@
-"""Control values, such as norms, that are lent to gloo, whose threads let go a little later than a collective is done.
+"""Tensors that are lent to gloo for a sum, whose threads let go of them a little later than a collective is done.
 
 A worker thread that lets go last frees the tensor's Python object, for which it needs Python's lock. If Python is
 ending at that moment, the process is aborted ("terminate called without an active exception"). So a tensor is lent as
-an alias that is kept here until gloo has let go of it, and the end of the process waits for that. Parameters and
-gradients are not lent: an alias would keep their memory, and would look like a view of the user's.
+an alias that is kept here until gloo has let go of it, and the end of the process waits for that. Parameters are not
+lent: an alias would look like a view of the user's.
 """
 
 from __future__ import annotations
