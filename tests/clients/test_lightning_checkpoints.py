@@ -120,11 +120,12 @@ def with_callbacks(folder: str) -> dict[str, Any]:
         "names": module.names,
     }
     again = Hooked()
-    second = runs.trainer(own.ShardwellStrategy(stage=2), max_epochs=4, enable_checkpointing=True)
+    keeps = {"enable_checkpointing": True, "default_root_dir": f"{folder}/runs"}
+    second = runs.trainer(own.ShardwellStrategy(stage=2), max_epochs=4, **keeps)
     second.fit(again, runs.loader(), runs.loader(16), ckpt_path=f"{folder}/last.ckpt", weights_only=False)
     found["epochs"] = second.current_epoch
     found["hooked"] = again.loaded["numbers"], again.loaded[4], again.names_loaded == module.names
-    third = runs.trainer(own.ShardwellStrategy(stage=2), max_epochs=1, enable_checkpointing=True)
+    third = runs.trainer(own.ShardwellStrategy(stage=2), max_epochs=1, **keeps)
     dropping = Dropping()
     try:
         third.fit(dropping, runs.loader(8))
