@@ -12,8 +12,10 @@ import atexit
 import ctypes
 import time
 
+import torch.distributed as dist
 from torch import Tensor
 
+_MOMENT = 0.1  # seconds for worker threads whose collectives are done
 _LONGEST = 2.0  # seconds that the end of a process waits for collectives that nobody has waited for
 
 _lent: list[tuple[Tensor, int]] = []  # the aliases, and how many owners each has once gloo has let go of it
@@ -47,8 +49,13 @@ def await_release(seconds: float) -> None:
 
 
 def _await_workers() -> None:
-    """Wait until gloo has let go of all aliases; those that it still holds then are never freed."""
+    """Wait until gloo has let go of all aliases; those that it still holds then are never freed.
+
+    Collectives that other code has started hold tensors, too, of which nothing is known here: gloo gets a moment.
+    """
     await_release(_LONGEST)
+    if dist.is_initialized() and "gloo" in dist.get_backend():
+        time.sleep(_MOMENT)
     for alias, _ in _lent:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(alias))
 
