@@ -57,7 +57,6 @@ class Engine(nn.Module):
     engine never changes the loss. An attribute that the engine does not have is looked up on the model.
     """
 
-    module: nn.Module
     optimizer: ShardedOptimizer | None
     optimizer_class = ShardedOptimizer
     _teardown: Teardown
@@ -65,10 +64,6 @@ class Engine(nn.Module):
     settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
     lr_scheduler: Any
-    _scheduler: Scheduler
-    _context: EngineContext
-    _traffic_stats: TrafficStats
-    _agreement: Agreement
 
     def __init__(
         self,
