@@ -15,6 +15,7 @@ from shardwell.compat.deepspeed_api.files import EngineFiles
 from shardwell.compat.deepspeed_api.getters import ConfigGetters
 from shardwell.compat.deepspeed_api.offload_states import StateMoves
 from shardwell.compat.deepspeed_api.optimizer import DeepSpeedOptimizer
+from shardwell.compat.deepspeed_api.module_moves import leave_shards_in_place
 from shardwell.compat.deepspeed_api.parameters import label, unlabel
 from shardwell.compat.deepspeed_api.replacements import replacement_for
 from shardwell.engine import Engine
@@ -51,6 +52,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """Give the parameters `ds_id` and the others at stage 3, and take them off below it."""
         if self.zero_optimization_stage() == 3:
             label(self.module.parameters(), self.world_size, self._persistent())
+            leave_shards_in_place(self.module)
         else:
             unlabel(self.module.parameters())
 
