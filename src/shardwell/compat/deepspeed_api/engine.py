@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from shardwell.compat.deepspeed_api.enums import offload_block
 from shardwell.compat.deepspeed_api.files import EngineFiles
 from shardwell.compat.deepspeed_api.getters import ConfigGetters
+from shardwell.compat.deepspeed_api.module_moves import leave_shards_in_place
 from shardwell.compat.deepspeed_api.offload_states import StateMoves
 from shardwell.compat.deepspeed_api.optimizer import DeepSpeedOptimizer
-from shardwell.compat.deepspeed_api.module_moves import leave_shards_in_place
 from shardwell.compat.deepspeed_api.parameters import label, unlabel
 from shardwell.compat.deepspeed_api.replacements import replacement_for
 from shardwell.engine import Engine
