@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import MethodType
 
+import torch
 from torch import Tensor, nn
 
 from shardwell.zero import is_released
@@ -29,3 +31,17 @@ def _apply_to_held(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
         finally:
             parameters.update(released)
     return module
+
+
+@contextlib.contextmanager
+def returned_to(device: torch.device, module: nn.Module) -> Iterator[None]:
+    """Return a module that a client has moved to the engine's device inside: DeepSpeed saves models that were moved."""
+    away = {p.device for p in module.parameters() if p.device.type != device.type and not is_released(p)}
+    if not away:
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(away.pop())
