@@ -17,7 +17,6 @@ MORE = {
     "Unit": 19,
     "Engine": 31,
     "Gradients": 28,
-    "Agreement": 24,
     "ShardedGroup": 21,
     "ShardedOptimizer": 18,  # three of them are torch's
     "Collectives": 17,

@@ -129,7 +129,7 @@ class EngineCheckpoints:
 
     def _patience_in_background(self) -> float:
         """Return the seconds to wait for other ranks: one that has failed may still be writing, and succeed."""
-        return LITTLE_PATIENCE if self._context.roles.agreement.has_failed else PATIENCE
+        return LITTLE_PATIENCE if self._context.roles.agreement.failures.has_failed else PATIENCE
 
     def _patience_of_all(self) -> Callable[[], float]:
         """Return a function that raises if a rank has failed: when all ranks wait, none must wait for a failed one."""

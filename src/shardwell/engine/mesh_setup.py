@@ -23,7 +23,7 @@ def make_context(
     temporary = TemporaryBuffers(home, memory_stats)
     everyone = Collectives(world, home, traffic_stats, temporary)
     agreement.time_limit, everyone.agreement = settings.shardwell.divergence_timeout, agreement
-    agreement.probe, agreement.cut_links = everyone.links.probe, everyone.abort_links
+    agreement.probe, agreement.failures.cut_links = everyone.links.probe, everyone.abort_links
     nodes = replace(world, node_size=ranks_per_node(everyone))
     if len(rows) == 1:
         roles = _one_axis(everyone, nodes, settings)
@@ -31,7 +31,7 @@ def make_context(
         _check_replicas(settings)
         everyone.use_nodes(nodes, None)
         roles = MeshRoles.for_rows(everyone, rows)
-        agreement.cut_links = roles.abort_links
+        agreement.failures.cut_links = roles.abort_links
     return EngineContext(home, memory_stats, temporary, roles), traffic_stats
 
 
@@ -68,7 +68,7 @@ def open_nodes(context: EngineContext, settings: Config) -> EngineContext:
     if not ranks_per_copy(settings, shard.rank_group.size):
         return context
     roles = replace(context.roles, secondary=shard.over(node_mesh(shard.rank_group)))
-    roles.agreement.cut_links = roles.abort_links
+    roles.agreement.failures.cut_links = roles.abort_links
     return replace(context, roles=roles)
 
 

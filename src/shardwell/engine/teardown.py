@@ -67,7 +67,7 @@ class Teardown:
             self.scheduler.discard_backward()
             self._give_back(optimizer, None)
         else:
-            if self.context.roles.agreement.has_failed:
+            if self.context.roles.agreement.failures.has_failed:
                 self.scheduler.abandon_passes()
                 if whole and sys.exc_info()[0] is None:
                     logging.getLogger("shardwell").warning("destroy leaves the parameters released: %s", why_not)
@@ -105,7 +105,7 @@ class Teardown:
     def _recover(self) -> str | None:
         """Make collectives work again after a failure that all ranks had, or after `destroy`; or say why not."""
         agreement, units = self.context.roles.agreement, self.scheduler.units
-        has_failed = agreement.has_failed
+        has_failed = agreement.failures.has_failed
         if not has_failed and not self.is_closed:
             return None
         if self.is_closed and self.context.disk is not None:

@@ -340,7 +340,7 @@ class Collectives:
         traffic.received.clear()
         traffic.calls.clear()
         if self.links.agreement is not None:
-            self.links.agreement.begin_step()
+            self.links.agreement.tokens.begin_step()
 
     # --------------------------------------------------------------------------------------------------------- ending
 
