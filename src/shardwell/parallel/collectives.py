@@ -23,9 +23,8 @@ from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
-from shardwell.parallel.gloo import GlooTransport
+from shardwell.parallel.gloo import GlooTransport, end_loans, lend
 from shardwell.parallel.hierarchical import HierarchicalTransport
-from shardwell.parallel.lent_tensors import lend, release
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.replicated import ReplicatedTransport
@@ -261,7 +260,8 @@ class Collectives:
         if self.rank_group.size > 1:
             num_bytes = 2 * value.numel() * value.element_size()
             self._begin(token, value, TrafficKind.CONTROL, num_bytes, self._from_peers)
-            self._complete(dist.all_reduce, self._lent(value))
+            # gloo gets an alias, since a script may end right after this
+            self._complete(dist.all_reduce, lend(value) if self.host_drives_progress else value)
 
     def all_reduce_min(self, value: float, token: str) -> float:
         """Return the smallest of all ranks' values."""
@@ -269,7 +269,8 @@ class Collectives:
             return value
         least = self.device.scalar(value, torch.float64)
         self._begin(token, None, TrafficKind.CONTROL, 2 * least.nbytes, self._from_peers)
-        self._complete(dist.all_reduce, self._lent(least), dist.ReduceOp.MIN)
+        lent = lend(least) if self.host_drives_progress else least
+        self._complete(dist.all_reduce, lent, dist.ReduceOp.MIN)
         return value if least.is_meta else float(least)
 
     def barrier(self, token: str = "barrier") -> None:
@@ -319,19 +320,15 @@ class Collectives:
             return ReceivedParts(0, 0)
         return ReceivedParts(1, 0) if self.rank_group.is_same_node(source) else ReceivedParts(0, 1)
 
-    def _lent(self, value: Tensor) -> Tensor:
-        """Return an alias of a control value for gloo, since a script may end right after its collective."""
-        return lend(value) if self.host_drives_progress else value
-
-    def _complete(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _complete(self, collective: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
         try:
-            work = collective(*args, **kwargs, group=self.rank_group.group, async_op=True)
+            work = collective(tensor, *args, **kwargs, group=self.rank_group.group, async_op=True)
         except RuntimeError as error:
             self.links.raise_cause(error)
         self.direct.wait([work])
-        del work, args
-        release()
+        del work, tensor
+        end_loans()
 
     def end_step(self) -> None:
         """End a step: its traffic becomes the last report, and the next token begins a new step of the agreement."""
@@ -357,7 +354,7 @@ class Collectives:
             self.hops.inside.close()
             self.hops.across.close()
         self.rank_group.close()
-        release()
+        end_loans()
 
 
 def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:
