@@ -146,9 +146,9 @@ def loss_scale_of(engine: shardwell.Engine) -> Any:
 def memory_kept_by(group: ShardedGroup) -> Iterator[Any]:
     """Return the tensors of `TemporaryBuffers` that a group may hold between steps."""
     gradients: Gradients = group.gradients
-    yield from (gradients.result, gradients._flat)
-    if gradients._handed is not None:
-        yield gradients._handed[0]
+    yield from (gradients.result, gradients.bucket.flat)
+    if gradients.reduced.micro_step is not None:
+        yield gradients.reduced.micro_step[0]
     if gradients._residual is not None:
         yield gradients._residual._both
     if group.secondary is not None:

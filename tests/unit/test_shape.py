@@ -16,7 +16,6 @@ MOST = 15  # attributes of an instance
 MORE = {
     "Unit": 19,
     "Engine": 31,
-    "Gradients": 28,
     "ShardedGroup": 21,
     "ShardedOptimizer": 18,  # three of them are torch's
     "Collectives": 17,

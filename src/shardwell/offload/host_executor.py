@@ -209,7 +209,7 @@ class HostExecutor:
             for shard in self.slices.of(unit):
                 counted = on_host if shard.group.is_stepped_on_host else early
                 if counted is None and shard.gradient is not None:
-                    shard.group.gradients.ensure_readable()  # it may be a sum that the host is still computing
+                    shard.group.gradients.reduced.ensure_readable()  # it may be a sum that the host is still computing
                     norm, is_replicated = norm_of(shard)
                     yield norm.to(self._context.device.torch_device), is_replicated
 

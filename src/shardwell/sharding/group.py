@@ -406,7 +406,7 @@ class ShardedGroup:
     def commit_by(self, commit: CommitPolicy) -> None:
         """Change the commit policy from now on."""
         self.spec = replace(self.spec, commit=commit)
-        self.gradients.commit = commit
+        self.gradients.spec = self.spec
 
     def move_masters_up(self) -> None:
         """Move master weights from the host or from disk to the device for good."""
