@@ -110,7 +110,7 @@ def end_passes(engine: shardwell.Engine) -> None:
 
 def traffic_so_far(engine: shardwell.Engine) -> TrafficReport:
     """Return what this rank received since the last step; `engine.traffic()` reports whole steps."""
-    return engine._traffic_stats.current()
+    return engine._context.roles.all.traffic.current()
 
 
 def lifted_shard_of(group: ShardedGroup) -> Any:
@@ -140,7 +140,7 @@ def open_calls_of(engine: shardwell.Engine) -> Any:
 
 def loss_scale_of(engine: shardwell.Engine) -> Any:
     """Return what holds the loss scale."""
-    return engine._scale
+    return engine._precision.loss_scale
 
 
 def memory_kept_by(group: ShardedGroup) -> Iterator[Any]:

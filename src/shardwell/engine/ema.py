@@ -132,7 +132,7 @@ class ExponentialMovingAverage:
         engine = self._engine
         if engine.optimizer is not None:
             engine.optimizer.settle()
-        with engine._agreement.failing_together("swapped"):
+        with engine._context.roles.agreement.failing_together("swapped"):
             for unit in engine._scheduler.units:
                 if unit.use.num_contexts or unit.updates.is_ahead:
                     raise ShardwellError(

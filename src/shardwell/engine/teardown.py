@@ -10,7 +10,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,9 @@ class Teardown:
     reconnect: Callable[[], None]  # replaces the links between the ranks by new ones
     open_registry: Callable[[Tier], InitRegistry]  # makes owners for parameters that stay sharded
     hooks: UnitHooks
-    compiled: dict[nn.Module, Callable[..., Any]]  # the forwards before
+    # the forwards of modules before they were compiled
+    compiled: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
+    has_begun: bool = False  # the engine is ended, or is about to be
     is_closed: bool = False  # links and files are closed
 
     def end(self, optimizer: ShardedOptimizer | None, *, whole: bool) -> None:

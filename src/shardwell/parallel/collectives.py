@@ -70,7 +70,7 @@ class Collectives:
         self, mesh: RankGroup, device: Device, traffic_stats: TrafficStats, temporary: TemporaryBuffers
     ) -> None:
         self.device, self.links = device, Links(mesh)
-        self._traffic, self._temporary = traffic_stats, temporary
+        self.traffic, self._temporary = traffic_stats, temporary
         self.transport = self.direct = _transport_for(mesh, device, self.links, temporary)
         self.hops, self.replicate, self.shard_index = None, None, mesh.rank
         self.host_drives_progress, self.host_starts_hops = mesh.backend == "gloo", False
@@ -81,7 +81,7 @@ class Collectives:
 
     def over(self, mesh: RankGroup) -> Collectives:
         """Return collectives of the same engine over another group of ranks."""
-        other = Collectives(mesh, self.device, self._traffic, self._temporary)
+        other = Collectives(mesh, self.device, self.traffic, self._temporary)
         other.agreement = self.agreement
         return other
 
@@ -303,9 +303,9 @@ class Collectives:
                 token = self._sized.get(key) or self._with_size(key)
             self.links.agreement.announce(token)
         if received.num_hops:
-            self._traffic.received[kind, INSIDE] += received.intra_node * num_bytes
-            self._traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
-            self._traffic.calls[kind] += received.num_hops
+            self.traffic.received[kind, INSIDE] += received.intra_node * num_bytes
+            self.traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
+            self.traffic.calls[kind] += received.num_hops
 
     def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
         token, numel, dtype = key
@@ -332,7 +332,7 @@ class Collectives:
 
     def end_step(self) -> None:
         """End a step: its traffic becomes the last report, and the next token begins a new step of the agreement."""
-        traffic = self._traffic
+        traffic = self.traffic
         traffic.last = TrafficReport(dict(traffic.received), dict(traffic.calls))
         traffic.received.clear()
         traffic.calls.clear()
