@@ -96,7 +96,7 @@ class ExponentialMovingAverage:
                 f"the averages are those of another model: '{wrong[0]}' (of {len(wrong)}) does not fit"
             )
         for group, average in self._averages.items():
-            for run, _ in group.spans:
+            for run in group.spans:
                 for piece in run.pieces:
                     flat = torch.empty(piece.slot.numel, dtype=average.dtype)
                     flat.as_strided(piece.slot.shape, piece.slot.stride).copy_(given[piece.slot.name])

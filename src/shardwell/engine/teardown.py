@@ -146,7 +146,7 @@ class Teardown:
             for unit in self.scheduler.units:
                 stays_sharded = registry is not None and bool(unit.resharding_groups)
                 take_apart(unit, optimizer, keeps_states=False)
-                for parameter in unit.parameters:
+                for parameter in unit.sets.parameters:
                     dtype = self.before.parameters.get(names.get(id(parameter), ""), parameter.dtype)
                     fits = parameter.numel() * dtype.itemsize < self.context.device.free_bytes()
                     parameter.data = parameter.data.to(None if fits else "cpu", dtype)

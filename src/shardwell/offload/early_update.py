@@ -123,12 +123,8 @@ class EarlyExecutor(InlineExecutor):
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
-        def finish() -> None:
-            self.auto.begin_step()
-            finish_backward()
-
-        return finish
+    def begin_step(self) -> None:
+        self.auto.begin_step()
 
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         self.report.note(self.norms_at_once)

@@ -195,8 +195,8 @@ class HostExecutor:
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
-        return self.device.at_step(finish_backward)
+    def begin_step(self) -> None:
+        self.device.begin_step()
 
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         self.device.report.note(self._norms_at_once)

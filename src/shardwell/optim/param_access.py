@@ -49,7 +49,7 @@ class ParamAccess:
 
     def _own_piece(self) -> SlotPiece | None:
         """Return this rank's part; `in_shard` counts from the start of this rank's master weights."""
-        return next((p for run, _ in self._group.spans for p in run.pieces if p.slot.name == self._slot.name), None)
+        return next((p for run in self._group.spans for p in run.pieces if p.slot.name == self._slot.name), None)
 
     # -------------------------------------------------------------------------------------------- master weights
 

@@ -64,7 +64,6 @@ class Collectives:
     replicate: Collectives | None  # the ranks that replicate this rank's shard: reduce-scatters sum over them, too
     shard_index: int  # of the shard of a flat buffer that this rank owns
     host_drives_progress: bool  # the host has to start what follows a hop: gloo's threads, and no stream, progress
-    host_starts_hops: bool  # and there is something that follows a hop
 
     def __init__(
         self, mesh: RankGroup, device: Device, traffic_stats: TrafficStats, temporary: TemporaryBuffers
@@ -73,9 +72,8 @@ class Collectives:
         self.traffic, self._temporary = traffic_stats, temporary
         self.transport = self.direct = _transport_for(mesh, device, self.links, temporary)
         self.hops, self.replicate, self.shard_index = None, None, mesh.rank
-        self.host_drives_progress, self.host_starts_hops = mesh.backend == "gloo", False
+        self.host_drives_progress = mesh.backend == "gloo"
         self._spans_nodes = False  # some ranks are on other nodes
-        self._has_all_ranks = False  # all ranks of the agreement are in this group
         self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with element count and dtype
         self.set_nodes(mesh)
 
@@ -99,7 +97,7 @@ class Collectives:
         self.set_nodes(mesh)
         if hops is not None:
             self.hops, (node, across) = hops, (hops.inside.rank_group, hops.across.rank_group)
-            self.shard_index, self.host_starts_hops = self.shard_index_of(mesh.rank), self.host_drives_progress
+            self.shard_index = self.shard_index_of(mesh.rank)
             self._from_shards = ReceivedParts(across.size * (node.size - 1), across.size - 1, 2)
             self.transport = HierarchicalTransport(
                 hops.inside.direct,
@@ -112,10 +110,9 @@ class Collectives:
 
     def use_replicas(self, replicate: Collectives) -> None:
         """Sum reduce-scatters also over the ranks that replicate this rank's shard, by an all-reduce."""
-        self.replicate, self.host_starts_hops = replicate, self.host_drives_progress
-        self._has_all_ranks = True  # all ranks issue the same collectives, each of them in its own group
+        self.replicate = replicate
         self.transport = ReplicatedTransport(
-            self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_starts_hops
+            self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_drives_progress
         )
 
     def connect_as(self, other: Collectives) -> None:
@@ -138,7 +135,11 @@ class Collectives:
     @agreement.setter
     def agreement(self, agreement: Agreement | None) -> None:
         self.links.agreement = agreement
-        self._has_all_ranks = agreement is not None and self.rank_group.size == agreement.size
+
+    @property
+    def host_starts_hops(self) -> bool:
+        """Whether collectives have a second hop that the host has to start."""
+        return self.host_drives_progress and (self.hops is not None or self.replicate is not None)
 
     # ------------------------------------------------------------------------------------------ moves of flat buffers
 
@@ -295,13 +296,15 @@ class Collectives:
     ) -> None:
         """Announce a collective, unless the caller has, and count the parts of `num_bytes` that this rank receives.
 
-        The token gets the size and dtype of the tensor if all ranks take part: those of single nodes may differ.
+        The token gets the size and dtype of the tensor if all ranks take part, in this group or in one like it: those
+        of single nodes may differ.
         """
-        if token is not None and self.links.agreement is not None:
-            if tensor is not None and self._has_all_ranks:
+        agreement = self.links.agreement
+        if token is not None and agreement is not None:
+            if tensor is not None and (self.rank_group.size == agreement.size or self.replicate is not None):
                 key = token, tensor.numel(), tensor.dtype
                 token = self._sized.get(key) or self._with_size(key)
-            self.links.agreement.announce(token)
+            agreement.announce(token)
         if received.num_hops:
             self.traffic.received[kind, INSIDE] += received.intra_node * num_bytes
             self.traffic.received[kind, BETWEEN] += received.inter_node * num_bytes

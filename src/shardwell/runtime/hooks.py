@@ -214,7 +214,8 @@ class UnitHooks:
         """Hook units again whose hooks other code has removed, and say so: without them a unit trains nothing."""
         gone = []
         for unit, handles in self._handles.items():
-            if handles[0].id not in unit.module._forward_pre_hooks or handles[1].id not in unit.module._forward_hooks:
+            module = unit.spec.module
+            if handles[0].id not in module._forward_pre_hooks or handles[1].id not in module._forward_hooks:
                 gone.append(unit)
         if not gone:
             return

@@ -140,7 +140,7 @@ def take_apart(
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
-    unit.is_dismantled = True  # what happens to its parameters from now on is no edit of the user
+    unit.changes.is_off = True  # what happens to its parameters from now on is no edit of the user
     with contextlib.ExitStack() as stack:
         keeps_states = keeps_states and optimizer is not None
         if keeps_states and optimizer is not None and unit.trainable:
