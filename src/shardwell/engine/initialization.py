@@ -39,7 +39,7 @@ from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.user_optimizer import watch_optimizers
-from shardwell.parallel import Agreement, Collectives, TrafficStats, start_process_group
+from shardwell.parallel import Agreement, Collectives, start_process_group
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.device_mesh import rows_of
 from shardwell.parallel.mesh import world_mesh
@@ -122,10 +122,10 @@ def initialize(
         settings = settle_precision(asked, model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         rows = [[*range(world.size)]] if mesh is None else rows_of(mesh, world.size, where)
-        context, traffic_stats = make_context(home, world, settings, agreement, rows)
+        context = make_context(home, world, settings, agreement, rows)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
-        engine = _engine(engine_class, model, settings, recipe, context, traffic_stats, rows)
+        engine = _engine(engine_class, model, settings, recipe, context, rows)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
@@ -142,7 +142,6 @@ def _engine(
     settings: Config,
     recipe: OptimizerFactory | None,
     context: EngineContext,
-    traffic_stats: TrafficStats,
     rows: list[list[int]],
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
@@ -172,9 +171,9 @@ def _engine(
         lambda engine, recipe: make_optimizer(recipe, engine, scheduler, context),
         lambda given: factory_for(given, model, None, None, context.device),
         recipe,
+        offload,
     )
-    engine = engine_class(model, settings, scheduler, context, traffic_stats, agreement, builder)
-    engine.offload = offload
+    engine = engine_class(model, settings, scheduler, context, builder)
     engine._teardown = Teardown(
         model,
         before,
@@ -182,8 +181,7 @@ def _engine(
         context,
         partial(reconnect, context, settings, rows),
         partial(registry_for, context, settings),
-        engine._hooks,
-        engine._compiled,
+        engine._fit.hooks,
     )
     _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)

@@ -17,13 +17,13 @@ from shardwell.sharding import EngineContext
 
 def make_context(
     home: Device, world: RankGroup, settings: Config, agreement: Agreement, rows: list[list[int]]
-) -> tuple[EngineContext, TrafficStats]:
+) -> EngineContext:
     """Make the groups of ranks and what all parts of an engine share; `rows` are the shard groups of the mesh."""
-    memory_stats, traffic_stats = MemoryStats(), TrafficStats()
+    memory_stats = MemoryStats()
     temporary = TemporaryBuffers(home, memory_stats)
-    everyone = Collectives(world, home, traffic_stats, temporary)
+    everyone = Collectives(world, home, TrafficStats(), temporary)
     agreement.time_limit, everyone.agreement = settings.shardwell.divergence_timeout, agreement
-    agreement.probe, agreement.cut_links = everyone.links.probe, everyone.abort_links
+    agreement.probe, agreement.failures.cut_links = everyone.links.probe, everyone.abort_links
     nodes = replace(world, node_size=ranks_per_node(everyone))
     if len(rows) == 1:
         roles = _one_axis(everyone, nodes, settings)
@@ -31,8 +31,8 @@ def make_context(
         _check_replicas(settings)
         everyone.use_nodes(nodes, None)
         roles = MeshRoles.for_rows(everyone, rows)
-        agreement.cut_links = roles.abort_links
-    return EngineContext(home, memory_stats, temporary, roles), traffic_stats
+        agreement.failures.cut_links = roles.abort_links
+    return EngineContext(home, memory_stats, temporary, roles)
 
 
 def _one_axis(everyone: Collectives, nodes: RankGroup, settings: Config) -> MeshRoles:
@@ -68,14 +68,14 @@ def open_nodes(context: EngineContext, settings: Config) -> EngineContext:
     if not ranks_per_copy(settings, shard.rank_group.size):
         return context
     roles = replace(context.roles, secondary=shard.over(node_mesh(shard.rank_group)))
-    roles.agreement.cut_links = roles.abort_links
+    roles.agreement.failures.cut_links = roles.abort_links
     return replace(context, roles=roles)
 
 
 def reconnect(context: EngineContext, settings: Config, rows: list[list[int]]) -> None:
     """Give the collectives of a context new links, in process groups of their own. All ranks must call it."""
     agreement = context.roles.agreement
-    fresh, _ = make_context(context.device, world_mesh(context.device.torch_device), settings, agreement, rows)
+    fresh = make_context(context.device, world_mesh(context.device.torch_device), settings, agreement, rows)
     fresh = open_nodes(fresh, settings)
     for old, new in zip(context.roles.collectives(), fresh.roles.collectives(), strict=True):
         old.connect_as(new)

@@ -23,17 +23,19 @@ from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel.consistency import Section, check_alike
 from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
 from shardwell.sharding.edits import take_edits_closely
+from shardwell.sharding.model_states import OffloadPlan
 
 
 @dataclass
 class UnitBuilder:
-    """The functions by which `initialize` builds units and optimizers."""
+    """The functions by which `initialize` builds units and optimizers, and the plan that they follow."""
 
     wrap: Callable[[], list[UnitSpec]]
     groups: Callable[[UnitSpec, list[UnitSpec], Set[int]], list[ShardedGroup]]
     optimizer: Callable[[Any, OptimizerFactory], ShardedOptimizer]  # takes the engine
     factory_of: Callable[[Optimizer], OptimizerFactory | None]
     factory: OptimizerFactory | None
+    plan: OffloadPlan  # which units are updated on the host, and when their updates are committed
 
     def adopt(self, given: Optimizer, engine: Any, units: Sequence[Unit]) -> ShardedOptimizer:
         """Return the optimizer of an engine that was built without one, from an optimizer that the user made since."""
@@ -138,7 +140,7 @@ def take_apart(
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
-    unit.is_dismantled = True  # what happens to its parameters from now on is no edit of the user
+    unit.changes.is_off = True  # what happens to its parameters from now on is no edit of the user
     with contextlib.ExitStack() as stack:
         keeps_states = keeps_states and optimizer is not None
         if keeps_states and optimizer is not None and unit.trainable:

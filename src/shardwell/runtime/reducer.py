@@ -21,6 +21,25 @@ from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.spec import ReduceAt
 
 
+@dataclass
+class StepCounts:
+    """The micro-steps, optimizer steps and samples of a training loop, and which micro-steps are boundaries."""
+
+    micro_steps: int = 0
+    global_steps: int = 0
+    global_samples: int = 0
+    accumulation_steps: int = 1
+    samples_per_step: int = 1
+    boundary: bool | None = None  # whether the next step is one, if the user has said so
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next step applies the gradients."""
+        if self.boundary is not None:
+            return self.boundary
+        return (self.micro_steps + 1) % self.accumulation_steps == 0
+
+
 @dataclass(frozen=True)
 class MicroStep:
     """How gradients that arrive now are averaged. It is replaced when one of its conditions changes."""
