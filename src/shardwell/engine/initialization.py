@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ from shardwell.sharding.model_checks import check_model
 from shardwell.sharding.model_states import GroupKey, ModelStates, OffloadPlan, StateFormula
 from shardwell.sharding.parameter_views import GroupMember
 from shardwell.sharding.spec import CommPrecision, SpecOverrides
+from shardwell.sharding.tensor_part import check_parts, is_partial, part_of
 from shardwell.sharding.wrap import LeafRules
 
 
@@ -134,9 +135,11 @@ def initialize(
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         grid = axes_of_settings(settings, world.size) if given is None else given
         context, traffic_stats = make_context(home, world, settings, agreement, grid)
+        cut = _cut_over_tensor_axis(model, settings, context)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(engine_class, model, settings, recipe, context, traffic_stats)
+        engine._teardown.cut = cut
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
@@ -145,6 +148,17 @@ def initialize(
         context.roles.end_step()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _cut_over_tensor_axis(model: nn.Module, settings: Config, context: EngineContext) -> Any:
+    """Cut the model over the ranks of the tensor axis, if there is one."""
+    if context.roles.tensor is None:
+        check_parts(model, 1)
+        return None
+    from shardwell.tensor_parallel.setup import PlanRequest, cut_model
+
+    block = settings.tensor_parallel
+    return cut_model(model, context.roles, PlanRequest(block.plan, block.partition_config, block.sequence_parallel))
 
 
 def _engine(
@@ -292,15 +306,18 @@ def _groups(
     groups = []
     kinds = _kinds(one, settings, recipe, context.roles.data.rank_group.size, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
+        own_context = context.of_group(is_cut=kind.is_cut)
         spec = spec_for(
             zero.stage,
             persistent=kind.persistent,
-            num_ranks=context.roles.shard.rank_group.size,
+            num_ranks=own_context.roles.shard.rank_group.size,
             shard_at_world_one=own.shard_at_world_one,
             overrides=overrides.of(kind.precision.compute, kind.trains),
         )
+        if own_context is not context:
+            spec = replace(spec, copies=context.roles.grid.tensor, sums_copies=kind.is_partial)
         name = (one.name or "(root)") + (f"#{number}" if number else "")
-        groups.append(ShardedGroup(name, one.name, members, spec, kind.precision, context))
+        groups.append(ShardedGroup(name, one.name, members, spec, kind.precision, own_context))
     return groups
 
 
@@ -328,7 +345,8 @@ def _kinds(
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
         precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
-        kind = GroupKey(precision, trains, id(parameter) in persistent)
+        is_persistent = id(parameter) in persistent
+        kind = GroupKey(precision, trains, is_persistent, part_of(parameter) is not None, is_partial(parameter))
         kinds[kind].append(GroupMember(name, parameter, label, trains))
     return kinds
 

@@ -53,6 +53,7 @@ class Teardown:
     hooks: UnitHooks
     compiled: dict[nn.Module, Callable[..., Any]]  # the forwards before
     is_closed: bool = False  # links and files are closed
+    cut: Any = None  # the `CutModel` of a model that is cut over a tensor axis
 
     def end(self, optimizer: ShardedOptimizer | None, *, whole: bool) -> None:
         """Return the model to its former state, unsharded if requested and possible, and free everything else.
@@ -66,6 +67,8 @@ class Teardown:
         if why_not is None:
             self.scheduler.discard_backward()
             self._give_back(optimizer, None)
+            if self.cut is not None:
+                self.cut.undo()
         else:
             if self.context.roles.agreement.has_failed:
                 self.scheduler.abandon_passes()
@@ -158,6 +161,8 @@ class Teardown:
     def _close(self, optimizer: ShardedOptimizer | None) -> None:
         if optimizer is not None:
             optimizer.state.clear()
+        if self.cut is not None:
+            self.cut.close()
         if not self.is_closed:
             self.context.close()
         self.is_closed = True

@@ -307,6 +307,14 @@ class Collectives:
             self._traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
             self._traffic.calls[kind] += received.num_hops
 
+    def begin(self, token: str, kind: TrafficKind, num_bytes: int) -> None:
+        """Announce a collective of the caller's own, in which each other rank sends this one so many bytes."""
+        self._begin(token, None, kind, num_bytes, self._from_peers)
+
+    def complete(self, collective: Callable[..., Any], *args: Any) -> None:
+        """Run a collective of torch.distributed that was announced: the host waits with gloo, else the stream."""
+        self._complete(collective, *args)
+
     def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
         token, numel, dtype = key
         if len(self._sized) >= _MOST_TOKENS:

@@ -23,6 +23,7 @@ from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel.consistency import Section, check_alike
 from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
 from shardwell.sharding.edits import take_edits_closely
+from shardwell.sharding.tensor_part import part_of
 
 
 @dataclass
@@ -177,7 +178,9 @@ def _described(specs: Sequence[UnitSpec]) -> dict[str, Section]:
     found = {}
     for one in specs:
         for name, parameter in one.parameters:
-            kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            part = part_of(parameter)
+            shape = parameter.shape if part is None else part.shape  # parts may be uneven
+            kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(shape)}"
             frozen = "" if parameter.requires_grad else ", frozen"
             found[repr(name)] = f"{kind}{frozen} in unit '{one.name or '(root)'}'"
     return {"parameter": found}
