@@ -55,6 +55,7 @@ class Teardown:
     compiled: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     has_begun: bool = False  # the engine is ended, or is about to be
     is_closed: bool = False  # links and files are closed
+    cut: Any = None  # the `CutModel` of a model that is cut over a tensor axis
 
     def end(self, optimizer: ShardedOptimizer | None, *, whole: bool) -> None:
         """Return the model to its former state, unsharded if requested and possible, and free everything else.
@@ -68,6 +69,8 @@ class Teardown:
         if why_not is None:
             self.scheduler.discard_backward()
             self._give_back(optimizer, None)
+            if self.cut is not None:
+                self.cut.undo()
         else:
             if self.context.roles.agreement.failures.has_failed:
                 self.scheduler.abandon_passes()
@@ -160,6 +163,8 @@ class Teardown:
     def _close(self, optimizer: ShardedOptimizer | None) -> None:
         if optimizer is not None:
             optimizer.state.clear()
+        if self.cut is not None:
+            self.cut.close()
         if not self.is_closed:
             self.context.close()
         self.is_closed = True

@@ -366,3 +366,11 @@ def _glibc() -> ctypes.CDLL | None:
         return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
     except OSError:
         return None
+
+
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """Return the generator of a device's random numbers; None if it has none, as the meta device."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator if device.type == "cpu" else None

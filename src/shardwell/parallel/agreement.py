@@ -105,10 +105,11 @@ class Agreement:
         self, mesh: RankGroup, time_limit: float = _TIME_LIMIT, cut_links: Callable[[], None] = lambda: None
     ) -> None:
         """Open the table. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
-        self.rank, self.size = mesh.rank, mesh.size
+        self.rank = mesh.global_rank(mesh.rank)
+        self.ranks = mesh.ranks or tuple(range(mesh.size))  # in the default process group
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self.time_limit = time_limit
-        self.failures = PeerFailures(mesh.rank, mesh.size, cut_links)
+        self.failures = PeerFailures(self.rank, self.ranks, cut_links)
         self.advice = _ADVICE  # what the user can do about a divergence
         self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
         self.advise: Callable[[str, str], str] | None = None  # returns the advice for the tokens of two ranks
@@ -122,14 +123,22 @@ class Agreement:
         self._num_meetings = 0
         self.is_waiting = False  # for other ranks
         if self._active:
-            store = dist.distributed_c10d._get_default_store()
-            # Tables are opened in the same order on all ranks: the store itself counts them for each rank.
-            number = store.add(f"shardwell/books/{self.rank}", 1)
-            prefix = f"shardwell/{number}"
-            self.store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, self.rank)
-            self._board = RankStore(self.store, self.failures.without_store)
-            self._pulse = Heartbeats(self, number, self.rank, self.size, self.store, store)
-            self.failures.use_store(self.store, self._board, self._pulse)
+            self._open_store()
+
+    def _open_store(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        # Tables are opened in the same order on all ranks: the store itself counts them for each rank.
+        number = store.add(f"shardwell/books/{self.rank}", 1)
+        prefix = f"shardwell/{number}"
+        self.store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, self.rank)
+        self._board = RankStore(self.store, self.failures.without_store)
+        self._pulse = Heartbeats(self, number, self.rank, self.size, self.store, store)
+        self.failures.use_store(self.store, self._board, self._pulse)
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
 
     def announce(self, token: str) -> None:
         """Announce the next token; raise before a mismatched collective.
@@ -194,11 +203,15 @@ class Agreement:
 
     def missing(self, key: str) -> list[int]:
         """Return the ranks that have not arrived where this rank waits."""
-        return [rank for rank in range(self.size) if not self._board.has(f"{key}/{rank}")]
+        return [rank for rank in self.ranks if not self._board.has(f"{key}/{rank}")]
 
     def sign_of(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of another rank; None if it sent none."""
         return self._pulse.of(rank)
+
+    def is_left_by(self, sign: Heartbeat) -> bool:
+        """Return whether a rank has announced more than this rank, so that it will not come here."""
+        return sign.moves > self.tokens.num_announced
 
     def is_crossed_by(self, sign: Heartbeat) -> bool:
         """Return whether a rank waits in another engine for a collective that this rank has not begun there."""
@@ -211,7 +224,7 @@ class Agreement:
         """
         if not self._active:
             return {}
-        signs = {rank: self.sign_of(rank) for rank in range(self.size) if rank != self.rank}
+        signs = {rank: self.sign_of(rank) for rank in self.ranks if rank != self.rank}
         known = {rank: sign for rank, sign in signs.items() if sign is not None}
         if any(rank < self.rank and sign.moves >= self.tokens.num_announced for rank, sign in known.items()):
             return {}

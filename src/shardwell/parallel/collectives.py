@@ -301,7 +301,7 @@ class Collectives:
         """
         agreement = self.links.agreement
         if token is not None and agreement is not None:
-            if tensor is not None and (self.rank_group.size == agreement.size or self.replicate is not None):
+            if tensor is not None and self._num_issuing() == agreement.size:
                 key = token, tensor.numel(), tensor.dtype
                 token = self._sized.get(key) or self._with_size(key)
             agreement.announce(token)
@@ -309,6 +309,19 @@ class Collectives:
             self.traffic.received[kind, INSIDE] += received.intra_node * num_bytes
             self.traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
             self.traffic.calls[kind] += received.num_hops
+
+    def _num_issuing(self) -> int:
+        """Return the number of ranks that issue such a collective, in this group or in one that replicates it."""
+        size = self.rank_group.size
+        return size if self.replicate is None else size * self.replicate.rank_group.size
+
+    def begin(self, token: str, kind: TrafficKind, num_bytes: int) -> None:
+        """Announce a collective of the caller's own, in which each other rank sends this one so many bytes."""
+        self._begin(token, None, kind, num_bytes, self._from_peers)
+
+    def complete(self, collective: Callable[..., Any], *args: Any) -> None:
+        """Run a collective of torch.distributed that was announced: the host waits with gloo, else the stream."""
+        self._complete(collective, *args)
 
     def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
         token, numel, dtype = key

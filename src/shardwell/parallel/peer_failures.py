@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from shardwell.errors import DivergenceError, PeerError, ShardwellError
@@ -29,9 +29,9 @@ _NO_RETURN = (
 class PeerFailures:
     """The failures and ends of the ranks of one engine. With one rank, or simulated ranks, there is nothing to tell."""
 
-    def __init__(self, rank: int, size: int, cut_links: Callable[[], None]) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], cut_links: Callable[[], None]) -> None:
         """Begin without a store. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
-        self._rank, self._size = rank, size
+        self._rank, self._ranks = rank, ranks
         self.cut_links = cut_links
         self._store: Any = None
         self._board: RankStore | None = None
@@ -136,7 +136,7 @@ class PeerFailures:
         board = self._board
         if board is None:
             return None
-        others = (rank for rank in range(self._size) if rank != self._rank)
+        others = (rank for rank in self._ranks if rank != self._rank)
         ended = [rank for rank in others if board.has(f"{_END}/{rank}")]
         words = [(rank, *board.get(f"{_END}/{rank}").partition(" ")[::2]) for rank in ended]
         if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):
@@ -223,14 +223,14 @@ class PeerFailures:
     def _await_states(self, board: RankStore, time_limit: float) -> dict[int, str]:
         """Return what each rank has left after a failure; raise an error if one of them will leave nothing."""
         begin, pause = time.monotonic(), 1e-3
-        while missing := [rank for rank in range(self._size) if not board.has(f"{_AFTER}/{rank}")]:
+        while missing := [rank for rank in self._ranks if not board.has(f"{_AFTER}/{rank}")]:
             if lost := set(self._lost()) & set(missing):
                 raise PeerError(_gone(min(lost)))
             if time.monotonic() - begin > time_limit:
                 raise PeerError(f"rank {missing[0]} did not come within {time_limit:g} s after the failure")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return {rank: board.get(f"{_AFTER}/{rank}") for rank in range(self._size)}
+        return {rank: board.get(f"{_AFTER}/{rank}") for rank in self._ranks}
 
 
 def _gone(rank: int) -> str:

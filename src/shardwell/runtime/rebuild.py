@@ -24,6 +24,7 @@ from shardwell.parallel.consistency import Section, check_alike
 from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
 from shardwell.sharding.edits import take_edits_closely
 from shardwell.sharding.model_states import OffloadPlan
+from shardwell.sharding.tensor_part import part_of
 
 
 @dataclass
@@ -58,7 +59,7 @@ def refit(
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in specs if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
     if units and (len(fitting) < len(specs) or before.keys() != fitting):
-        check_alike(units[0].groups[0].context.roles.all, "refit", _described(specs))
+        check_alike(units[0].groups[0].context.roles.stage, "refit", _described(specs))
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
     present = {id(p) for one in specs for _, p in one.parameters}
@@ -179,7 +180,9 @@ def _described(specs: Sequence[UnitSpec]) -> dict[str, Section]:
     found = {}
     for one in specs:
         for name, parameter in one.parameters:
-            kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            part = part_of(parameter)
+            shape = parameter.shape if part is None else part.shape  # parts may be uneven
+            kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(shape)}"
             frozen = "" if parameter.requires_grad else ", frozen"
             found[repr(name)] = f"{kind}{frozen} in unit '{one.name or '(root)'}'"
     return {"parameter": found}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwell.kernels.rounding import narrow
 from shardwell.memory import FlatBuffer, Tier
 from shardwell.sharding.layout import Layout, TensorSpec
+from shardwell.sharding.tensor_part import part_of
 
 if TYPE_CHECKING:
     from shardwell.sharding.group import ShardedGroup
@@ -34,7 +35,11 @@ class GroupMember:
     @property
     def spec(self) -> TensorSpec:
         """Return the entry of the parameter for the layout."""
-        return TensorSpec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
+        spec = TensorSpec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
+        part = part_of(self.parameter)
+        if part is None or part.blocks:
+            return spec
+        return replace(spec, global_shape=part.shape, global_offset=part.offset)
 
 
 class ParameterViews:
