@@ -198,8 +198,8 @@ def refused(case: str) -> str:
         mesh = DeviceMesh("cpu", torch.arange(size - 1), _init_backend=False)
     elif case == "three dimensions":
         mesh = init_device_mesh("cpu", (size, 1, 1))
-    elif case == "tensor parallel":
-        mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    elif case == "strange name":
+        mesh = init_device_mesh("cpu", (1, 1, size), mesh_dim_names=("dp", "tp", "up"))
     elif case == "device":
         mesh = DeviceMesh("cuda", torch.arange(size), _init_backend=False)
     elif case == "nothing sharded":
@@ -221,8 +221,8 @@ def refused(case: str) -> str:
     ("case", "words"),
     [
         ("some ranks", "does not hold each of the 4 rank"),
-        ("three dimensions", "has 3 dimensions, and only data-parallel"),
-        ("tensor parallel", "has the dimension 'tp', and only data-parallel"),
+        ("three dimensions", "has 3 dimensions without names"),
+        ("strange name", "has the dimension 'up'. Name the dimensions"),
         ("device", "of cuda devices, and this rank trains on cpu"),
         ("nothing sharded", "the dimension that shards has one rank"),
         ("not a mesh", "expected a torch DeviceMesh, found a tuple"),

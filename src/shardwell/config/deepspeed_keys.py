@@ -191,8 +191,26 @@ _INERT: dict[str, Inert] = {
     f"{_PARAM}buffer_size": Inert("staging buffers are as large as the largest shard", "size", 100_000_000),
 }
 
+_INERT |= {
+    "pipeline.seed_layers": Inert("layers are built once, before they are divided over stages"),
+    "pipeline.pipe_partitioned": Inert("with tensor parallelism, sequence_parallel splits activations"),
+    "pipeline.grad_partitioned": Inert("with tensor parallelism, sequence_parallel splits activations"),
+    "tensor_parallel.enabled": Inert("autotp_size turns tensor parallelism on"),
+    "tensor_parallel.dtype": Inert("the bf16 and fp16 blocks say what is computed in"),
+    "tensor_parallel.keep_module_on_host": Inert("the model stays where it is until it is cut"),
+    "tensor_parallel.vocab_parallel_lm_head": Inert("the plan says how the last layer is cut"),
+    "tensor_parallel.vocab_parallel_ce_backend": Inert("shardwell.tensor_parallel has the loss over a cut vocabulary"),
+}
+
 _LIMITED: dict[str, Limited] = {
-    "sequence_parallel_size": Limited((1, None), _not_yet("sequence parallelism", "use 1 or remove it")),
+    "tensor_parallel.preset_model": Limited(
+        (None,), _not_yet("presets for tensor parallelism", "use plan or partition_config")
+    ),
+    "tensor_parallel.injection_policy_tuple": Limited(
+        (None,), _not_yet("injection policies", "use plan or partition_config")
+    ),
+    "tensor_parallel.replace_with_kernel_inject": Limited((False,), _removed("kernel injection", _OFF), type="flag"),
+    "tensor_parallel.kernel_inject": Limited((False,), _removed("kernel injection", _OFF), type="flag"),
     "sparse_gradients": Limited((False,), _not_yet("sparse gradients", f"{_OFF}, and make embeddings dense")),
     "gradient_allreduce_op": Limited(
         ("mean",), 'shardwell averages gradients over the ranks; use "mean", and multiply the loss for a sum'
@@ -243,11 +261,6 @@ _UNSUPPORTED: dict[str, Unsupported] = {
     "comet": Unsupported(_not_yet("a Comet writer", _DROP)),
     "csv_monitor": Unsupported(_not_yet("a CSV writer", _DROP)),
     "comms_logger": Unsupported(_not_yet("a communication log", f"{_DROP}; engine.traffic() counts bytes")),
-    "pipeline": Unsupported(_not_yet("pipeline parallelism", "remove the block"), ("enabled", "stages")),
-    "tensor_parallel": Unsupported(
-        _not_yet("tensor parallelism", "remove the block, or set autotp_size to 0"),
-        ("enabled", "autotp_size", "tp_size"),
-    ),
     "expert_parallel": Unsupported(_not_yet("expert parallelism", _DROP)),
     "autotuning": Unsupported(_not_yet("autotuning", _DROP)),
     "hybrid_engine": Unsupported(_not_yet("an engine for inference beside training", _DROP)),

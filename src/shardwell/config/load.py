@@ -40,6 +40,9 @@ AUTO: dict[str, str] = {
     "zero_optimization.offload_param.device": "off",
     "zero_optimization.offload_optimizer.nvme_path": "none",
     "zero_optimization.offload_param.nvme_path": "none",
+    "pipeline.stages": "no pipeline",
+    "tensor_parallel.autotp_size": "no tensor parallelism",
+    "sequence_parallel_size": "no sequence parallelism",
     "shardwell.memory.device": _SIZE,
     "shardwell.memory.host": _SIZE,
     "shardwell.memory.disk": _SIZE,
@@ -51,12 +54,18 @@ AUTO: dict[str, str] = {
 
 
 def load(
-    source: Source, *, world_size: int | None = None, optimizer_given: bool = False, scheduler_given: bool = False
+    source: Source,
+    *,
+    world_size: int | None = None,
+    optimizer_given: bool = False,
+    scheduler_given: bool = False,
+    axes: Mapping[str, int] | None = None,
 ) -> Config:
     """Return the effective configuration of a JSON file, JSON text, mapping or `Config`.
 
     With `world_size` all three batch sizes are ints; without it, those that depend on it are None. If the caller has
-    its own optimizer (`optimizer_given`) or schedule (`scheduler_given`), the one in the file is not checked.
+    its own optimizer (`optimizer_given`) or schedule (`scheduler_given`), the one in the file is not checked. `axes`
+    are the ranks along the axes pipe, sequence and tensor of a mesh that the caller has.
     Raise one `ConfigError` that lists every problem.
     """
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
@@ -66,7 +75,7 @@ def load(
         config = source if optimizer_given else _check_optimizer(source, found)
         found.auto = {key for key, origin in source.origins.items() if _is_auto(origin)}
         config = config if scheduler_given else _check_scheduler(config, found)
-        return _finish(config, found, dict(source.origins), world_size)
+        return _finish(config, found, dict(source.origins), world_size, axes)
     where, origin, raw = read(source)
     try:
         spoken = translated(raw)
@@ -79,7 +88,7 @@ def load(
         config = _check_optimizer(config, found)
     if not scheduler_given:
         config = _check_scheduler(config, found)
-    return _finish(config, found, _origins(config, found, origin), world_size)
+    return _finish(config, found, _origins(config, found, origin), world_size, axes)
 
 
 def _check_optimizer(config: Config, found: Findings) -> Config:
@@ -103,9 +112,16 @@ def _check_scheduler(config: Config, found: Findings) -> Config:
     return config.with_block("scheduler", block.model_copy(update={"params": params}))
 
 
-def _finish(config: Config, found: Findings, origins: dict[str, str], world_size: int | None) -> Config:
+def _finish(
+    config: Config,
+    found: Findings,
+    origins: dict[str, str],
+    world_size: int | None,
+    axes: Mapping[str, int] | None,
+) -> Config:
     _check_built(config, found)
     _check_ranks(config, found, world_size)
+    world_size = _data_ranks(config, found, world_size, axes)
     sizes: dict[str, int | None] = {}
     if not found.broken(*BATCH):
         for key, (size, origin) in _resolve_batch(config, origins, world_size, found).items():
@@ -285,6 +301,31 @@ def _check_ranks(config: Config, found: Findings, world_size: int | None) -> Non
         found.add(
             key, f"{copies} ranks cannot hold secondary shards, because there is one rank; use 1, or start more ranks"
         )
+
+
+def _data_ranks(config: Config, found: Findings, world_size: int | None, axes: Mapping[str, int] | None) -> int | None:
+    """Return the number of ranks that train on rows of their own, which batch sizes are multiplied by."""
+    keys = {
+        "pipe": ("pipeline.stages", config.pipeline.stages),
+        "sequence": ("sequence_parallel_size", config.sequence_parallel_size),
+        "tensor": ("tensor_parallel.autotp_size", config.tensor_parallel.size),
+    }
+    sizes = {axis: size for axis, (_, size) in keys.items()}
+    there = sizes if axes is None else axes
+    for axis, (key, size) in keys.items():
+        if size not in (1, there[axis]):
+            found.add(key, f"{size} contradicts the mesh, which has {there[axis]}; remove one of them")
+    shared = math.prod(there.values())
+    if world_size is None or shared == 1:
+        return world_size
+    if world_size % shared and not found.broken(*(key for key, _ in keys.values())):
+        terms = " x ".join(f"{size} ({key})" for key, size in keys.values())
+        found.add(
+            next(key for key, size in keys.values() if size > 1),
+            f"{world_size} rank(s) cannot be divided by {terms} = {shared}; start a multiple of that, or make one of "
+            "them smaller",
+        )
+    return max(world_size // shared, 1)
 
 
 # --- origins ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from shardwell.config.field_types import (
     AutocastDtype,
     Budget,
     CodecKind,
+    Count,
     CountOrAuto,
     Device,
     Dtype,
@@ -246,6 +247,45 @@ class MemoryConfig(ConfigBlock):
     disk: Budget = Field(default=0.95, description="Under nvme_path on each node, by all its ranks together.")
 
 
+class TensorParallelConfig(ConfigBlock):
+    """Which ranks hold parts of the same tensors, and how a model that comes whole is cut."""
+
+    autotp_size: Count = Field(default=0, description="Ranks that share each tensor; 0 and 1 = none.")
+    plan: Literal["auto", "none"] | dict[StrictStr, StrictStr] = Field(
+        default="auto",
+        description="How a whole model is cut: patterns of module names -> styles such as colwise and rowwise; auto = "
+        "the model's own plan; none = it comes cut.",
+    )
+    partition_config: dict[str, Any] | None = Field(
+        default=None, description="DeepSpeed's layer_specs, instead of a plan: patterns of parameters to be cut."
+    )
+    sequence_parallel: Flag = Field(
+        default=False, description="Split activations between cut layers over the same ranks, along the sequence."
+    )
+    tp_overlap_comm: Flag = Field(
+        default=False, description="Sum input gradients of cut layers while weight gradients are computed."
+    )
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that share each tensor, at least 1."""
+        return max(self.autotp_size, 1)
+
+
+class PipelineConfig(ConfigBlock):
+    """Which ranks run which modules."""
+
+    stages: PositiveCount = Field(default=1, description="Pipeline stages; 1 = no pipeline.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = Field(
+        default="1f1b", description="Order of forwards and backwards."
+    )
+    chunks: PositiveCount = Field(default=1, description="Parts of the model on each stage, for interleaved schedules.")
+    partition: StrictStr = Field(default="best", description="How the layers are divided over the stages.")
+    activation_checkpoint_interval: Count = Field(
+        default=0, description="Recompute the activations of so many layers at a time; 0 = none."
+    )
+
+
 class ShardwellConfig(ConfigBlock):
     """Keys that only shardwell has."""
 
@@ -306,7 +346,7 @@ class Config(ConfigBlock):
     """The effective configuration."""
 
     train_batch_size: PositiveCount | None = Field(
-        default=None, description="Samples per optimizer step over all ranks: micro x accumulation x ranks."
+        default=None, description="Samples per optimizer step: micro x accumulation x ranks that train on other rows."
     )
     train_micro_batch_size_per_gpu: PositiveCount | None = Field(
         default=None, description="Samples per rank in one forward and backward."
@@ -338,6 +378,13 @@ class Config(ConfigBlock):
     )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="DeepSpeed's keys about checkpoints, which have no effect."
+    )
+    tensor_parallel: TensorParallelConfig = Field(
+        default=TensorParallelConfig(), description="Ranks that hold parts of the same tensors."
+    )
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="Ranks that run different modules.")
+    sequence_parallel_size: PositiveCount = Field(
+        default=1, description="Ranks that train on parts of the same sequences; 1 = none."
     )
     aio: AioConfig = Field(default=AioConfig(), description="How bytes move to and from NVMe.")
     zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="What is sharded, and where it is stored.")

@@ -205,7 +205,7 @@ class Engine(nn.Module):
         finally:
             self._scheduler.reducer.clear()
             self._scheduler.end_retention()
-            self._context.roles.all.end_step()
+            self._context.roles.end_step()
         self.global_steps += 1
         self.global_samples += self._samples_per_step
         if self.global_steps == 1:
@@ -302,13 +302,23 @@ class Engine(nn.Module):
         return self._context.roles.all.rank_group.rank
 
     @property
+    def data_size(self) -> int:
+        """The number of ranks that train on rows of their own: all, unless some share a model or a sequence."""
+        return self._context.roles.grid.num_batches
+
+    @property
+    def data_rank(self) -> int:
+        """The share of the rows that this rank trains on, from 0 to `data_size` - 1."""
+        return self._context.roles.grid.batch_rank(self.global_rank)
+
+    @property
     def config(self) -> Any:
         """The configuration; a subclass may show the one that its user wrote. The engine itself reads `settings`."""
         return self.settings
 
     def train_batch_size(self) -> int:
         """Return the number of samples of one optimizer step over all ranks and micro-steps."""
-        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.data_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.settings.train_micro_batch_size_per_gpu or 1

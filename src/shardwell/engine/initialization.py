@@ -23,7 +23,14 @@ from shardwell.engine.consistency import before_building, once_built
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
-from shardwell.engine.mesh_setup import make_context, open_nodes, ranks_per_copy, reconnect
+from shardwell.engine.mesh_setup import (
+    axes_of_arguments,
+    axes_of_settings,
+    make_context,
+    open_nodes,
+    ranks_per_copy,
+    reconnect,
+)
 from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
@@ -41,7 +48,6 @@ from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.user_optimizer import watch_optimizers
 from shardwell.parallel import Agreement, Collectives, TrafficStats, start_process_group
 from shardwell.parallel.consistency import check_alike
-from shardwell.parallel.device_mesh import rows_of
 from shardwell.parallel.mesh import world_mesh
 from shardwell.runtime.commit_policy import commit_policy, settle_commit
 from shardwell.runtime.precision import dtype_of, mixed_dtype, settle_precision
@@ -80,6 +86,7 @@ def initialize(
     config_params: Any = None,
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
+    mpu: Any = None,
     engine_class: type[Engine] = Engine,
 ) -> Initialized:
     """Shard `model` as `config` says, and return `(engine, optimizer, training_dataloader, lr_scheduler)`.
@@ -96,7 +103,9 @@ def initialize(
         device: The device of this rank; by default SHARDWELL_DEVICE, its GPU if there is one, or the CPU.
         mesh: A DeviceMesh over all ranks. With one dimension, which is the default, states are sharded over all ranks.
             With two, they are sharded over the last ("dp_shard") and replicated over the first ("dp_replicate"), also
-            if the dimensions have other names. The engine makes process groups of its own for it.
+            if the dimensions have other names. Other axes have names: "pp", "dp" (shards), "sp", "tp". The engine makes
+            process groups of its own for it.
+        mpu: Megatron's object that knows the axes, instead of a mesh.
         engine_class: The class of the engine: `Engine`, or a subclass with the same constructor.
     """
     if model is None:
@@ -113,25 +122,27 @@ def initialize(
     world = world_mesh(where)
     agreement = Agreement(world)
     with agreement.failing_together("initialize", common=(DivergenceError,)):
+        given = axes_of_arguments(mesh, mpu, world, Device(where), agreement)
         asked = load(
             source,
             world_size=world.size,
+            axes=None if given is None else {"pipe": given.pipe, "sequence": given.sequence, "tensor": given.tensor},
             optimizer_given=optimizer is not None,
             scheduler_given=lr_scheduler is not None,
         )
         settings = settle_precision(asked, model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
-        rows = [[*range(world.size)]] if mesh is None else rows_of(mesh, world.size, where)
-        context, traffic_stats = make_context(home, world, settings, agreement, rows)
+        grid = axes_of_settings(settings, world.size) if given is None else given
+        context, traffic_stats = make_context(home, world, settings, agreement, grid)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
-        engine = _engine(engine_class, model, settings, recipe, context, traffic_stats, rows)
+        engine = _engine(engine_class, model, settings, recipe, context, traffic_stats)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.roles.all, "initialize", once_built(engine))
-        context.roles.all.end_step()
+        context.roles.end_step()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
@@ -143,12 +154,11 @@ def _engine(
     recipe: OptimizerFactory | None,
     context: EngineContext,
     traffic_stats: TrafficStats,
-    rows: list[list[int]],
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
     agreement = context.roles.agreement
     cuts = _cut(model, settings)
-    check_alike(context.roles.all, "initialize", before_building(settings, model, cuts, recipe))
+    check_alike(context.roles.stage, "initialize", before_building(settings, model, cuts, recipe))
     persistent = persistent_in(cuts, settings.zero_optimization)
     settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
     context = open_nodes(context, settings)
@@ -180,7 +190,7 @@ def _engine(
         before,
         scheduler,
         context,
-        partial(reconnect, context, settings, rows),
+        partial(reconnect, context, settings),
         partial(registry_for, context, settings),
         engine._hooks,
         engine._compiled,
@@ -417,9 +427,9 @@ def _loader(
 ) -> ShardedLoader | UserDataLoader | None:
     if data is None:
         return None
-    where = engine.global_rank, engine.world_size, engine.device
+    where = engine.data_rank, engine.data_size, engine.device
     if isinstance(data, DataLoader):
-        asked, config = with_batch_of(data, engine.settings, engine.world_size)
+        asked, config = with_batch_of(data, engine.settings, engine.data_size)
         engine.use_config(config)
         return loader_like(data, asked, *where, collate_fn)
     if not hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):

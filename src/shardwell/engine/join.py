@@ -55,9 +55,10 @@ class Join:
                 f"{num_with_nothing} of {everyone.rank_group.size} ranks had no batch at all inside `engine.join()`: "
                 "they have nothing to repeat while the others train. Give each rank one batch at least."
             )
-        self._engine._scheduler.reducer.average_over(
-            everyone.rank_group.size if self._divides_by_all else max(num_with, 1)
-        )
+        grid = self._engine._context.roles.grid
+        num_with //= grid.pipe * grid.tensor  # these ranks have the same batches
+        num_averaged = grid.num_batches * grid.sequence
+        self._engine._scheduler.reducer.average_over(num_averaged if self._divides_by_all else max(num_with, 1))
         return num_with > 0
 
     def shadow(self) -> None:
@@ -96,4 +97,4 @@ def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]
         engine._join.shadow()
     finally:
         engine._join = None
-        engine._scheduler.reducer.average_over(engine.world_size)
+        engine._scheduler.reducer.average_over(engine._context.roles.data.rank_group.size)

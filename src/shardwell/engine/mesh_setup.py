@@ -4,33 +4,59 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from shardwell.config import Config
-from shardwell.errors import ConfigError
+from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Agreement, Collectives, MeshRoles, TrafficStats
 from shardwell.parallel.collectives import NodeHops
+from shardwell.parallel.device_mesh import grid_of_mesh, grid_of_mpu
+from shardwell.parallel.grid import Grid, grid_of_sizes
 from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
 from shardwell.parallel.roles import ranks_per_node
 from shardwell.sharding import EngineContext
 
 
+def axes_of_arguments(mesh: Any, mpu: Any, world: RankGroup, home: Device, agreement: Agreement) -> Grid | None:
+    """Return the grid of a mesh or an `mpu` that the user passed; None if the configuration names the axes."""
+    if mesh is not None and mpu is not None:
+        raise ShardwellError("initialize got mesh and mpu, which both say where ranks are: pass one of them")
+    if mesh is not None:
+        return grid_of_mesh(mesh, world.size, home.torch_device)
+    if mpu is None:
+        return None
+    everyone = Collectives(world, home, TrafficStats(), TemporaryBuffers(home, MemoryStats()))
+    everyone.agreement = agreement
+    return grid_of_mpu(mpu, everyone)
+
+
+def axes_of_settings(settings: Config, num_ranks: int) -> Grid:
+    """Return the grid that the configuration asks for."""
+    return grid_of_sizes(
+        num_ranks,
+        pipe=settings.pipeline.stages,
+        sequence=settings.sequence_parallel_size,
+        tensor=settings.tensor_parallel.size,
+    )
+
+
 def make_context(
-    home: Device, world: RankGroup, settings: Config, agreement: Agreement, rows: list[list[int]]
+    home: Device, world: RankGroup, settings: Config, agreement: Agreement, grid: Grid
 ) -> tuple[EngineContext, TrafficStats]:
-    """Make the groups of ranks and what all parts of an engine share; `rows` are the shard groups of the mesh."""
+    """Make the groups of ranks and what all parts of an engine share."""
     memory_stats, traffic_stats = MemoryStats(), TrafficStats()
     temporary = TemporaryBuffers(home, memory_stats)
     everyone = Collectives(world, home, traffic_stats, temporary)
     agreement.time_limit, everyone.agreement = settings.shardwell.divergence_timeout, agreement
     agreement.probe, agreement.cut_links = everyone.links.probe, everyone.abort_links
     nodes = replace(world, node_size=ranks_per_node(everyone))
-    if len(rows) == 1:
+    if not grid.has_model_axes and grid.replicate == 1:
         roles = _one_axis(everyone, nodes, settings)
     else:
-        _check_replicas(settings)
+        _check_grid(settings, grid)
         everyone.use_nodes(nodes, None)
-        roles = MeshRoles.for_rows(everyone, rows)
+        roles = MeshRoles.for_grid(everyone, grid)
         agreement.cut_links = roles.abort_links
     return EngineContext(home, memory_stats, temporary, roles), traffic_stats
 
@@ -47,18 +73,27 @@ def _one_axis(everyone: Collectives, nodes: RankGroup, settings: Config) -> Mesh
     return MeshRoles.for_one_axis(everyone)
 
 
-def _check_replicas(settings: Config) -> None:
-    """Raise if the configuration has what a mesh that replicates cannot have: its own groups inside a node."""
+def _check_grid(settings: Config, grid: Grid) -> None:
+    """Raise if the configuration has what a grid of ranks cannot have."""
+    if grid.pipe > 1:
+        raise ConfigError(f"a pipeline of {grid.pipe} stages is not supported yet; use pipeline.stages 1")
+    if grid.sequence > 1:
+        raise ConfigError(
+            f"sequence_parallel_size: {grid.sequence} is not supported yet; use 1, or tensor parallelism with "
+            '"tensor_parallel": {"sequence_parallel": true}'
+        )
     zero = settings.zero_optimization
     on = {
         "zero_hpz_partition_size": zero.zero_hpz_partition_size not in (0, 1),
         "zero_quantized_weights": zero.zero_quantized_weights == "auto",
-        "zero_quantized_gradients": bool(zero.zero_quantized_gradients),
+        "zero_quantized_gradients": bool(zero.zero_quantized_gradients)
+        and (grid.replicate > 1 or zero.zero_quantized_gradients == "auto"),
     }
+    what = "a mesh that replicates" if grid.replicate > 1 else f"the axes {grid}"
     for key in (key for key, is_on in on.items() if is_on):
         raise ConfigError(
-            f"zero_optimization.{key}: {getattr(zero, key)} does not work with a mesh that replicates: hpZ, quantised "
-            "reduce-scatters and measured choices know one group of all ranks. Leave it out, or the mesh."
+            f"zero_optimization.{key}: {getattr(zero, key)} does not work with {what}: hpZ, quantised reduce-scatters "
+            "over replicas and measured choices know one group of all ranks. Leave it out, or the mesh."
         )
 
 
@@ -72,10 +107,10 @@ def open_nodes(context: EngineContext, settings: Config) -> EngineContext:
     return replace(context, roles=roles)
 
 
-def reconnect(context: EngineContext, settings: Config, rows: list[list[int]]) -> None:
+def reconnect(context: EngineContext, settings: Config) -> None:
     """Give the collectives of a context new links, in process groups of their own. All ranks must call it."""
-    agreement = context.roles.agreement
-    fresh, _ = make_context(context.device, world_mesh(context.device.torch_device), settings, agreement, rows)
+    agreement, grid = context.roles.agreement, context.roles.grid
+    fresh, _ = make_context(context.device, world_mesh(context.device.torch_device), settings, agreement, grid)
     fresh = open_nodes(fresh, settings)
     for old, new in zip(context.roles.collectives(), fresh.roles.collectives(), strict=True):
         old.connect_as(new)

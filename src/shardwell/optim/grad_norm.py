@@ -36,12 +36,19 @@ _COMPARED = ("lr", "weight_decay", "momentum", "betas")
 
 
 def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
-    """Return the norm (fp64) of a slice's gradient, which exists, and whether every rank has the same gradient."""
+    """Return the norm (fp64) of a slice's gradient, which exists, and whether every rank has the same gradient.
+
+    If only the ranks of the group's data axis have the same, as in a grid of ranks, each brings its share of the norm.
+    """
     gradients = shard.group.gradients
     assert gradients.result is not None
     gradient = gradients.result[shard.span]
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=wide).double(), shard.group.spec.gradients.axis is None
+    norm = torch.linalg.vector_norm(gradient, dtype=wide).double()
+    is_replicated, roles = shard.group.spec.gradients.axis is None, shard.group.context.roles
+    if is_replicated and roles.grid.has_model_axes:
+        return norm / math.sqrt(roles.data.rank_group.size // roles.grid.replicate), False
+    return norm, is_replicated
 
 
 def sum_of_squares(norms: list[Tensor], device: Device) -> Tensor:
@@ -99,7 +106,9 @@ class GradNorm:
         for one in self.summed:
             one.append_to(parts)
         total = torch.cat(parts)
-        self._context.roles.all.all_reduce_sum(total, "NORM")
+        self._context.roles.stage.all_reduce_sum(total, "NORM")
+        if (pipe := self._context.roles.pipe) is not None:
+            pipe.all_reduce_sum(total[:1], "NORM")
         for place, one in enumerate(self.summed, start=1 + len(seen)):
             one.take_sum(total[place])
         self.unseen = set()
@@ -131,7 +140,7 @@ class HyperparameterCheck:
         """Append the checksum; if the ranks' differed at the last step, raise an error on all ranks."""
         if self._later is not None:
             (later, checksum), self._later = self._later, None
-            if float(later.get()) != checksum * self._context.roles.all.rank_group.size:
+            if float(later.get()) != checksum * self._context.roles.stage.rank_group.size:
                 self._raise_difference()
         numbers: list[float] = []
         for group in self._optimizer.param_groups:
@@ -153,12 +162,12 @@ class HyperparameterCheck:
         """Take the sum; where the host need not wait for it, it is compared now."""
         if self._reads_later:
             self._later = self._context.device.read_async(total), self._checksum
-        elif total.item() != self._checksum * self._context.roles.all.rank_group.size:
+        elif total.item() != self._checksum * self._context.roles.stage.rank_group.size:
             self._raise_difference()
 
     def _raise_difference(self) -> NoReturn:
         # This raises, unless they are alike again.
-        check_alike(self._context.roles.all, "step", {"optimizer's": self._words()})
+        check_alike(self._context.roles.stage, "step", {"optimizer's": self._words()})
         raise DivergenceError("ranks took the last step with different learning rates. Set the same on all of them.")
 
     def _words(self) -> dict[str, str]:

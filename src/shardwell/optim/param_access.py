@@ -222,7 +222,7 @@ class ParamAccess:
         flags = [gradients.has_any and gradients.has_gradient[self._index], self._waits, gradients.is_discarded]
         if not device.is_meta:
             total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
-            self._group.context.roles.all.all_reduce_sum(total, f"READ {self._slot.name} gradient")
+            self._group.context.roles.data.all_reduce_sum(total, f"READ {self._slot.name} gradient")
             flags = [number > 0 for number in total.tolist()]
         if flags[2]:
             gone()

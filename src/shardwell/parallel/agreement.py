@@ -63,7 +63,8 @@ class Agreement:
     ) -> None:
         """Open the table. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self._mesh = mesh
-        self.rank, self.size = mesh.rank, mesh.size
+        self.rank = mesh.global_rank(mesh.rank)
+        self.ranks = mesh.ranks or tuple(range(mesh.size))  # in the default process group
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self.time_limit = time_limit
         self.cut_links = cut_links
@@ -88,13 +89,21 @@ class Agreement:
         self._failure: tuple[type[ShardwellError], str] | None = None  # the error itself would keep its frames alive
         self._own_failure = ""  # where this rank itself failed
         if self._active:
-            store = dist.distributed_c10d._get_default_store()
-            # Tables are opened in the same order on all ranks: the store itself counts them for each rank.
-            number = store.add(f"shardwell/books/{self.rank}", 1)
-            prefix = f"shardwell/{number}"
-            self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, self.rank)
-            self._board = RankStore(self._store, self._without_store)
-            self._pulse = Heartbeats(self, number, self.rank, self.size, self._store, store)
+            self._open_store()
+
+    def _open_store(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        # Tables are opened in the same order on all ranks: the store itself counts them for each rank.
+        number = store.add(f"shardwell/books/{self.rank}", 1)
+        prefix = f"shardwell/{number}"
+        self._store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, self.rank)
+        self._board = RankStore(self._store, self._without_store)
+        self._pulse = Heartbeats(self, number, self.rank, self.size, self._store, store)
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
 
     @property
     def store(self) -> Any:
@@ -172,11 +181,15 @@ class Agreement:
 
     def missing(self, key: str) -> list[int]:
         """Return the ranks that have not arrived where this rank waits."""
-        return [rank for rank in range(self.size) if not self._board.has(f"{key}/{rank}")]
+        return [rank for rank in self.ranks if not self._board.has(f"{key}/{rank}")]
 
     def sign_of(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of another rank; None if it sent none."""
         return self._pulse.of(rank)
+
+    def is_left_by(self, sign: Heartbeat) -> bool:
+        """Return whether a rank has announced more than this rank, so that it will not come here."""
+        return sign.moves > self.num_moves
 
     def is_crossed_by(self, sign: Heartbeat) -> bool:
         """Return whether a rank waits in another engine for a collective that this rank has not begun there."""
@@ -189,7 +202,7 @@ class Agreement:
         """
         if not self._active:
             return {}
-        signs = {rank: self.sign_of(rank) for rank in range(self.size) if rank != self.rank}
+        signs = {rank: self.sign_of(rank) for rank in self.ranks if rank != self.rank}
         known = {rank: sign for rank, sign in signs.items() if sign is not None}
         if any(rank < self.rank and sign.moves >= self.num_moves for rank, sign in known.items()):
             return {}
@@ -356,14 +369,14 @@ class Agreement:
     def _await_states(self) -> dict[int, str]:
         """Return what each rank has left after a failure; raise an error if one of them will leave nothing."""
         begin, pause = time.monotonic(), 1e-3
-        while missing := [rank for rank in range(self.size) if not self._board.has(f"{_AFTER}/{rank}")]:
+        while missing := [rank for rank in self.ranks if not self._board.has(f"{_AFTER}/{rank}")]:
             if lost := set(self._pulse.lost()) & set(missing):
                 raise PeerError(_gone(min(lost)))
             if time.monotonic() - begin > self.time_limit:
                 raise PeerError(f"rank {missing[0]} did not come within {self.time_limit:g} s after the failure")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return {rank: self._board.get(f"{_AFTER}/{rank}") for rank in range(self.size)}
+        return {rank: self._board.get(f"{_AFTER}/{rank}") for rank in self.ranks}
 
     def check_exits(self, needed: int | None = None) -> None:
         """Raise if a rank has ended and will never take part in this rank's collective, which needs all ranks."""
@@ -377,7 +390,7 @@ class Agreement:
 
     def _ended_ranks(self, needed: int) -> str | None:
         """Return the messages of ranks that ended before `needed` tokens, with advice; None if no rank has."""
-        others = (rank for rank in range(self.size) if rank != self.rank)
+        others = (rank for rank in self.ranks if rank != self.rank)
         ended = [rank for rank in others if self._board.has(f"{_END}/{rank}")]
         words = [(rank, *self._board.get(f"{_END}/{rank}").partition(" ")[::2]) for rank in ended]
         if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):

@@ -114,7 +114,8 @@ class Collectives:
     def use_replicas(self, replicate: Collectives) -> None:
         """Sum reduce-scatters also over the ranks that replicate this rank's shard, by an all-reduce."""
         self.replicate, self.host_starts_hops = replicate, self.host_drives_progress
-        self._has_all_ranks = True  # all ranks issue the same collectives, each of them in its own group
+        num_ranks = self.rank_group.size * replicate.rank_group.size  # each issues the collective in its own group
+        self._has_all_ranks = self.agreement is not None and num_ranks == self.agreement.size
         self.transport = ReplicatedTransport(
             self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_starts_hops
         )

@@ -108,11 +108,12 @@ def mesh_of(world: RankGroup, parts: Sequence[Sequence[int]]) -> RankGroup:
     mine: RankGroup | None = None
     for part in parts:
         ranks = sorted(part)  # as torch does: a library's collectives follow the order of the process group
-        group = dist.new_group(ranks, backend=world.backend, timeout=_timeout())
+        is_alone = len(ranks) == 1
+        group = None if is_alone else dist.new_group(ranks, backend=world.backend, timeout=_timeout())
         if world.rank in ranks:
-            rank, node_size = ranks.index(world.rank), _node_size(ranks, world.node_size)
-            place = rank, len(ranks), node_size
-            mine = RankGroup(*place, world.backend, group, tuple(ranks), world.local_world_size)
+            place = ranks.index(world.rank), len(ranks), _node_size(ranks, world.node_size)
+            backend = "none" if is_alone else world.backend
+            mine = RankGroup(*place, backend, group, tuple(ranks), world.local_world_size)
     assert mine is not None
     return mine
 

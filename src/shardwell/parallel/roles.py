@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.collectives import Collectives
-from shardwell.parallel.mesh import local_ranks_are_consecutive, mesh_of
+from shardwell.parallel.grid import Grid
+from shardwell.parallel.group_agreement import GroupAgreement
+from shardwell.parallel.mesh import RankGroup, local_ranks_are_consecutive, mesh_of
 
 
 @dataclass(frozen=True)
@@ -16,31 +18,52 @@ class MeshRoles:
     shard: Collectives  # the axis of ZeRO: layouts, all-gathers, reduce-scatters, shard indices
     replicate: Collectives | None  # the average after a reduce-scatter; None if each shard is on one rank only
     data: Collectives  # shard x replicate: broadcasts of values
-    all: Collectives  # norms, overflow checks, budgets, checkpoints
+    stage: Collectives  # the ranks that run the same modules, and step together: all, unless there is a pipeline
+    all: Collectives  # failures, budgets, checkpoints
     secondary: Collectives | None  # a secondary shard in the node (hpZ); None if there is none
-    agreement: Agreement  # of the ranks that issue the same collectives
+    agreement: Agreement  # of all ranks: failures are theirs
+    grid: Grid
+    tensor: Collectives | None = None  # the ranks that hold the other parts of this rank's tensors
+    sequence: Collectives | None = None  # the ranks that hold the other parts of this rank's sequences
+    pipe: Collectives | None = None  # the ranks at the same place of the other pipeline stages
+    # the roles of parameters that the ranks of the tensor axis hold alike: their data axis is data x tensor
+    alike: MeshRoles | None = None
 
     @classmethod
     def for_one_axis(cls, world: Collectives, secondary: Collectives | None = None) -> MeshRoles:
         """Return the roles if parameters are sharded over all ranks, which is a mesh of one dimension."""
         assert world.agreement is not None, "set the agreement of the collectives first"
-        return cls(world, None, world, world, secondary, world.agreement)
+        grid = Grid(shard=world.rank_group.size)
+        return cls(world, None, world, world, world, secondary, world.agreement, grid)
 
     @classmethod
-    def for_rows(cls, world: Collectives, rows: list[list[int]]) -> MeshRoles:
-        """Return the roles if parameters are sharded over the ranks of a row, and each row replicates the others.
-
-        Each row has the same number of ranks, at least two. All ranks must call this with the same rows.
-        """
+    def for_grid(cls, world: Collectives, grid: Grid) -> MeshRoles:
+        """Return the roles of ranks that are laid out in a grid. All ranks must call this with the same grid."""
         agreement = world.agreement
         assert agreement is not None, "set the agreement of the collectives first"
-        rows = [sorted(row) for row in rows]
-        agreement.meet(f"MESH {rows}")  # before groups are made: ranks with different meshes would hang there
-        shard = world.over(mesh_of(world.rank_group, rows))
-        shard.use_nodes(shard.rank_group, None)
-        replicate = world.over(mesh_of(world.rank_group, list(zip(*rows, strict=True))))
-        shard.use_replicas(replicate)
-        return cls(shard, replicate, world, world, None, agreement)
+        agreement.meet(f"MESH {grid.shape} {grid.ranks}")  # ranks with different meshes would hang in what follows
+        lines = _Lines(world, grid)
+        stage = lines.along("replicate", "shard", "sequence", "tensor", agrees=True)
+        shard = lines.along("shard", "sequence", within=stage)
+        replicate = lines.along("replicate", within=stage) if grid.replicate > 1 else None
+        data = lines.along("replicate", "shard", "sequence", within=stage) if replicate is not None else shard
+        roles = cls(
+            _replicated(shard, replicate),
+            replicate,
+            data,
+            stage,
+            world,
+            None,
+            agreement,
+            grid,
+            tensor=lines.along("tensor", agrees=True) if grid.tensor > 1 else None,
+            sequence=lines.along("sequence", agrees=True) if grid.sequence > 1 else None,
+            pipe=lines.along("pipe") if grid.pipe > 1 else None,
+        )
+        if grid.tensor == 1:
+            return roles
+        wide = lines.along("shard", "sequence", "tensor", within=stage)
+        return replace(roles, alike=replace(roles, shard=_replicated(wide, replicate), data=stage))
 
     @property
     def is_first_replica(self) -> bool:
@@ -49,8 +72,18 @@ class MeshRoles:
 
     def collectives(self) -> list[Collectives]:
         """Return the collectives of all roles, each of them once."""
-        roles = (self.shard, self.replicate, self.data, self.all, self.secondary)
+        roles = [self.shard, self.replicate, self.data, self.stage, self.all, self.secondary]
+        roles += [self.tensor, self.sequence, self.pipe]
+        if self.alike is not None:
+            roles += self.alike.collectives()
         return list(dict.fromkeys(role for role in roles if role is not None))
+
+    def end_step(self) -> None:
+        """End a step: its traffic becomes the last report, and the next token begins a new step of each agreement."""
+        self.all.end_step()
+        for collectives in (self.stage, self.tensor, self.sequence):
+            if collectives is not None and collectives.agreement not in (None, self.agreement):
+                collectives.agreement.begin_step()
 
     def abort_links(self) -> None:
         """Break this rank's links in all groups, so that peers waiting for it wake up with an error."""
@@ -61,6 +94,44 @@ class MeshRoles:
         """Destroy the process groups of all roles."""
         for collectives in self.collectives():
             collectives.close()
+
+
+class _Lines:
+    """The groups of ranks along axes of a grid. Each group is made once, in the same order on all ranks."""
+
+    def __init__(self, world: Collectives, grid: Grid) -> None:
+        self._world, self._grid = world, grid
+        self._made: dict[tuple[tuple[int, ...], ...], Collectives] = {}
+
+    def along(self, *axes: str, agrees: bool = False, within: Collectives | None = None) -> Collectives:
+        """Return the collectives of this rank's line along these axes, in the agreement of `within`.
+
+        `agrees`: the ranks of a line have an agreement of their own, unless they are all ranks.
+        """
+        lines = tuple(tuple(sorted(line)) for line in self._grid.lines(*axes))
+        if len(lines) == 1:
+            return self._world
+        if lines not in self._made:
+            made = self._made[lines] = self._world.over(mesh_of(self._world.rank_group, lines))
+            made.use_nodes(made.rank_group, None)
+            if agrees:
+                made.agreement = self._agreement(made.rank_group, "-".join(axes))
+            elif within is not None:
+                made.agreement = within.agreement
+        return self._made[lines]
+
+    def _agreement(self, mesh: RankGroup, axes: str) -> Agreement:
+        whole = self._world.agreement
+        assert whole is not None
+        shape = "x".join(map(str, self._grid.shape))
+        return GroupAgreement(mesh, whole, f"{axes} {shape} {mesh.ranks[0]}")
+
+
+def _replicated(shard: Collectives, replicate: Collectives | None) -> Collectives:
+    """Let reduce-scatters over a line of shards sum over the lines that replicate it, too."""
+    if replicate is not None:
+        shard.use_replicas(replicate)
+    return shard
 
 
 def ranks_per_node(world: Collectives) -> int:

@@ -43,7 +43,7 @@ class PeerWait:
         missing = agreement.missing(self._key)
         signs = {rank: agreement.sign_of(rank) for rank in missing}
         for rank, sign in signs.items():
-            if sign is not None and (sign.moves > agreement.num_moves or agreement.is_crossed_by(sign)):
+            if sign is not None and (agreement.is_left_by(sign) or agreement.is_crossed_by(sign)):
                 raise agreement.fail(self._divergence(rank, f" but went on without it, and is {sign}"))
             if sign is None and waited > agreement.time_limit:
                 raise agreement.fail(self._divergence(rank, f" within {agreement.time_limit:g} s"))
@@ -55,7 +55,7 @@ class PeerWait:
                     "process group. Give it more (init_process_group(timeout=...)), or the rank less to do alone"
                 )
             )
-        if known and agreement.rank == min(set(range(agreement.size)) - set(missing)):
+        if known and agreement.rank == min(set(agreement.ranks) - set(missing)):
             self._report(waited, known, self._token)
 
     def _divergence(self, rank: int, how: str) -> DivergenceError:

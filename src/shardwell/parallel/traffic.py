@@ -24,13 +24,18 @@ class TrafficKind(enum.Enum):
     REDUCE_SCATTER = "reduce"  # gradients averaged into shards
     PUBLISH = "publish"  # updated parameters, or averaged gradients, sent to all ranks
     OPTIMIZER = "step"  # matrices that an optimizer needs unsharded
+    TENSOR = "tensor"  # activations and their gradients, over the tensor axis
+    SEQUENCE = "sequence"  # activations and their gradients, over the sequence axis
+    PIPE = "pipe"  # activations and their gradients, between pipeline stages
     CONTROL = "control"
     SETUP = "setup"
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
-PAYLOAD = (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER, TrafficKind.PUBLISH, TrafficKind.OPTIMIZER)
+_DATA = (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER, TrafficKind.PUBLISH, TrafficKind.OPTIMIZER)
+_MODEL = (TrafficKind.TENSOR, TrafficKind.SEQUENCE, TrafficKind.PIPE)
+PAYLOAD = (*_DATA, *_MODEL)
 INSIDE, BETWEEN = "inside", "between"  # inside a node; between nodes
 
 
@@ -44,6 +49,10 @@ class TrafficReport:
     def total(self, *kinds: TrafficKind) -> int:
         """Return the bytes of these kinds; of all payload kinds if none is named."""
         return sum(size for (kind, _), size in self.received.items() if kind in (kinds or PAYLOAD))
+
+    def by_axis(self) -> dict[str, int]:
+        """Return the bytes of payload by axis: "data" for parameters and gradients, "tensor", "sequence", "pipe"."""
+        return {"data": self.total(*_DATA), **{kind.value: self.total(kind) for kind in _MODEL}}
 
     def table(self) -> Table:
         """Return a rich table of calls and bytes by kind."""

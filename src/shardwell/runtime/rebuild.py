@@ -56,7 +56,7 @@ def refit(
     before = {unit.name: unit for unit in units}
     fitting = {one.name for one in specs if one.name in before and _fits(before[one.name], one, keep_frozen_state)}
     if units and (len(fitting) < len(specs) or before.keys() != fitting):
-        check_alike(units[0].groups[0].context.roles.all, "refit", _described(specs))
+        check_alike(units[0].groups[0].context.roles.stage, "refit", _described(specs))
     remembered: dict[int, dict[str, Any]] = {}
     labels: dict[str, int] = {}
     present = {id(p) for one in specs for _, p in one.parameters}

@@ -148,12 +148,12 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the batch size of a step by other accumulation steps; micro-batches keep their size."""
-        per_micro_step = self.train_micro_batch_size_per_gpu() * self.world_size
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.data_size
         steps, rest = divmod(train_batch_size, per_micro_step)
         if rest or steps < 1:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): expected a multiple of {per_micro_step}, the micro-batch "
-                f"size {self.train_micro_batch_size_per_gpu()} times {self.world_size} rank(s)"
+                f"size {self.train_micro_batch_size_per_gpu()} times {self.data_size} rank(s)"
             )
         self._use_sizes(self.train_micro_batch_size_per_gpu(), steps)
 
@@ -165,7 +165,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def _use_sizes(self, micro: int, steps: int) -> None:
         sizes = {
-            "train_batch_size": micro * steps * self.world_size,
+            "train_batch_size": micro * steps * self.data_size,
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
         }
@@ -186,16 +186,18 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     @property
     def dp_world_size(self) -> int:
         """The number of ranks that gradients are averaged over."""
-        return self.world_size
+        return self._context.roles.data.rank_group.size
 
     @property
     def mp_world_size(self) -> int:
-        """The number of ranks that share a model: one, since there is no model parallelism."""
-        return 1
+        """The number of ranks that share each tensor."""
+        return self._context.roles.grid.tensor
 
     @property
     def data_parallel_group(self) -> Any:
-        """The process group of all ranks."""
+        """The process group of the ranks that gradients are averaged over; None if the engine made it itself."""
+        if self._context.roles.grid.has_model_axes:
+            return self._context.roles.data.rank_group.group
         return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
     @property

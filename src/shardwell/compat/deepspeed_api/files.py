@@ -194,7 +194,7 @@ class EngineFiles(_Base):
     ) -> DeepSpeedDataLoader:
         """Return a loader of this rank's share of a data set; in the order of the data set unless for training."""
         if data_sampler is None and route in ("eval", "predict"):
-            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=False)
+            data_sampler = DistributedSampler(dataset, self.data_size, self.data_rank, shuffle=False)
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
@@ -204,8 +204,8 @@ class EngineFiles(_Base):
             collate_fn=collate_fn or getattr(self, "collate_fn", None),
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,
-            data_parallel_world_size=self.world_size,
-            data_parallel_rank=self.global_rank,
+            data_parallel_world_size=self.data_size,
+            data_parallel_rank=self.data_rank,
         )
 
 

@@ -36,8 +36,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Return `(engine, optimizer, training_dataloader, lr_scheduler)` as DeepSpeed does.
 
-    The arguments are DeepSpeed's. Objects that are passed have precedence over the configuration. `mpu` and
-    `mesh_param` may describe data parallelism only.
+    The arguments are DeepSpeed's. Objects that are passed have precedence over the configuration. `mpu` says which
+    ranks share tensors; `mesh_param` may describe data parallelism only.
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize needs a model")
@@ -62,11 +62,11 @@ def initialize(
         lr_scheduler=schedule,
         collate_fn=collate_fn,
         config=read_as,
+        mpu=mpu,
         engine_class=DeepSpeedEngine,
     )
     engine = made.engine
     assert isinstance(engine, DeepSpeedEngine)
-    _check_mpu(mpu, engine.world_size)
     engine.use_arguments(
         user,
         args=args,
@@ -106,16 +106,4 @@ def _check_mesh(mesh_param: Any, config: Any) -> None:
         raise ConfigError(
             f"mesh_param {tuple(sizes)}: there is no sequence parallelism, so the second number must be 1; every rank "
             "trains on data of its own"
-        )
-
-
-def _check_mpu(mpu: Any, world_size: int) -> None:
-    """Refuse model parallelism: all ranks must average gradients."""
-    if mpu is None:
-        return
-    size = int(mpu.get_data_parallel_world_size())
-    if size != world_size:
-        raise ConfigError(
-            f"mpu: its data-parallel group has {size} of {world_size} ranks. There is no model parallelism; every rank "
-            "must train on data of its own"
         )

@@ -46,6 +46,10 @@ KEYS_OF_DEEPSPEED: dict[str, str] = {
     "aio": "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
     "activation_checkpointing": "partition_activations cpu_checkpointing contiguous_memory_optimization "
     "number_checkpoints synchronize_checkpoint_boundary profile",
+    "pipeline": "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
+    "tensor_parallel": "autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend "
+    "injection_policy_tuple partition_config preset_model keep_module_on_host replace_with_kernel_inject "
+    "kernel_inject dtype",
     "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write writer checkpoint_serialization",
 }
 
@@ -77,15 +81,11 @@ FEATURES_OF_DEEPSPEED: dict[str, str] = {
     "tp_gather_partition_size enable_cuda_graph",
     "nebula": "enabled persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load "
     "load_path",
-    "pipeline": "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
     "progressive_layer_drop": "enabled theta gamma",
     "quantize_training": "enabled quantize_verbose quantizer_kernel quantize_type quantize_bits quantize_schedule "
     "quantize_groups fp16_mixed_quantize",
     "sparse_attention": "mode block different_layout_per_head num_random_blocks attention num_local_blocks "
     "num_global_blocks",
-    "tensor_parallel": "autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend tensor_parallel "
-    "tp injection_policy_tuple partition_config preset_model keep_module_on_host replace_with_kernel_inject "
-    "kernel_inject dtype",
     "tensorboard": "enabled output_path job_name",
     "timers": "throughput",
     "wandb": "enabled group team project",

@@ -1,0 +1,101 @@
+"""The axes along which ranks are laid out: pipeline, data (replicate x shard x sequence) and tensor.
+
+    axis       ranks along it
+    pipe       run other modules (pipeline stages)
+    replicate  hold the same shards, and train on other rows (HSDP)
+    shard      hold other shards of the same parameters, and train on other rows
+    sequence   hold other shards of the same parameters, and train on other parts of the same sequences
+    tensor     hold other parts of the same tensors, and train on the same rows
+
+ZeRO splits states over shard x sequence. The tensor axis is the innermost one, so that its ranks are in one node. This
+module has only pure values and functions: it knows no process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product as combinations
+from math import prod
+
+from shardwell.errors import ConfigError
+
+AXES = ("pipe", "replicate", "shard", "sequence", "tensor")  # from the outermost to the innermost
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The number of ranks along each axis, and which rank is where."""
+
+    pipe: int = 1
+    replicate: int = 1
+    shard: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    ranks: tuple[int, ...] = ()  # in the order of the axes; empty: 0 to size - 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the number of ranks along each of `AXES`."""
+        return self.pipe, self.replicate, self.shard, self.sequence, self.tensor
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return prod(self.shape)
+
+    @property
+    def num_batches(self) -> int:
+        """Return the number of ranks that train on rows of their own: what a batch size is multiplied by."""
+        return self.replicate * self.shard
+
+    @property
+    def has_model_axes(self) -> bool:
+        """Whether there is another axis than those that shard and replicate."""
+        return self.pipe * self.sequence * self.tensor > 1
+
+    def position(self, rank: int) -> dict[str, int]:
+        """Return the index of a rank along each axis."""
+        rest = self.ranks.index(rank) if self.ranks else rank
+        found: dict[str, int] = {}
+        for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
+            rest, found[axis] = divmod(rest, size)
+        return {axis: found[axis] for axis in AXES}
+
+    def rank_at(self, position: Mapping[str, int]) -> int:
+        """Return the rank with this index along each axis."""
+        place = 0
+        for axis, size in zip(AXES, self.shape, strict=True):
+            place = place * size + position[axis]
+        return self.ranks[place] if self.ranks else place
+
+    def lines(self, *along: str) -> list[list[int]]:
+        """Return the groups of ranks that differ only in their index along these axes; every rank is in one."""
+        sizes = dict(zip(AXES, self.shape, strict=True))
+        fixed = [axis for axis in AXES if axis not in along]
+        moving = [axis for axis in AXES if axis in along]
+
+        def places(axes: list[str]) -> list[dict[str, int]]:
+            return [dict(zip(axes, at, strict=True)) for at in combinations(*(range(sizes[axis]) for axis in axes))]
+
+        return [[self.rank_at({**outer, **inner}) for inner in places(moving)] for outer in places(fixed)]
+
+    def batch_rank(self, rank: int) -> int:
+        """Return which share of the rows a rank trains on, from 0 to `num_batches` - 1."""
+        at = self.position(rank)
+        return at["replicate"] * self.shard + at["shard"]
+
+    def __str__(self) -> str:
+        return " x ".join(f"{size} ({axis})" for axis, size in zip(AXES, self.shape, strict=True) if size > 1) or "1"
+
+
+def grid_of_sizes(num_ranks: int, *, pipe: int = 1, sequence: int = 1, tensor: int = 1) -> Grid:
+    """Return the grid in which the ranks that are left after the other axes shard; raise if the sizes do not fit."""
+    model = pipe * sequence * tensor
+    if num_ranks % model:
+        raise ConfigError(
+            f"{num_ranks} rank(s) cannot be laid out as {pipe} (pipeline.stages) x {sequence} "
+            f"(sequence_parallel_size) x {tensor} (tensor_parallel.autotp_size) = {model} times a number of "
+            "data-parallel ranks: start a multiple of that number, or make the axes smaller"
+        )
+    return Grid(pipe=pipe, shard=num_ranks // model, sequence=sequence, tensor=tensor)

@@ -1,0 +1,82 @@
+"""The agreement of some ranks of a job: those of a pipeline stage, or of one line of the tensor axis.
+
+They agree on the order of their own collectives, which other ranks do not issue. A failure is one of the whole job: it
+is told under the keys of the agreement of all ranks, and heartbeats are those of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwell.errors import ShardwellError
+from shardwell.parallel.agreement import Agreement
+from shardwell.parallel.heartbeat import Heartbeat
+from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.rank_store import RankStore
+
+_OF_ALL = ("failure", "end/", "after/", "pulse/")  # keys of the agreement of all ranks
+
+
+class GroupStore:
+    """A view of the store of the whole job: keys get a prefix, except those about the ranks themselves."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def _key(self, key: str) -> str:
+        return key if key.startswith(_OF_ALL) else f"{self._prefix}/{key}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> Any:
+        return self._store.get(self._key(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check([self._key(key) for key in keys]))
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._store.add(self._key(key), number))
+
+    def compare_set(self, key: str, expected: str, value: str) -> Any:
+        return self._store.compare_set(self._key(key), expected, value)
+
+
+class GroupAgreement(Agreement):
+    """The table of expected tokens of some ranks of a job."""
+
+    def __init__(self, mesh: RankGroup, whole: Agreement, name: str) -> None:
+        """Open the table. `name` is the same on the ranks of the group, and on no other rank: axis, grid, line."""
+        self._whole, self._name = whole, name
+        super().__init__(mesh, whole.time_limit, lambda: whole.cut_links())
+        self.probe = lambda: whole.probe()
+        self.advise = lambda ours, theirs: whole.way_out(ours, theirs)
+
+    def _open_store(self) -> None:
+        self._store = GroupStore(self._whole.store, self._name)
+        self._board = RankStore(self._store, self._whole._without_store)
+        self._pulse = self._whole._pulse
+
+    def announce(self, token: str) -> None:
+        """Announce the next token of this group; raise before a mismatched collective."""
+        if self._whole._failure is not None:
+            self._failure = self._whole._failure
+        super().announce(token)
+
+    def fail(self, error: ShardwellError, where: str = "") -> ShardwellError:
+        """Tell all ranks of the job why this rank stops."""
+        return self._whole.fail(error, where)
+
+    def _tell(self, kind: str, words: str) -> None:
+        self._whole._tell(kind, words)
+
+    def is_left_by(self, sign: Heartbeat) -> bool:
+        """Whether a rank went on: heartbeats count the collectives of all ranks."""
+        return sign.moves > self._whole.num_moves
+
+    def behind(self) -> dict[int, Heartbeat]:
+        """Return the ranks of this group that are behind with what all ranks do, with their heartbeats."""
+        return {rank: sign for rank, sign in self._whole.behind().items() if rank in self.ranks}
+
+    def _ended_ranks(self, needed: int) -> str | None:
+        return super()._ended_ranks(self._whole.num_moves)
