@@ -35,6 +35,8 @@ from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
+from shardwell.engine.pipeline_engine import PipelinedEngine, pipelined
+from shardwell.engine.pipeline_setup import divided_model, plan_pipeline, stages_of, with_pipeline
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore, Teardown, end_engines_of, when_handed_on
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
@@ -112,6 +114,8 @@ def initialize(
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
     if isinstance(model, Engine):
         model = model.module
+    divided = divided_model(model)
+    model = model if divided is None else divided.model
     end_engines_of(model)
     check_model(model)
     source = config if config is not None else config_params
@@ -126,17 +130,24 @@ def initialize(
         asked = load(
             source,
             world_size=world.size,
-            axes=None if given is None else {"pipe": given.pipe, "sequence": given.sequence, "tensor": given.tensor},
+            axes=stages_of(divided) if given is None else given.model_axes,
             optimizer_given=optimizer is not None,
             scheduler_given=lr_scheduler is not None,
         )
-        settings = settle_precision(asked, model.parameters())
+        settings = settle_precision(with_pipeline(asked, given, divided), model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         grid = axes_of_settings(settings, world.size) if given is None else given
         context, traffic_stats = make_context(home, world, settings, agreement, grid)
+        plan = None
+        if divided is not None or grid.pipe > 1:
+            plan = plan_pipeline(divided, model, settings, context)
+            optimizer, model_parameters = plan.own(optimizer), plan.own(model_parameters)
+            engine_class = pipelined(engine_class)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(engine_class, model, settings, recipe, context, traffic_stats)
+        if plan is not None and isinstance(engine, PipelinedEngine):
+            engine.use_pipeline(plan)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)

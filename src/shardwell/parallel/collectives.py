@@ -307,6 +307,13 @@ class Collectives:
             self._traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
             self._traffic.calls[kind] += received.num_hops
 
+    def count_message(self, num_bytes: int, source: int, kind: TrafficKind) -> None:
+        """Count a message from one global rank of the group."""
+        ranks = self.rank_group
+        self._begin(
+            None, None, kind, num_bytes, self._received_from(ranks.ranks.index(source) if ranks.ranks else source)
+        )
+
     def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
         token, numel, dtype = key
         if len(self._sized) >= _MOST_TOKENS:

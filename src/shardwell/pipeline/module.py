@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory.device import default_device
 from shardwell.parallel import start_process_group
-from shardwell.parallel.mesh import size_of_world
+from shardwell.parallel.mesh import rank_in_world, size_of_world
 from shardwell.pipeline.layers import FunctionLayer, LayerSpec, TiedLayerSpec
 from shardwell.pipeline.partition import NOTHING, LayerCost, cost_of, divide
 from shardwell.pipeline.stage_modules import Layers, PassThrough, Place
@@ -158,4 +157,4 @@ def _index_along_pipe(num_stages: int) -> int:
             f"PipelineModule: {size} rank(s) cannot be {num_stages} stages (num_stages) of the same number of ranks: "
             f"start a multiple of {num_stages}"
         )
-    return (dist.get_rank() if dist.is_initialized() else 0) // (size // num_stages)
+    return rank_in_world() // (size // num_stages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -80,7 +81,7 @@ def divide(method: str, costs: Sequence[LayerCost], classes: Sequence[str], num_
 def _balanced(weights: Sequence[tuple[int, int]], num_stages: int) -> list[int]:
     """Divide so that the largest first weight is smallest, then the largest second weight; no stage is empty."""
     first = _smallest_largest([one for one, _ in weights], num_stages)
-    limit = max(sum(one for one, _ in weights[a:b]) for a, b in zip(first, first[1:], strict=False))
+    limit = max(sum(one for one, _ in weights[a:b]) for a, b in pairwise(first))
     return _smallest_largest([two for _, two in weights], num_stages, ([one for one, _ in weights], limit))
 
 

@@ -94,7 +94,7 @@ def layers_of(model: nn.Module) -> Layers:
 
 def _block_list(model: nn.Module) -> str:
     """Return the name of the list that holds most of the model's parameters."""
-    lists = {
+    lists: dict[str, int] = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
         if name and isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1

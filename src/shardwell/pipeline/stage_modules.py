@@ -98,7 +98,7 @@ class StageModules:
         self.stages = tuple(range(rank, self.num_stages, num_ranks))
         self.passage = Passage()
         self._borders = list(borders)
-        self.tied = self._find_tied(num_ranks)
+        self.tied = self._find_tied(num_ranks)  # parameters that several ranks have, by name, each with its ranks
         self._roles = {stage: self._replacements(stage) for stage in self.stages}
         self._drop_others()
         layers.model.register_forward_hook(self._give_hidden)
@@ -166,6 +166,11 @@ class StageModules:
     def _give_hidden(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the hidden state instead of the model's output, unless the last stage runs."""
         return output if self._running in (-1, self.num_stages - 1) else self.passage.sent
+
+    def layers_of(self, stage: int) -> list[nn.Module]:
+        """Return the modules of a stage, with those before the first layer and after the last one."""
+        indices = range(self._borders[stage], self._borders[stage + 1])
+        return [module for index in indices for module in self.layers.modules_of(index)]
 
     def layer_names(self, stage: int) -> list[str]:
         """Return the names of a stage's layers, for reports."""
