@@ -73,5 +73,5 @@ def check(ranks: list[list[dict[str, Any]]], kinds: list[str]) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_stage_follows_plain_pytorch(ranks: Ranks, schedule: str) -> None:
-    cases = [(kind, config_of(stage, schedule)) for kind in ("chain", "decoder") for stage in range(4)]
+    cases = [(kind, config_of(stage, schedule)) for kind in ("chain", "tied") for stage in range(4)]
     check(ranks.run(4, several, cases), [kind for kind, _ in cases])

@@ -141,6 +141,7 @@ def initialize(
         plan = None
         if divided is not None or grid.pipe > 1:
             plan = plan_pipeline(divided, model, settings, context)
+            context = plan.context
             optimizer, model_parameters = plan.own(optimizer), plan.own(model_parameters)
             engine_class = pipelined(engine_class)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
@@ -301,14 +302,15 @@ def _groups(
         feedback=own.codecs.feedback,
     )
     groups = []
-    kinds = _kinds(one, settings, recipe, context.roles.data.rank_group.size, places.persistent, trained)
+    kinds = _kinds(one, settings, recipe, context, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
         spec = spec_for(
             zero.stage,
             persistent=kind.persistent,
             num_ranks=context.roles.shard.rank_group.size,
             shard_at_world_one=own.shard_at_world_one,
-            overrides=overrides.of(kind.precision.compute, kind.trains),
+            # Copies of a tied parameter are summed at the step: nothing of it may move away or be updated before.
+            overrides=SpecOverrides() if kind.tied else overrides.of(kind.precision.compute, kind.trains),
         )
         name = (one.name or "(root)") + (f"#{number}" if number else "")
         groups.append(ShardedGroup(name, one.name, members, spec, kind.precision, context))
@@ -325,21 +327,21 @@ def _kinds(
     one: UnitSpec,
     settings: Config,
     recipe: OptimizerFactory | None,
-    num_averaged: int,
+    context: EngineContext,
     persistent: set[int],
     trained: Set[int] = frozenset(),
 ) -> dict[GroupKey, list[GroupMember]]:
     """Return the parameters of a unit by the group that they belong to."""
     mixed = mixed_dtype(settings)
     accumulate = dtype_of(settings.data_types.grad_accum_dtype)
-    wire = _wire(settings, num_averaged)
+    wire = _wire(settings, context.roles.data.rank_group.size)
     kinds: defaultdict[GroupKey, list[GroupMember]] = defaultdict(list)
     for name, parameter in one.parameters:
         label = recipe.label(parameter) if recipe is not None else NO_LABEL
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
         precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
-        kind = GroupKey(precision, trains, id(parameter) in persistent)
+        kind = GroupKey(precision, trains, id(parameter) in persistent, context.tied_name(parameter))
         kinds[kind].append(GroupMember(name, parameter, label, trains))
     return kinds
 
@@ -353,11 +355,11 @@ def _states(
     trained: Set[int] = frozenset(),
 ) -> ModelStates:
     """Return the sizes of the model's states."""
-    num_shards, num_averaged = context.roles.shard.rank_group.size, context.roles.data.rank_group.size
+    num_shards = context.roles.shard.rank_group.size
     units = {
         one.name: {
             kind: sum(member.parameter.numel() for member in members)
-            for kind, members in _kinds(one, settings, recipe, num_averaged, persistent, trained).items()
+            for kind, members in _kinds(one, settings, recipe, context, persistent, trained).items()
         }
         for one in cuts
     }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwell.config import Config
 from shardwell.errors import ConfigError
+from shardwell.parallel import Collectives
 from shardwell.parallel.grid import Grid
+from shardwell.parallel.mesh import mesh_of
 from shardwell.parallel.point_to_point import PointToPoint
 from shardwell.pipeline.late_weights import LateWeights
 from shardwell.pipeline.messages import StageMessages, channels
@@ -20,6 +23,7 @@ from shardwell.pipeline.module import PipelineModule
 from shardwell.pipeline.split import SplitModel, split
 from shardwell.pipeline.stage_modules import Layers, StageModules
 from shardwell.sharding import EngineContext, released
+from shardwell.sharding.context import TiedCopies
 
 _MANY = 4  # micro-batches from which stages 2 and 3 cost much on the data axis
 
@@ -38,6 +42,7 @@ class DividedModel(Protocol):
 class PipelinePlan:
     """The part of a pipeline that this rank has."""
 
+    context: EngineContext
     modules: StageModules
     messages: StageMessages | None  # None: all stages are on this rank
     loss_fn: Callable[..., Any] | None
@@ -120,7 +125,47 @@ def plan_pipeline(
     late = LateWeights(modules) if block.schedule == "zb-h1" else None
     loss_fn = divided.__dict__["loss_fn"]
     _say_costs(settings, context)
-    return PipelinePlan(modules, messages, loss_fn, rank, num_ranks, dropped, late)
+    context = replace(context, tied=_tie(modules, divided, context))
+    return PipelinePlan(context, modules, messages, loss_fn, rank, num_ranks, dropped, late)
+
+
+def _tie(modules: StageModules, divided: DividedModel, context: EngineContext) -> TiedCopies | None:
+    """Give the copies of tied parameters the values of the first, and return the ranks that hold them."""
+    tied = divided.tied_ranks() if isinstance(divided, PipelineModule) else modules.tied
+    roles = context.roles
+    world, own = roles.all.rank_group, roles.all.rank_group.rank
+    # A stage in between has none, and takes part in making the groups only.
+    told = roles.all.all_reduce_min(float(not tied), "TIED") if roles.pipe is not None else 1.0
+    if told:
+        return None
+    first, last = 0, roles.grid.pipe - 1
+    if strange := [(name, ranks) for name, ranks in tied.items() if ranks != (first, last)]:
+        name, ranks = strange[0]
+        raise ConfigError(
+            f"pipeline: parameter '{name}' is shared by layers on pipeline ranks {', '.join(map(str, ranks))}; only "
+            f"the first and the last one ({first} and {last}) may share parameters. Divide the layers in another way "
+            "(split(at=...), pipeline.partition)."
+        )
+    lines = roles.grid.lines("pipe")
+    ends = [[line[first], line[last]] for line in lines]
+    middle = [[rank] for line in lines for rank in line if rank not in (line[first], line[last])]
+    comm = roles.all.over(mesh_of(world, [*ends, *middle]))
+    parameters = dict(modules.layers.model.named_parameters(remove_duplicate=False))
+    found = {name: parameters[name] for name in sorted(tied) if name in parameters}
+    for parameter in found.values():
+        _copy_first(parameter, comm, is_first=own in (line[first] for line in lines))
+    return TiedCopies({id(parameter): name for name, parameter in found.items()}, comm)
+
+
+def _copy_first(parameter: nn.Parameter, comm: Collectives, *, is_first: bool) -> None:
+    """Overwrite the copies of a parameter with the first one: the other copies add nothing to it."""
+    if parameter.is_meta:
+        return
+    values = parameter.detach().to(comm.device.torch_device, copy=True)
+    values = (values if is_first else values.zero_()).flatten()
+    total = torch.empty_like(values)
+    comm.direct.all_reduce(values, total, 1.0, False).wait()
+    parameter.data.copy_(total.view(parameter.shape))
 
 
 def _say_costs(settings: Config, context: EngineContext) -> None:

@@ -52,6 +52,7 @@ class GroupKey:
     precision: GroupPrecision
     trains: bool
     persistent: bool  # small, and unsharded on every rank
+    tied: str = ""  # the name of a parameter that other pipeline stages hold, too: it is alone in its group
 
 
 @dataclass(frozen=True)
