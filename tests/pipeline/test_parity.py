@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import shardwell
-from tests.support.pipelines import NUM_MICRO_BATCHES, Decoder, chain, next_token_loss, plain, stream
+from tests.support.pipelines import CHUNKS, Decoder, chain, next_token_loss, pipeline_config, plain, stream
 from tests.support.ranks import Ranks
 
 STEPS = 8
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
 MODELS = {"chain": chain, "decoder": Decoder, "tied": lambda: Decoder(tied=True)}
 
 
@@ -20,19 +19,6 @@ def made(kind: str) -> torch.nn.Module:
     """Return a model in fp64, with the same values everywhere."""
     torch.manual_seed(0)
     return MODELS[kind]().double()
-
-
-def config_of(stage: int, schedule: str, stages: int = 2, **extra: Any) -> dict[str, Any]:
-    """Return a configuration of a pipeline."""
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": NUM_MICRO_BATCHES,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "pipeline": {"stages": stages, "schedule": schedule, "chunks": SCHEDULES[schedule]},
-        **extra,
-    }
 
 
 def trained(kind: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +57,7 @@ def check(ranks: list[list[dict[str, Any]]], kinds: list[str]) -> None:
         assert seen >= set(expected["parameters"])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", CHUNKS)
 def test_every_stage_follows_plain_pytorch(ranks: Ranks, schedule: str) -> None:
-    cases = [(kind, config_of(stage, schedule)) for kind in ("chain", "tied") for stage in range(4)]
+    cases = [(kind, pipeline_config(stage, schedule)) for kind in ("chain", "tied") for stage in range(4)]
     check(ranks.run(4, several, cases), [kind for kind, _ in cases])

@@ -13,6 +13,22 @@ VOCABULARY, WIDTH = 24, 8
 NUM_MICRO_BATCHES, ROWS, LENGTH = 4, 2, 5
 
 
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}  # of each rank, by schedule
+
+
+def pipeline_config(stage: int, schedule: str, stages: int = 2, **extra: Any) -> dict[str, Any]:
+    """Return a configuration of a pipeline, as `plain` trains."""
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": NUM_MICRO_BATCHES,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "pipeline": {"stages": stages, "schedule": schedule, "chunks": CHUNKS[schedule]},
+        **extra,
+    }
+
+
 class Block(nn.Module):
     """A residual block with a norm."""
 

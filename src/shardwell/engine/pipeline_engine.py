@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwell.engine.carried_scale import carrying
 from shardwell.engine.engine import Engine
+from shardwell.engine.model_parts import StageOfModel
 from shardwell.engine.pipeline_setup import PipelinePlan
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory.device import Stopwatch
@@ -56,6 +57,9 @@ class PipelinedEngine(Engine):
             plan.modules, reader, plan.messages, self, Stopwatch(on_cuda=device.is_cuda), move
         )
         self._orders: dict[int, tuple[ExecutionOrder, ExecutionOrder]] = {}  # by stage
+        if plan.messages is not None:
+            names = [name for stage in plan.modules.stages for name in plan.modules.layer_names(stage)]
+            self._checkpoints.parts = StageOfModel(self._context.roles, names)
         self.schedule  # noqa: B018 (a schedule that does not fit the micro-batches is an error here)
 
     # ------------------------------------------------------------------------------------------------------- steps
