@@ -22,7 +22,7 @@ from shardwell.errors import (
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
-    from shardwell import checkpointing, utils, zero
+    from shardwell import checkpointing, pipeline, utils, zero
     from shardwell.config import Config
     from shardwell.engine import Engine, Initialized, Trace, UnitInfo, initialize
 
@@ -44,11 +44,12 @@ __all__ = [
     "__version__",
     "checkpointing",
     "initialize",
+    "pipeline",
     "utils",
     "zero",
 ]
 
-_ROOMS = ("checkpointing", "utils", "zero")
+_ROOMS = ("checkpointing", "pipeline", "utils", "zero")
 _HOME = {
     "Config": "shardwell.config",
     **dict.fromkeys(("Engine", "Initialized", "Trace", "UnitInfo", "initialize"), "shardwell.engine"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import shardwell.checkpoint.save as saving
 from shardwell.engine.checkpoints import EngineCheckpoints
+from shardwell.engine.pipeline_engine import PipelinedEngine
 from shardwell.offload.cpu_kernels import HostKernel
 from shardwell.offload.grad_swap import GradientSwapper
 from shardwell.offload.optimizer_swap import OptimizerSwapper
@@ -20,6 +21,7 @@ from shardwell.parallel import Agreement
 
 POINTS: dict[str, tuple[Any, str]] = {
     "collective": (Agreement, "announce"),
+    "operation of a pipeline": (PipelinedEngine, "note"),
     "update on the host": (HostKernel, "step"),
     "read of optimizer state ahead of time": (OptimizerSwapper, "prefetch"),
     "read of optimizer state": (OptimizerSwapper, "acquire"),

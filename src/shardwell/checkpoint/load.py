@@ -107,7 +107,10 @@ class CheckpointLoader:
         optimizer: ShardedOptimizer | None,
         *,
         strict: bool = True,
+        elsewhere: Iterable[str] = (),
     ) -> None:
+        """Load into these units; other pipeline stages load the tensors with the names in `elsewhere`."""
+        self._elsewhere = list(elsewhere)
         self._source, self._units, self._optimizer = source, units, optimizer
         self._stock = StoredModel(source, aliases_of(model, units))
         self._buffers = buffers_of(model)
@@ -133,7 +136,7 @@ class CheckpointLoader:
                         f"{self._source.where}: '{entry}' has shape {self._source.tensors[entry].shape}, but '{name}' "
                         f"of the model has {shape}. Is it a checkpoint of another model?"
                     )
-        surplus = self._stock.unused(slots)
+        surplus = self._stock.unused([*slots, *self._elsewhere])
         if strict and (missing or surplus):
             raise CheckpointError(
                 f"{self._source.where}: does not fit the model: it lacks {_listed(missing)}, and holds "

@@ -1,4 +1,4 @@
-"""The tensors that a rank saves: its slices of masters and optimizer state, and on rank 0 the buffers.
+"""The tensors that a rank saves: its slices of masters and optimizer state, and on one rank the buffers.
 
 Each group of parameters is divided over the ranks by its own layout, also where every rank holds all of it: all ranks
 write an equal share, and no element is written twice.
@@ -6,7 +6,7 @@ write an equal share, and no element is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +80,9 @@ class RankContents:
         *,
         rank: int,
         exclude_frozen: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """Collect what a rank saves; it saves these buffers for all ranks, by default all of them on rank 0."""
         self.parts: dict[str, SavedPiece] = {}
         self.scalars: dict[str, Any] = {}
         self._rank = rank
@@ -95,9 +97,10 @@ class RankContents:
                     self._add_masters(group)
             if optimizer is not None and unit.trainable:
                 self._add_states(unit, optimizer, odd)
-        if rank == 0:
-            for name, buffer in buffers_of(model).items():
-                self.add(MODEL + name, "buffer", buffer)
+        if buffers is None:
+            buffers = buffers_of(model) if rank == 0 else {}
+        for name, buffer in buffers.items():
+            self.add(MODEL + name, "buffer", buffer)
 
     def add(self, name: str, kind: str, tensor: Tensor) -> None:
         """Add a full tensor that this rank saves."""
@@ -131,7 +134,7 @@ class RankContents:
 
     def _share(self, group: ShardedGroup) -> Iterator[tuple[Slot, int, int, int]]:
         """Yield this rank's slices: slot, first element in its masters, first element in the parameter, length."""
-        if not group.context.roles.is_first_replica:
+        if not group.context.roles.is_first_replica or not group.is_first_copy:
             return
         place = group.context.roles.shard.shard_index
         first = group.layout.shard_range(place)[0] - group.local_range[0]

@@ -65,7 +65,7 @@ def load(
 
     With `world_size` all three batch sizes are ints; without it, those that depend on it are None. If the caller has
     its own optimizer (`optimizer_given`) or schedule (`scheduler_given`), the one in the file is not checked. `axes`
-    are the ranks along the axes pipe, sequence and tensor of a mesh that the caller has.
+    are the ranks along the axes pipe, sequence and tensor, as far as a mesh or the model says how many there are.
     Raise one `ConfigError` that lists every problem.
     """
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
@@ -311,7 +311,7 @@ def _data_ranks(config: Config, found: Findings, world_size: int | None, axes: M
         "tensor": ("tensor_parallel.autotp_size", config.tensor_parallel.size),
     }
     sizes = {axis: size for axis, (_, size) in keys.items()}
-    there = sizes if axes is None else axes
+    there = sizes if axes is None else {**sizes, **axes}
     for axis, (key, size) in keys.items():
         if size not in (1, there[axis]):
             found.add(key, f"{size} contradicts the mesh, which has {there[axis]}; remove one of them")

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.load import CheckpointLoader
 from shardwell.checkpoint.manifest import Manifest
-from shardwell.checkpoint.rank_contents import RankContents, aliases_of, extra_state_of
+from shardwell.checkpoint.rank_contents import RankContents, extra_state_of
 from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
 from shardwell.checkpoint.sources import SCALAR, ShardwellSource, Source, is_foreign, locate_own, open_source
 from shardwell.checkpoint.user_folder import folder_named, nothing_in
@@ -30,13 +30,13 @@ from shardwell.engine import hf_files
 from shardwell.engine.checkpoint_checks import check_names, check_scalars, check_values
 from shardwell.engine.checkpoint_values import (
     check_kind,
-    frozen_names,
     of_optimizer,
     random_state,
     restore_values,
     what_can_be_saved,
 )
 from shardwell.engine.consistency import at_a_load
+from shardwell.engine.model_parts import WholeModel
 from shardwell.errors import CheckpointError, DivergenceError
 from shardwell.json_values import decode, encode
 from shardwell.parallel import Collectives, TrafficKind
@@ -56,6 +56,7 @@ class EngineCheckpoints:
     def __init__(self, engine: Engine) -> None:
         self._context = context = engine._context
         self._all = context.roles.all
+        self.parts = WholeModel(context.roles)  # what this rank has of the model
         self.saves_in_background = False  # or has done so: `check` may raise an error
         self._without_optimizer = False  # a checkpoint was saved or loaded before there was an optimizer
         self._saver = Saver(
@@ -104,6 +105,7 @@ class EngineCheckpoints:
                 engine.optimizer,
                 rank=engine.global_rank,
                 exclude_frozen=exclude_frozen,
+                buffers=self.parts.buffers(engine.module),
             )
             values: dict[str, Any] = {}
             problem: Exception | None = None
@@ -166,6 +168,11 @@ class EngineCheckpoints:
         """Return the values that this rank saves besides tensors; all but its random state come from rank 0."""
         rank = engine.global_rank
         values = {f"rng/{rank}": encode(random_state(engine), "random state", _put(contents, f"rng/{rank}"))}
+        if rank and not self.parts.is_divided:
+            return values
+        names = self.parts.names(engine.module, engine._scheduler.units)
+        put = _put(contents, "optimizer") if rank == 0 else _nothing_put
+        optimizer = self.parts.optimizer(of_optimizer(engine.optimizer, engine.module, put))
         if rank:
             return values
         schedule: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
@@ -182,10 +189,9 @@ class EngineCheckpoints:
             "stage": engine.zero_optimization_stage(),
             "versions": {"shardwell": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "config": engine.settings.model_dump(mode="json"),
-            "aliases": aliases_of(engine.module, engine._scheduler.units),
+            **names,
             "frozen_excluded": exclude_frozen,
-            "optimizer": of_optimizer(engine.optimizer, engine.module, _put(contents, "optimizer")),
-            "frozen": frozen_names(engine._scheduler.units, engine.module),
+            "optimizer": optimizer,
             "scheduler": what_can_be_saved(schedule, "lr_scheduler", _put(contents, "scheduler")),
             "loss_scale": engine._precision.loss_scale.state_dict() if engine._precision.loss_scale.is_on else None,
             "loader": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
@@ -216,7 +222,7 @@ class EngineCheckpoints:
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
             asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
-            check_alike(self._all, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
+            check_alike(self.parts.alike, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
             self._same(tag, "load_checkpoint: tag")
             root = self._named(given, "load_dir")
             source = self._open(root, tag)
@@ -324,13 +330,16 @@ class EngineCheckpoints:
         `check` raises if the values cannot be loaded.
         """
         _settle(engine, is_overwritten=with_optimizer)
+        elsewhere = self.parts.elsewhere(engine.module)
         problem: Exception | None = None
         try:
             optimizer = engine.optimizer if with_optimizer else None
             check_kind(optimizer, source)
             check_names(source.values, source.where)
             check_scalars(source.values, SCALAR, source.where)
-            loading = CheckpointLoader(source, engine.module, engine._scheduler.units, optimizer, strict=strict)
+            loading = CheckpointLoader(
+                source, engine.module, engine._scheduler.units, optimizer, strict=strict, elsewhere=elsewhere
+            )
             loading.fetch()
             wanted = {**dict.fromkeys(_ENCODED), f"rng/{engine.global_rank}": None}
             decoded = {
@@ -473,6 +482,11 @@ def _put(contents: RankContents, prefix: str) -> Callable[[Tensor], str]:
         return name
 
     return put
+
+
+def _nothing_put(tensor: Tensor) -> str:
+    """Stand for a tensor that another rank saves."""
+    return ""
 
 
 def _get(source: Source) -> Callable[[str], Tensor]:

@@ -35,6 +35,8 @@ from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
+from shardwell.engine.pipeline_engine import PipelinedEngine, pipelined
+from shardwell.engine.pipeline_setup import divided_model, plan_pipeline, stages_of, with_pipeline
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore, Teardown, end_engines_of, when_handed_on
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
@@ -113,6 +115,8 @@ def initialize(
         raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
     if isinstance(model, Engine):
         model = model.module
+    divided = divided_model(model)
+    model = model if divided is None else divided.model
     end_engines_of(model)
     check_model(model)
     source = config if config is not None else config_params
@@ -127,19 +131,27 @@ def initialize(
         asked = load(
             source,
             world_size=world.size,
-            axes=None if given is None else {"pipe": given.pipe, "sequence": given.sequence, "tensor": given.tensor},
+            axes=stages_of(divided) if given is None else given.model_axes,
             optimizer_given=optimizer is not None,
             scheduler_given=lr_scheduler is not None,
         )
-        settings = settle_precision(asked, model.parameters())
+        settings = settle_precision(with_pipeline(asked, given, divided), model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         grid = axes_of_settings(settings, world.size) if given is None else given
         context = make_context(home, world, settings, agreement, grid)
+        plan = None
+        if divided is not None or grid.pipe > 1:
+            plan = plan_pipeline(divided, model, settings, context)
+            context = plan.context
+            optimizer, model_parameters = plan.own(optimizer), plan.own(model_parameters)
+            engine_class = pipelined(engine_class)
         cut = _cut_over_tensor_axis(model, settings, context)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
         engine = _engine(engine_class, model, settings, recipe, context)
         engine._teardown.cut = cut
+        if plan is not None and isinstance(engine, PipelinedEngine):
+            engine.use_pipeline(plan)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
@@ -302,7 +314,7 @@ def _groups(
         feedback=own.codecs.feedback,
     )
     groups = []
-    kinds = _kinds(one, settings, recipe, context.roles.data.rank_group.size, places.persistent, trained)
+    kinds = _kinds(one, settings, recipe, context, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
         own_context = context.of_group(is_cut=kind.is_cut)
         spec = spec_for(
@@ -310,7 +322,8 @@ def _groups(
             persistent=kind.persistent,
             num_ranks=own_context.roles.shard.rank_group.size,
             shard_at_world_one=own.shard_at_world_one,
-            overrides=overrides.of(kind.precision.compute, kind.trains),
+            # Copies of a tied parameter are summed at the step: nothing of it may move away or be updated before.
+            overrides=SpecOverrides() if kind.tied else overrides.of(kind.precision.compute, kind.trains),
         )
         if own_context is not context:
             spec = replace(spec, copies=context.roles.grid.tensor, sums_copies=kind.is_partial)
@@ -329,22 +342,28 @@ def _kinds(
     one: UnitSpec,
     settings: Config,
     recipe: OptimizerFactory | None,
-    num_averaged: int,
+    context: EngineContext,
     persistent: set[int],
     trained: Set[int] = frozenset(),
 ) -> dict[GroupKey, list[GroupMember]]:
     """Return the parameters of a unit by the group that they belong to."""
     mixed = mixed_dtype(settings)
     accumulate = dtype_of(settings.data_types.grad_accum_dtype)
-    wire = _wire(settings, num_averaged)
+    wire = _wire(settings, context.roles.data.rank_group.size)
     kinds: defaultdict[GroupKey, list[GroupMember]] = defaultdict(list)
     for name, parameter in one.parameters:
         label = recipe.label(parameter) if recipe is not None else NO_LABEL
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
         precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
-        is_persistent = id(parameter) in persistent
-        kind = GroupKey(precision, trains, is_persistent, part_of(parameter) is not None, is_partial(parameter))
+        kind = GroupKey(
+            precision,
+            trains,
+            id(parameter) in persistent,
+            part_of(parameter) is not None,
+            is_partial(parameter),
+            context.tied_name(parameter),
+        )
         kinds[kind].append(GroupMember(name, parameter, label, trains))
     return kinds
 
@@ -358,11 +377,11 @@ def _states(
     trained: Set[int] = frozenset(),
 ) -> ModelStates:
     """Return the sizes of the model's states."""
-    num_shards, num_averaged = context.roles.shard.rank_group.size, context.roles.data.rank_group.size
+    num_shards = context.roles.shard.rank_group.size
     units = {
         one.name: {
             kind: sum(member.parameter.numel() for member in members)
-            for kind, members in _kinds(one, settings, recipe, num_averaged, persistent, trained).items()
+            for kind, members in _kinds(one, settings, recipe, context, persistent, trained).items()
         }
         for one in cuts
     }

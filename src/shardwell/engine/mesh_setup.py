@@ -73,8 +73,6 @@ def _one_axis(everyone: Collectives, nodes: RankGroup, settings: Config) -> Mesh
 
 def _check_grid(settings: Config, grid: Grid) -> None:
     """Raise if the configuration has what a grid of ranks cannot have."""
-    if grid.pipe > 1:
-        raise ConfigError(f"a pipeline of {grid.pipe} stages is not supported yet; use pipeline.stages 1")
     if grid.sequence > 1:
         raise ConfigError(
             f"sequence_parallel_size: {grid.sequence} is not supported yet; use 1, or tensor parallelism with "

@@ -13,6 +13,7 @@ from shardwell.optim.user_optimizer import redirect
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext
 from shardwell.sharding.spec import CommitPolicy
+from shardwell.sharding.tied_copies import CopiesSum
 
 
 def make_optimizer(
@@ -28,13 +29,27 @@ def make_optimizer(
         settings.shardwell.moments == "8bit",
     )
     executor = _executor(factory, scheduler, context, options)
-    optimizer = engine.optimizer_class(factory, executor, context, options, scheduler)
+    at_step = scheduler if context.tied is None else _SummingScheduler(scheduler, CopiesSum(context.tied.comm))
+    optimizer = engine.optimizer_class(factory, executor, context, options, at_step)
     optimizer.trainer = weakref.ref(engine)
     if factory.given is not None:
         redirect(factory.given, engine)
     for owner in (unit.owner for unit in scheduler.units if unit.owner is not None):
         owner.optimizer = weakref.proxy(optimizer)
     return optimizer
+
+
+class _SummingScheduler:
+    """A scheduler that sums the gradients of tied parameters over pipeline stages once backward is finished."""
+
+    def __init__(self, scheduler: Scheduler, sums: CopiesSum) -> None:
+        self._scheduler, self._sums = scheduler, sums
+        self.after_update = scheduler.after_update
+
+    def finish_backward(self) -> None:
+        """Finish everything that backward started."""
+        self._scheduler.finish_backward()
+        self._sums(self._scheduler.units, self._scheduler.reducer.micro_step.scale)
 
 
 def _executor(

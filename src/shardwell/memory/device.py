@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -115,6 +116,41 @@ def _enqueue_after(stream: torch.cuda.Stream, mark: Event) -> Iterator[None]:
     with torch.cuda.stream(stream):
         mark.wait()
         yield
+
+
+class Stopwatch:
+    """Measures how long the device works on what is enqueued inside, over several uses; on the cpu, the host's time."""
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new measurement."""
+        self._seconds, self._spans = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    def __enter__(self) -> None:
+        if self._on_cuda:
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        else:
+            self._since = time.perf_counter()
+
+    def __exit__(self, *_error: object) -> None:
+        if self._on_cuda:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._spans.append((self._begin, end))
+        else:
+            self._seconds += time.perf_counter() - self._since
+
+    def seconds(self) -> float:
+        """Return the sum of the times; on a GPU this waits for the last one."""
+        if self._spans:
+            self._spans[-1][1].synchronize()
+            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+            self._spans.clear()
+        return self._seconds
 
 
 _pinned: dict[int, weakref.finalize[..., Any]] = {}  # by address: unpins the memory, at the latest when it is freed

@@ -323,6 +323,13 @@ class Collectives:
         """Run a collective of torch.distributed that was announced: the host waits with gloo, else the stream."""
         self._complete(collective, *args)
 
+    def count_message(self, num_bytes: int, source: int, kind: TrafficKind) -> None:
+        """Count a message from one global rank of the group."""
+        ranks = self.rank_group
+        self._begin(
+            None, None, kind, num_bytes, self._received_from(ranks.ranks.index(source) if ranks.ranks else source)
+        )
+
     def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
         token, numel, dtype = key
         if len(self._sized) >= _MOST_TOKENS:

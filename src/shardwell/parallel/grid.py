@@ -54,6 +54,11 @@ class Grid:
         """Whether there is another axis than those that shard and replicate."""
         return self.pipe * self.sequence * self.tensor > 1
 
+    @property
+    def model_axes(self) -> dict[str, int]:
+        """Return the number of ranks along the axes on which ranks train on the same rows."""
+        return {"pipe": self.pipe, "sequence": self.sequence, "tensor": self.tensor}
+
     def position(self, rank: int) -> dict[str, int]:
         """Return the index of a rank along each axis."""
         rest = self.ranks.index(rank) if self.ranks else rank

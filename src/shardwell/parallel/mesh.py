@@ -137,6 +137,15 @@ def mesh_of(world: RankGroup, parts: Sequence[Sequence[int]]) -> RankGroup:
     return mine
 
 
+def pair_group(rank: int, pairs: Sequence[Sequence[int]], backend: str) -> Any:
+    """Return the process group of the pair that has this rank; None if no pair has. All ranks must call it."""
+    mine = None
+    for pair in pairs:
+        group = dist.new_group(sorted(pair), backend=backend, timeout=_timeout())
+        mine = group if rank in pair else mine
+    return mine
+
+
 def _node_size(ranks: Sequence[int], ranks_per_node: int) -> int:
     """Return how many of these ranks a node has; 1 if the nodes have different numbers of them."""
     counts = list(Counter(rank // ranks_per_node for rank in ranks).values())
@@ -179,6 +188,11 @@ def smallest_node(num_ranks: int, ranks_per_node: int) -> int:
 def size_of_world() -> int:
     """Return the world size of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank_in_world() -> int:
+    """Return this rank in the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size_of_group(group: Any) -> int:

@@ -24,21 +24,25 @@ class TraceAction(enum.Enum):
     REDUCE_SCATTER = "R"  # gradients averaged over the ranks
     STEP = "S"
     PUBLISH = "P"
+    OPERATION = "O"  # an operation of a pipeline begins; it prints as itself: '2F0'
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One action on one unit; it prints as 'G3' and parses back."""
+    """One action on one unit; it prints as 'G3' and parses back. The unit of a pipeline's operation is its stage."""
 
     action: TraceAction
     unit: int
+    operation: str = ""
 
     def __str__(self) -> str:
-        return f"{self.action.value}{self.unit}"
+        return self.operation or f"{self.action.value}{self.unit}"
 
     @classmethod
     def parse(cls, token: str) -> TraceEvent:
         """Return the event of a token such as 'G3'."""
+        if (operation := re.fullmatch(r"(\d+)[FBIW]\d+", token)) is not None:
+            return cls(TraceAction.OPERATION, int(operation[1]), token)
         found = re.fullmatch(r"([A-Z])(\d+)", token)
         if found is None:
             raise ValueError(f"'{token}' is not an event; events look like 'G3'")
@@ -52,9 +56,9 @@ class Trace:
     unit_names: list[str] = field(default_factory=list)
     events: list[TraceEvent] = field(default_factory=list)
 
-    def add(self, action: TraceAction, unit: int) -> None:
+    def add(self, action: TraceAction, unit: int, operation: str = "") -> None:
         """Append an event."""
-        self.events.append(TraceEvent(action, unit))
+        self.events.append(TraceEvent(action, unit, operation))
 
     def __iter__(self) -> Iterator[TraceEvent]:
         return iter(self.events)

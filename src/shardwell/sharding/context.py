@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
-from shardwell.parallel import MeshRoles
+from shardwell.parallel import Collectives, MeshRoles
 from shardwell.sharding.tiers import TierFactory
+
+
+@dataclass(frozen=True)
+class TiedCopies:
+    """Parameters that several pipeline stages hold, and the ranks that hold copies of this rank's shards."""
+
+    names: Mapping[int, str]  # by the id of the parameter
+    comm: Collectives
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,11 @@ class EngineContext:
     temporary: TemporaryBuffers
     roles: MeshRoles  # the groups of ranks, by what they are for
     tiers: TierFactory | None = None  # stores state below the device, if anything is stored there
+    tied: TiedCopies | None = None  # what other pipeline stages hold, too
+
+    def tied_name(self, parameter: object) -> str:
+        """Return the name of a parameter that other pipeline stages hold, too; otherwise an empty string."""
+        return "" if self.tied is None else self.tied.names.get(id(parameter), "")
 
     @property
     def disk(self) -> Any:

@@ -112,6 +112,10 @@ class ShardedGroup:
         self.layout = make_layout([member.spec for member in members], shard.rank_group.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
+        # ranks along a pipeline that have the same parameters; the first of them counts and saves them
+        tied = context.tied if context.tied is not None and context.tied_name(self.parameters[0]) else None
+        self.num_copies = tied.comm.rank_group.size if tied is not None else 1
+        self.is_first_copy = tied is None or tied.comm.rank_group.rank == 0
         is_split = spec.optimizer.axis is not None
         self.local_range = self.layout.shard_range(shard.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)

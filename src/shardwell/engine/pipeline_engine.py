@@ -1,0 +1,276 @@
+"""The engine of a pipeline: `train_batch` and `eval_batch` run this rank's stages over the micro-batches of a step.
+
+`initialize` mixes `PipelinedEngine` into the engine's class where a model is divided into stages; an engine without a
+pipeline knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardwell.engine.carried_scale import carrying
+from shardwell.engine.engine import Engine
+from shardwell.engine.model_parts import StageOfModel
+from shardwell.engine.pipeline_setup import PipelinePlan
+from shardwell.errors import BackwardError, ShardwellError
+from shardwell.memory.device import Stopwatch
+from shardwell.pipeline.batches import BatchReader, signature_of
+from shardwell.pipeline.operations import Operation, Pass
+from shardwell.pipeline.runner import PipelineRunner
+from shardwell.pipeline.schedules import Schedule, make_schedule, read_schedule
+from shardwell.runtime.prefetch import ExecutionOrder
+from shardwell.runtime.pytree import map_tensors
+from shardwell.runtime.trace import TraceAction
+
+
+class PipelinedEngine(Engine):
+    """An engine whose model is divided into pipeline stages, of which this rank has some.
+
+    All ranks call `train_batch` with an iterator over the same micro-batches, as far as they train on the same rows::
+
+        engine, *_ = shardwell.initialize(model=shardwell.pipeline.split(model, loss_fn=loss_fn), config=config)
+        for _ in range(steps):
+            loss = engine.train_batch(iterator)
+    """
+
+    _plan: PipelinePlan
+    _runner: PipelineRunner
+    _schedule: Schedule | None = None  # that the user gave
+    _in_batch = False
+    _bubble: float | None = None
+
+    def use_pipeline(self, plan: PipelinePlan) -> None:
+        """Run the stages of `plan`."""
+        self._plan, self._step_watch = plan, None
+        device = self._context.device
+        reader = BatchReader(self.module, plan.loss_fn, is_chain=plan.modules.layers.is_chain)
+        move = partial(map_tensors, change=lambda tensor: tensor.to(self.device))
+        self._runner = PipelineRunner(
+            plan.modules, reader, plan.messages, self, Stopwatch(on_cuda=device.is_cuda), move
+        )
+        self._orders: dict[int, tuple[ExecutionOrder, ExecutionOrder]] = {}  # by stage
+        if plan.messages is not None:
+            names = [name for stage in plan.modules.stages for name in plan.modules.layer_names(stage)]
+            self._checkpoints.parts = StageOfModel(self._context.roles, names)
+        self.schedule  # noqa: B018 (a schedule that does not fit the micro-batches is an error here)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def schedule(self) -> Schedule:
+        """The operations of all ranks of the pipeline in one step."""
+        if self._schedule is not None:
+            return self._schedule
+        block = self.settings.pipeline
+        return _made(block.schedule, self._plan.num_ranks, self.gradient_accumulation_steps(), block.chunks)
+
+    def use_schedule(self, lists: Schedule | Mapping[int, Iterable[object]] | Sequence[Iterable[object]]) -> None:
+        """Run this schedule from now on: a list of operations for each rank, as texts (`2F0`) or as torch has them."""
+        schedule = lists if isinstance(lists, Schedule) else read_schedule(lists)
+        found = schedule.num_ranks, schedule.num_stages, schedule.num_micro_batches
+        wanted = self._plan.num_ranks, self._plan.modules.num_stages, self.gradient_accumulation_steps()
+        if found != wanted:
+            raise ShardwellError(
+                f"the schedule has {found[0]} ranks, {found[1]} stages and {found[2]} micro-batches; this pipeline has "
+                f"{wanted[0]}, {wanted[1]} and {wanted[2]} (gradient_accumulation_steps)"
+            )
+        if schedule.splits_backward and not self._plan.has_late_weights:
+            raise ShardwellError(
+                "the schedule splits backwards (I and W), for which weight gradients must be computed late: set "
+                '"pipeline": {"schedule": "zb-h1"}, and pass the schedule then'
+            )
+        self._schedule = schedule
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on the next micro-batches of an iterator, one step, and return the loss, averaged over all of them.
+
+        All ranks of the job call it; those that train on the same rows pass iterators over the same micro-batches. By
+        default these are the ones of the data that `initialize` was given.
+        """
+        if self.optimizer is None:
+            raise ShardwellError(
+                "this engine has no optimizer: pass one to initialize, or name one in the configuration"
+            )
+        with self._context.roles.agreement.failing_together("train_batch"):
+            loss = self._run_batch(data_iter, trains=True)
+        self.micro_steps += self.gradient_accumulation_steps()
+        self._apply_gradients()
+        if self._checkpoints.saves_in_background:
+            self._checkpoints.check()
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Return the loss of the next micro-batches, averaged over all of them, without training; all ranks call it."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with self._context.roles.agreement.failing_together("eval_batch"), torch.no_grad():
+                return self._run_batch(data_iter, trains=False)
+        finally:
+            self.module.train(was_training)
+
+    def bubble(self) -> float | None:
+        """Return the share of the last `train_batch` in which this rank's device was idle; None before the first."""
+        return self._bubble
+
+    def _run_batch(self, data_iter: Iterator[Any] | None, *, trains: bool) -> Tensor:
+        """Run this rank's operations; return the average loss, which is the same on all ranks."""
+        with torch.inference_mode(False):
+            self.fit_to_model()
+        schedule, roles = self.schedule, self._context.roles
+        batches = self._next_batches(data_iter, schedule.num_micro_batches)
+        shapes = [signature_of(batch, trains=trains) for batch in batches]
+        # Ranks that read micro-batches of other shapes would wait for messages that are never sent.
+        roles.agreement.announce(f"BATCH {zlib.crc32(repr(shapes).encode()):x}")
+        self._runner.stopwatch.reset()
+        begin, self._in_batch = time.perf_counter(), True
+        try:
+            run = self._runner.run(schedule, self._plan.rank, batches, trains=trains)
+        finally:
+            self._in_batch, self._counts.boundary = False, None
+        total = self._context.device.scalar(0.0, torch.float64).view(1)
+        for loss in run.losses:
+            total += loss.double()
+        roles.all.all_reduce_sum(total, "LOSS")
+        copies = self.world_size // (self.data_size * self._plan.num_ranks)  # ranks with the same rows and stage
+        total /= schedule.num_micro_batches * self.data_size * copies
+        if trains:
+            total.sum().item() if not total.is_meta else None
+            self._bubble = 1.0 - self._runner.stopwatch.seconds() / (time.perf_counter() - begin)
+        return total.to(torch.float32 if total.dtype != torch.float64 else total.dtype).squeeze(0)
+
+    def _next_batches(self, data_iter: Iterator[Any] | None, number: int) -> list[Any]:
+        if data_iter is None and self.training_dataloader is not None:
+            data_iter = self._own_batches()
+        if data_iter is None:
+            raise ShardwellError(
+                "train_batch needs an iterator over micro-batches on every rank, also on those of other stages: they "
+                "compute masks and shapes from them. Pass one, or training_data to initialize."
+            )
+        batches = []
+        for _ in range(number):
+            try:
+                batches.append(next(data_iter))
+            except StopIteration:
+                raise ShardwellError(
+                    f"the iterator ended after {len(batches)} of the {number} micro-batches of a step "
+                    "(gradient_accumulation_steps): give it a multiple of that number"
+                ) from None
+        return batches
+
+    def _own_batches(self) -> Iterator[Any]:
+        """Return an iterator over the epochs of the data that `initialize` was given."""
+        if "_epochs" not in self.__dict__:
+            loader = self.training_dataloader
+            assert loader is not None
+            self.__dict__["_epochs"] = (batch for _ in iter(int, 1) for batch in loader)
+        found: Iterator[Any] = self.__dict__["_epochs"]
+        return found
+
+    # -------------------------------------------------------------------------------------- what the runner asks for
+
+    def fit_to_model(self) -> None:
+        """Refit if the model has changed; while a stage runs, other modules stand in the places of its neighbours."""
+        if not self._in_batch:
+            super().fit_to_model()
+
+    def stage_forward(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model, which is this stage now."""
+        self._use_order(stage)
+        return super().forward(*args, **kwargs)
+
+    def stage_backward(self, operation: Operation, outputs: list[Tensor], gradients: list[Tensor] | None) -> None:
+        """Run a backward of a stage; the one after which no more gradients come is the stage's boundary."""
+        self._use_order(operation.stage)
+        self._set_boundary(operation)
+        reducer, scale = self._scheduler.reducer, self._precision.loss_scale
+        reducer.has_met_scale = True
+        is_late = operation.kind is Pass.BACKWARD_INPUT
+        later = reducer.without_reduction() if is_late else contextlib.nullcontext()
+        late = self._plan.late.collecting(operation) if is_late and self._plan.late else contextlib.nullcontext()
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        if gradients is None and not trained:
+            raise BackwardError(
+                "the loss of the last pipeline stage does not require a gradient. Are all its parameters frozen?"
+            )
+        try:
+            with carrying(scale), later, late:
+                reducer.views.detach()
+                if gradients is None:
+                    begin = trained[0] if self._precision.border is None else trained[0].float() * scale.value
+                    begin.backward()
+                elif trained:
+                    torch.autograd.backward(trained, gradients)
+        except BaseException:
+            reducer.views.attach()
+            raise
+
+    def stage_weights(self, operation: Operation) -> None:
+        """Compute the weight gradients that a backward has left, and reduce the stage's gradients."""
+        self._set_boundary(operation)
+        assert self._plan.late is not None
+        self._plan.late.finish(operation, self._scheduler)
+
+    def note(self, operation: Operation) -> None:
+        """Add an operation to the trace, if one is recorded."""
+        if (trace := self._scheduler.trace) is not None:
+            trace.add(TraceAction.OPERATION, operation.stage, str(operation))
+
+    def _set_boundary(self, operation: Operation) -> None:
+        self._counts.boundary = is_boundary = operation in self.schedule.last_gradients
+        self._scheduler.reducer.set_boundary(is_boundary)
+
+    def _use_order(self, stage: int) -> None:
+        """Expect the units of this stage next: with several stages, each has an order of its own."""
+        if len(self._plan.modules.stages) > 1:
+            prefetch = self._scheduler.prefetch
+            if stage not in self._orders:
+                self._orders[stage] = ExecutionOrder(()), ExecutionOrder((), is_backward=True)
+            prefetch.forward, prefetch.backward = self._orders[stage]
+
+    # ------------------------------------------------------------------------------------- what a pipeline cannot do
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a rank has only a part of the model."""
+        _refuse("engine(...)")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` runs backward."""
+        _refuse("engine.backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: `train_batch` steps."""
+        _refuse("engine.step")
+
+    def join(self, divide_by_initial_world_size: bool = True) -> NoReturn:
+        """Refuse: the ranks of a pipeline take part in every micro-batch."""
+        _refuse("engine.join")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ShardwellError(
+        f"{what} does not exist in a pipeline, where each rank has a part of the model: call "
+        "engine.train_batch(iterator), which runs all micro-batches of a step, or engine.eval_batch(iterator)."
+    )
+
+
+@cache
+def _made(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
+    return make_schedule(name, num_ranks, num_micro_batches, num_chunks)
+
+
+def pipelined(engine_class: type[Engine]) -> type[PipelinedEngine]:
+    """Return the class of an engine with a pipeline that is otherwise an `engine_class`."""
+    if issubclass(engine_class, PipelinedEngine):
+        return engine_class
+    if engine_class is Engine:
+        return PipelinedEngine
+    return type(f"Pipelined{engine_class.__name__}", (PipelinedEngine, engine_class), {})

@@ -1,0 +1,75 @@
+"""Sends and receives between the ranks of a pipeline.
+
+A channel is a sending rank, a receiving rank and a direction of the model (forward or backward). The messages of a
+channel are sent and received in the same order; those of different channels are independent of each other. NCCL matches
+messages by their order only, so each channel has a communicator of its own there. Gloo matches them by tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwell.parallel.collectives import Collectives
+from shardwell.parallel.gloo import lend
+from shardwell.parallel.mesh import pair_group
+from shardwell.parallel.traffic import TrafficKind
+from shardwell.parallel.transport import Work
+
+Channel = tuple[int, int, str]  # the sending and the receiving rank along the pipeline, and the direction
+_FIRST_TAG, _NUM_TAGS = (1 << 30) + 16, 1 << 20  # of each channel; collectives and links use smaller tags
+
+
+class PointToPoint:
+    """The channels of one rank of a pipeline."""
+
+    def __init__(self, pipe: Collectives, lines: Sequence[Sequence[int]], channels: Sequence[Channel]) -> None:
+        """Open the channels. All ranks must call this: `lines` are the global ranks of each pipeline of the job."""
+        self._pipe = pipe
+        ranks = pipe.rank_group
+        own = ranks.global_rank(ranks.rank)
+        self.line = list(next(line for line in lines if own in line))
+        self.rank = self.line.index(own)
+        self._first_tag = {channel: _FIRST_TAG + number * _NUM_TAGS for number, channel in enumerate(channels)}
+        self._count: dict[tuple[Channel, bool], int] = {}  # messages so far, sent and received
+        self._group: dict[Channel, Any] = dict.fromkeys(channels, ranks.group)
+        if ranks.backend == "nccl":
+            for channel in channels:
+                pairs = [[line[channel[0]], line[channel[1]]] for line in lines]
+                self._group[channel] = pair_group(own, pairs, ranks.backend)
+        self._sending: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensor: Tensor, channel: Channel) -> None:
+        """Start to send a contiguous tensor, whose memory must not change before `finish_sends`."""
+        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        sent = lend(tensor) if self._pipe.host_drives_progress else tensor
+        target, group = self.line[channel[1]], self._group[channel]
+        try:
+            work = dist.isend(sent, target, group=group, tag=self._tag(channel, sends=True))
+        except RuntimeError as error:
+            self._pipe.links.raise_cause(error)
+        self._sending.append((work, tensor))
+
+    def receive(self, into: Tensor, channel: Channel, kind: TrafficKind = TrafficKind.PIPE) -> Work:
+        """Start to receive the next message of a channel."""
+        source, group = self.line[channel[0]], self._group[channel]
+        try:
+            work = dist.irecv(into, source, group=group, tag=self._tag(channel, sends=False))
+        except RuntimeError as error:
+            self._pipe.links.raise_cause(error)
+        self._pipe.count_message(into.nbytes, source, kind)
+        return Work(partial(self._pipe.direct.wait, [work]))
+
+    def finish_sends(self) -> None:
+        """Wait until the memory of everything that was sent may be used again."""
+        sending, self._sending = self._sending, []
+        if sending:
+            self._pipe.direct.wait([work for work, _ in sending])
+
+    def _tag(self, channel: Channel, *, sends: bool) -> int:
+        number = self._count[channel, sends] = self._count.get((channel, sends), 0) + 1
+        return self._first_tag[channel] + number % _NUM_TAGS

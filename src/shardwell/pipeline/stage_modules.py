@@ -1,0 +1,187 @@
+"""The modules of a stage: what stands in the places of layers that other stages have.
+
+A stage runs the model's own forward. Layers of other stages are replaced: those before the stage by modules that hand
+on the hidden state that was received, those after it by modules that hand on their input. So every layer keeps its name
+and its index, and checkpoints know nothing of stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+Hidden = Any  # a tensor, or a tuple of tensors
+
+
+class Passage:
+    """The hidden states at the borders of the stage that runs."""
+
+    received: Hidden = None
+    sent: Hidden = None
+
+
+class PassThrough(nn.Module):
+    """Returns its first argument."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+class StageEntry(nn.Module):
+    """Returns the hidden state that this stage received."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.__dict__["passage"] = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["passage"].received
+
+
+class StageExit(PassThrough):
+    """Notes its first argument as the hidden state that this stage sends, and returns it."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.__dict__["passage"] = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["passage"].sent = found = super().forward(*args, **kwargs)
+        return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """A child of a module, which a stage may replace."""
+
+    parent: nn.Module
+    child: str
+    name: str  # of the child, in the model
+    module: nn.Module
+
+    def put(self, module: nn.Module) -> None:
+        """Let the parent have this child."""
+        self.parent._modules[self.child] = module
+
+
+@dataclass
+class Layers:
+    """The layers of a model in the order in which a hidden state passes them, and the modules around them."""
+
+    model: nn.Module
+    places: list[Place]
+    before: list[Place] = field(default_factory=list)  # modules with parameters that run before the first layer
+    after: list[Place] = field(default_factory=list)  # and after the last one
+    is_chain: bool = True  # the model is nothing but its layers: it is called with the hidden state
+
+    def modules_of(self, index: int) -> list[nn.Module]:
+        """Return a layer, with the modules before the first and after the last one."""
+        around = [*(self.before if index == 0 else []), *(self.after if index == len(self.places) - 1 else [])]
+        return [self.places[index].module, *(place.module for place in around)]
+
+
+class StageModules:
+    """The stages of a model that one rank has: its other layers are dropped, and each stage can be made the model."""
+
+    def __init__(self, layers: Layers, borders: Sequence[int], rank: int, num_ranks: int) -> None:
+        """Keep the stages of a rank of the pipeline: stage `s` has the layers from borders[s] to borders[s + 1].
+
+        Stage `s` is on rank `s % num_ranks`.
+        """
+        self.layers, self.num_stages = layers, len(borders) - 1
+        self.stages = tuple(range(rank, self.num_stages, num_ranks))
+        self.passage = Passage()
+        self._borders = list(borders)
+        self.tied = self._find_tied(num_ranks)  # parameters that several ranks have, by name, each with its ranks
+        self._roles = {stage: self._replacements(stage) for stage in self.stages}
+        self._drop_others()
+        layers.model.register_forward_hook(self._give_hidden)
+        self._running = -1
+
+    def _replacements(self, stage: int) -> list[tuple[Place, nn.Module]]:
+        """Return the places of other stages, and what stands there while this stage runs."""
+        layers, start, end = self.layers, self._borders[stage], self._borders[stage + 1]
+        entry, leave, through = StageEntry(self.passage), StageExit(self.passage), PassThrough()
+        found: list[tuple[Place, nn.Module]] = []
+        for index, place in enumerate(layers.places):
+            if index < start:
+                found.append((place, entry if index == start - 1 else through))
+            elif index >= end:
+                found.append((place, leave if index == end else through))
+        found += [(place, entry) for place in layers.before if stage > 0]
+        found += [(place, through) for place in layers.after if stage < self.num_stages - 1]
+        return found
+
+    def _find_tied(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
+        """Return the parameters that several ranks of the pipeline have, by name, each with its ranks."""
+        users: defaultdict[int, set[int]] = defaultdict(set)
+        for index in range(len(self.layers.places)):
+            for parameter in (p for module in self.layers.modules_of(index) for p in module.parameters()):
+                users[id(parameter)].add(self._stage_of(index) % num_ranks)
+        names = self.layers.model.named_parameters()
+        return {name: tuple(sorted(users[id(p)])) for name, p in names if len(users[id(p)]) > 1}
+
+    def _stage_of(self, layer: int) -> int:
+        return bisect_right(self._borders, layer) - 1
+
+    def _drop_others(self) -> None:
+        """Replace the layers that no stage of this rank has; the parameters that only they have are free then.
+
+        A tied parameter keeps the name that it has in the whole model, although the layer of that name is not here.
+        """
+        model = self.layers.model
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        others = [{id(place.module) for place, _ in self._roles[stage]} for stage in self.stages]
+        gone = [place for place, _ in self._roles[self.stages[0]] if id(place.module) in set.intersection(*others)]
+        for place in gone:
+            place.put(PassThrough())  # outside of `running`, it only keeps the place
+        for name, parameter in list(model.named_parameters()):
+            if (first := names[id(parameter)]) != name:
+                _hold(model, first, parameter)
+
+    @contextlib.contextmanager
+    def running(self, stage: int, received: Hidden) -> Iterator[None]:
+        """Let the model be this stage: inside, its forward takes `received` and returns what the stage sends."""
+        before = [(place, place.parent._modules[place.child]) for place, _ in self._roles[stage]]
+        for place, hole in self._roles[stage]:
+            place.put(hole)
+        self.passage.received, self.passage.sent, self._running = received, None, stage
+        try:
+            yield
+        finally:
+            self.passage.received = self.passage.sent = None
+            self._running = -1
+            for place, module in before:
+                if module is None:
+                    del place.parent._modules[place.child]
+                else:
+                    place.parent._modules[place.child] = module
+
+    def _give_hidden(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the hidden state instead of the model's output, unless the last stage runs."""
+        return output if self._running in (-1, self.num_stages - 1) else self.passage.sent
+
+    def layers_of(self, stage: int) -> list[nn.Module]:
+        """Return the modules of a stage, with those before the first layer and after the last one."""
+        indices = range(self._borders[stage], self._borders[stage + 1])
+        return [module for index in indices for module in self.layers.modules_of(index)]
+
+    def layer_names(self, stage: int) -> list[str]:
+        """Return the names of a stage's layers, for reports."""
+        return [place.name for place in self.layers.places[self._borders[stage] : self._borders[stage + 1]]]
+
+
+def _hold(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give a model a parameter under a name, for which modules are made where there are none."""
+    *path, last = name.split(".")
+    for step in path:
+        if step not in model._modules:
+            model.add_module(step, PassThrough())
+        model = model.get_submodule(step)
+    model.register_parameter(last, parameter)
