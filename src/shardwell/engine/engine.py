@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import Join, joined
 from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
-from shardwell.engine.startup_report import print_progress
 from shardwell.engine.teardown import DESTROYED, Teardown
 from shardwell.engine.units import UnitInfo, describe_units
 from shardwell.engine.unsupported_uses import StepCallWatch, prepared_by_accelerate, refuse_pickling
@@ -40,6 +39,9 @@ from shardwell.runtime.trace import Trace
 from shardwell.sharding import EngineContext
 from shardwell.sharding.edits import take_edits_closely
 from shardwell.sharding.model_states import OffloadPlan
+
+if TYPE_CHECKING:
+    from shardwell.monitor.monitor import Monitor
 
 
 class Engine(nn.Module):
@@ -63,6 +65,7 @@ class Engine(nn.Module):
     offload: OffloadPlan  # which units are updated on the host, and when their updates are committed
     settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
+    monitor: Monitor | None = None  # what prints and writes progress, on rank 0 if the configuration asks for it
     lr_scheduler: Any
 
     def __init__(
@@ -103,7 +106,6 @@ class Engine(nn.Module):
         self.settings = config
         self._accumulation_steps = config.gradient_accumulation_steps or 1
         self._scheduler.reducer.accumulate_over(self._accumulation_steps)
-        self._samples_per_step = self.train_batch_size()
         self._autocast = autocast_of(config, self.device)
         move = mover(self.device, mixed_dtype(config))
         self._move_input = move if self._model_scale is None else self._model_scale.on_input(move)
@@ -148,6 +150,8 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
+        if self.monitor is not None:
+            self.monitor.backward_begins(loss, is_divided=not scale_wrt_gas)
         reducer, scale = self._scheduler.reducer, self._scale
         # Set here as well, because `loss` may not come from `forward`.
         reducer.set_boundary(self.is_gradient_accumulation_boundary())
@@ -164,6 +168,8 @@ class Engine(nn.Module):
             raise
         if not retain_graph and not create_graph:
             self._spent = weakref.ref(loss)
+        if self.monitor is not None:
+            self.monitor.backward_ends()
         return loss
 
     def step(self) -> None:
@@ -198,6 +204,8 @@ class Engine(nn.Module):
 
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
+        if self.monitor is not None:
+            self.monitor.step_begins()
         try:
             with self._agreement.failing_together("step"):
                 self._scheduler.reducer.views.take_edits(at_step=True)
@@ -207,15 +215,15 @@ class Engine(nn.Module):
             self._scheduler.end_retention()
             self._context.roles.all.end_step()
         self.global_steps += 1
-        self.global_samples += self._samples_per_step
+        self.global_samples += self.train_batch_size()
         if self.global_steps == 1:
             self._scheduler.keep_frozen(frozen_budget(self.settings, self._scheduler.units, self._context))
         if self.global_steps == STEPS_UNTIL_KNOWN and self.settings.zero_optimization.offload_optimizer.ratio == "auto":
             self.offload = move_up(self.offload, self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
-        if self.settings.steps_per_print and self.global_steps % self.settings.steps_per_print == 0:
-            print_progress(self)
+        if self.monitor is not None:
+            self.monitor.step_ends()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step` applies the gradients."""
@@ -482,6 +490,8 @@ class Engine(nn.Module):
         if not self._is_destroyed:
             self._is_destroyed = True
             self.finish_saving()
+            if self.monitor is not None:
+                self.monitor.close()
         end()
         exit_notice.tell(self._agreement, self.micro_steps)
         self.trim()

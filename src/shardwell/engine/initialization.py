@@ -25,6 +25,7 @@ from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
 from shardwell.engine.mesh_setup import make_context, open_nodes, ranks_per_copy, reconnect
 from shardwell.engine.module_buffers import place_buffers
+from shardwell.engine.monitor_setup import monitor_for
 from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
@@ -133,6 +134,7 @@ def initialize(
         check_alike(context.roles.all, "initialize", once_built(engine))
         context.roles.all.end_step()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
+        engine.monitor = monitor_for(engine)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
