@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import Join, joined
 from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
-from shardwell.engine.startup_report import print_progress
 from shardwell.engine.teardown import DESTROYED, Teardown
 from shardwell.engine.units import UnitInfo, describe_units
 from shardwell.engine.unsupported_uses import StepCallWatch, prepared_by_accelerate, refuse_pickling
@@ -39,6 +38,9 @@ from shardwell.runtime.scheduler import Scheduler
 from shardwell.runtime.trace import Trace
 from shardwell.sharding import EngineContext
 from shardwell.sharding.model_states import OffloadPlan
+
+if TYPE_CHECKING:
+    from shardwell.monitor.monitor import Monitor
 
 
 class Engine(nn.Module):
@@ -61,6 +63,7 @@ class Engine(nn.Module):
     _teardown: Teardown
     settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
+    monitor: Monitor | None = None  # what prints and writes progress, on rank 0 if the configuration asks for it
     lr_scheduler: Any
 
     def __init__(
@@ -136,6 +139,8 @@ class Engine(nn.Module):
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
+        if self.monitor is not None:
+            self.monitor.backward_begins(loss, is_divided=not scale_wrt_gas)
         # Set here as well, because `loss` may not come from `forward`.
         reducer.set_boundary(self.is_gradient_accumulation_boundary())
         reducer.has_met_scale = True
@@ -151,6 +156,8 @@ class Engine(nn.Module):
             raise
         if not retain_graph and not create_graph:
             graph.loss = weakref.ref(loss)
+        if self.monitor is not None:
+            self.monitor.backward_ends()
         return loss
 
     def step(self) -> None:
@@ -186,6 +193,8 @@ class Engine(nn.Module):
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
         counts = self._counts
+        if self.monitor is not None:
+            self.monitor.step_begins()
         try:
             with self._context.roles.agreement.failing_together("step"):
                 self._scheduler.reducer.views.take_edits(at_step=True)
@@ -203,8 +212,8 @@ class Engine(nn.Module):
             self._fit.builder.plan = move_up(self.offload, self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
-        if self.settings.steps_per_print and counts.global_steps % self.settings.steps_per_print == 0:
-            print_progress(self)
+        if self.monitor is not None:
+            self.monitor.step_ends()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step` applies the gradients."""
@@ -491,6 +500,8 @@ class Engine(nn.Module):
         if not self._teardown.has_begun:
             self._teardown.has_begun = True
             self.finish_saving()
+            if self.monitor is not None:
+                self.monitor.close()
         end()
         exit_notice.tell(self._context.roles.agreement, self.micro_steps)
         self.trim()

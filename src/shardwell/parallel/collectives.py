@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,6 +151,9 @@ class Collectives:
 
         With a codec, all shards get dequantised values, this rank's own too. Without a token, the caller announced it.
         """
+        observer = self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            return observer.follow(token, kind, partial(self.all_gather, flat, token, kind, codec))
         # A rank that is alone in its node announces it, too: the other ranks expect the token.
         if codec is not None and self.rank_group.size > 1 and flat.numel():
             self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.rank_group.size), self._from_shards)
@@ -171,8 +175,11 @@ class Collectives:
         `copied` is called when the copy of `rest` is enqueued on the all-gather stream, which reads it no more after
         that. `keep` is passed the quantised shards of all ranks.
         """
+        kind, observer = TrafficKind.ALL_GATHER, self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            return observer.follow(token, kind, partial(self.all_gather_codes, rest, flat, codec, token, copied, keep))
         num_bytes = codec.num_bytes(flat.numel() // self.rank_group.size)
-        self._begin(token, flat, TrafficKind.ALL_GATHER, num_bytes, self._from_shards)
+        self._begin(token, flat, kind, num_bytes, self._from_shards)
         return quantized.all_gather(self, flat, codec, self._temporary, rest, copied, keep)
 
     def reduce_scatter(
@@ -192,6 +199,10 @@ class Collectives:
         it. `codecs` quantise inside a node and between nodes; `residual` keeps the quantisation error of the last hop,
         which is added the next time. Without a token, the caller has announced the collective.
         """
+        observer = self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            start = partial(self.reduce_scatter, flat, into, scale, accumulate, token, codecs, kind, residual)
+            return observer.follow(token, kind, start)
         if self.rank_group.size > 1:
             if codecs is not None and flat.numel():
                 path = self._quantized_path(*codecs)
