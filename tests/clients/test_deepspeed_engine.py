@@ -248,7 +248,7 @@ def test_the_loop_and_the_answers_are_deepspeeds(tmp_path: Path) -> None:
     assert said["more sizes"] == [16, 4, 4]
     assert said["accumulated"] == [True, 3]
     assert said["unknown"] == "AttributeError: 'DeepSpeedEngine' object has no attribute 'no_such_attribute'"
-    assert "torch.profiler" in said["replaced"]
+    assert "wall_clock_breakdown" in said["replaced"]
     assert said["has"] == [False, False]
     assert "stage 3" in said["not stage 3"]
     assert not said["id below stage 3"]
