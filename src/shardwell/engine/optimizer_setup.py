@@ -68,5 +68,5 @@ def _executor(
     executor = make_executor(inner, slices, context, options)
     scheduler.reducer.reduced = executor.reduced
     if executor.auto.is_on:
-        scheduler.observer = LoopObserver(executor.auto.backward_begins)
+        scheduler.observer = LoopObserver(executor.auto.backward_begins, executor.auto.begin_step)
     return executor

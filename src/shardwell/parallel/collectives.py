@@ -304,7 +304,8 @@ class Collectives:
             if tensor is not None and self._num_issuing() == agreement.size:
                 key = token, tensor.numel(), tensor.dtype
                 token = self._sized.get(key) or self._with_size(key)
-            agreement.announce(token)
+            if agreement.failures.error is not None or not agreement.tokens.follow(token):
+                agreement.announce(token)
         if received.num_hops:
             self.traffic.received[kind, INSIDE] += received.intra_node * num_bytes
             self.traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
