@@ -157,7 +157,8 @@ def initialize(
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.roles.all, "initialize", once_built(engine))
-        context.roles.end_step()
+        context.roles.all.end_step()
+        context.roles.end_step_of_axes()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 

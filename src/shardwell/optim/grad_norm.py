@@ -45,8 +45,8 @@ def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
     gradient = gradients.reduced.tensor[shard.span]
     wide = torch.promote_types(gradient.dtype, torch.float32)
     norm = torch.linalg.vector_norm(gradient, dtype=wide).double()
-    if shard.group.num_copies > 1:
-        norm = norm / math.sqrt(shard.group.num_copies)  # other pipeline stages have the same
+    if shard.group.tied is not None:
+        norm = norm / math.sqrt(shard.group.tied.size)  # other pipeline stages have the same
     is_replicated, roles = shard.group.spec.gradients.axis is None, shard.group.context.roles
     if is_replicated and roles.grid.has_model_axes:
         return norm / math.sqrt(roles.data.rank_group.size // roles.grid.replicate), False

@@ -110,6 +110,7 @@ class Agreement:
         """Open the table. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self.rank = mesh.global_rank(mesh.rank)
         self.ranks = mesh.ranks or tuple(range(mesh.size))  # in the default process group
+        self.size = len(self.ranks)
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self.time_limit = time_limit
         self.failures = PeerFailures(self.rank, self.ranks, cut_links)
@@ -137,11 +138,6 @@ class Agreement:
         self._board = RankStore(self.store, self.failures.without_store)
         self._pulse = Heartbeats(self, number, self.rank, self.size, self.store, store)
         self.failures.use_store(self.store, self._board, self._pulse)
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.ranks)
 
     def announce(self, token: str) -> None:
         """Announce the next token; raise before a mismatched collective.
