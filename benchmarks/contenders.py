@@ -166,6 +166,20 @@ def build_fsdp2(workload: Workload) -> Trainer:
     return TorchTrainer(model, fused_adamw(model.parameters(), workload), workload)
 
 
+def build_fsdp2_narrow(workload: Workload) -> Trainer:
+    """FSDP2 with gradients reduced in bf16, as shardwell sends them, and two units gathered ahead."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = seeded_model(workload)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    shard_all_units(model, workload, mp_policy=precision)
+    blocks: list[Any] = list(model.blocks)
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(number - 2, 0) : number][::-1])
+    return TorchTrainer(model, fused_adamw(model.parameters(), workload), workload)
+
+
 def build_fsdp2_default_root(workload: Workload) -> Trainer:
     """The common recipe: blocks are units, the root keeps embedding and head whole from forward to backward."""
     from torch.distributed.fsdp import fully_shard
@@ -242,6 +256,11 @@ def build_shardwell(
     return EngineTrainer(engine)
 
 
+def _quantized() -> dict[str, bool]:
+    """The keys of ZeRO++ that need no nodes."""
+    return {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
 def _deepspeed(stage: int, tuned: bool = False) -> Contender:
     name = f"deepspeed{stage}-tuned" if tuned else f"deepspeed{stage}"
     return Contender(name, stage, lambda workload: build_deepspeed(workload, stage, tuned), "deepspeed")
@@ -270,6 +289,17 @@ GPU_CONTENDERS = (
     _shardwell(2),
     _shardwell(3),
     Contender("shardwell3-sharded", 3, lambda workload: build_shardwell(workload, 3, True), "shardwell"),
+)
+
+RANK_CONTENDERS = (
+    Contender("fsdp2", 3, build_fsdp2),
+    Contender("fsdp2-bf16", 3, build_fsdp2_narrow),
+    _deepspeed(2),
+    _deepspeed(3),
+    _shardwell(1),
+    _shardwell(2),
+    _shardwell(3),
+    Contender("shardwell3-zeropp", 3, lambda workload: build_shardwell(workload, 3, zero=_quantized()), "shardwell"),
 )
 
 # One rank alone has nothing to reduce unless it accumulates: the profile runs two micro-steps, so that both lanes work.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import GPU_CONTENDERS, PROFILED, Trainer, Workload, by_name
+from benchmarks.contenders import GPU_CONTENDERS, PROFILED, RANK_CONTENDERS, Trainer, Workload, by_name
 from benchmarks.model import PRESETS
 from benchmarks.streams import summarise_trace
 
@@ -100,7 +100,7 @@ def main() -> None:
     workload = Workload(
         PRESETS[spec["size"]], spec["batch"], device, bf16=True, clip=1.0, checkpoint=True, learning_rate=1e-4
     )
-    trainer = by_name((*GPU_CONTENDERS, PROFILED), spec["contender"]).build(workload)
+    trainer = by_name((*GPU_CONTENDERS, *RANK_CONTENDERS, PROFILED), spec["contender"]).build(workload)
     if spec["pass"] == "profile":
         result = profile_pass(trainer, workload, Path(spec["profile"]))
     else:

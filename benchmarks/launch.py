@@ -50,6 +50,9 @@ def rank_environment(rank: int, ranks: int, port: int, device: str) -> dict[str,
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONWARNINGS": "ignore",
     }
+    if device == "cuda" and ranks > 1:  # NCCL takes several ranks on one GPU if each is a host of its own
+        environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": f"host{rank}"}
+        environment |= {"NCCL_SOCKET_IFNAME": "lo"}
     if device == "cpu":
         environment |= {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks), "DS_ACCELERATOR": "cpu"}
     return environment

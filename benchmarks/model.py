@@ -35,6 +35,8 @@ class DecoderConfig:
 TINY = DecoderConfig(vocab=256, width=64, blocks=2, heads=4, mlp=176, seq=32)
 SMALL = DecoderConfig(vocab=8192, width=512, blocks=8, heads=8, mlp=1376, seq=128)  # 33.7M
 MEDIUM = DecoderConfig(vocab=8192, width=512, blocks=12, heads=8, mlp=1376, seq=128)  # 46.3M
+BASE = DecoderConfig(vocab=32000, width=1024, blocks=24, heads=16, mlp=2816, seq=1024)  # 0.37B
+NARROW = DecoderConfig(vocab=8192, width=256, blocks=200, heads=4, mlp=704, seq=512)  # 165M in many small units
 LARGE = DecoderConfig(vocab=32000, width=2048, blocks=24, heads=16, mlp=5504, seq=2048)  # 1.345B
 XLARGE = DecoderConfig(vocab=32000, width=3072, blocks=26, heads=24, mlp=8192, seq=2048)  # 3.14B
 SEVEN = DecoderConfig(vocab=32000, width=4096, blocks=32, heads=32, mlp=11008, seq=1024)  # 6.74B
@@ -42,7 +44,16 @@ HUGE = DecoderConfig(vocab=32000, width=5120, blocks=40, heads=40, mlp=13824, se
 TALL = replace(HUGE, blocks=65)  # 20.95B
 DEEP = replace(HUGE, blocks=78)  # 25.07B
 DEEPEST = replace(HUGE, blocks=126)  # 40.30B
-PRESETS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "large": LARGE, "xlarge": XLARGE, "huge": HUGE}
+PRESETS = {
+    "tiny": TINY,
+    "small": SMALL,
+    "medium": MEDIUM,
+    "base": BASE,
+    "narrow": NARROW,
+    "large": LARGE,
+    "xlarge": XLARGE,
+    "huge": HUGE,
+}
 
 
 def rotary_table(seq: int, head_width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

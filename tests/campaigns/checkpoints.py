@@ -87,9 +87,8 @@ def digest(engine: shardwell.Engine) -> str:
         unit.wait()
         for group in unit.groups:
             with group.storage.open():
-                for run, master in group.spans:
-                    for piece in run.pieces:
-                        found.update(master[piece.in_shard - run.start :][: piece.numel].numpy().tobytes())
+                for piece in (piece for run in group.spans for piece in run.pieces):
+                    found.update(group.master[piece.in_shard :][: piece.numel].numpy().tobytes())
     for shard in engine.optimizer.shards:
         for key, value in sorted(engine.optimizer.state.get(shard.tensor, {}).items()):
             for piece in shard.pieces:

@@ -92,8 +92,8 @@ def read_counting(leg: Leg, root: str) -> dict[str, int]:
     finally:
         ShardwellSource.close = before  # type: ignore[method-assign]
     groups = groups_of(engine)
-    own = sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
-    (read, beside), stretches = opened[0], sum(len(run.pieces) for group in groups for run, _ in group.spans)
+    own = sum(piece.numel for group in groups for run in group.spans for piece in run.pieces)
+    (read, beside), stretches = opened[0], sum(len(run.pieces) for group in groups for run in group.spans)
     whole = sum(group.layout.numel for group in groups)
     return {"read": read - beside, "beside": beside, "stretches": stretches, "own": own, "all": whole}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardwell.checkpoint import Folder
+from shardwell.checkpoint.directory import LOCK
 from shardwell.errors import CheckpointError
 from tests.support.checkpoint_folders import FILES, abandon, fill, hidden, lay_aside, load, save
 
@@ -351,3 +353,29 @@ def test_what_lies_aside_does_not_come_back(folder: Folder, end: str) -> None:
         assert folder.prune(1) == ["a"]
         assert folder.tags() == ["b"]
     assert hidden(folder.root) == []
+
+
+@pytest.mark.parametrize("locked", [False, True], ids=["before its lock", "while it was locked"])
+def test_a_directory_whose_writer_was_killed_as_it_began_goes_with_the_next_save(folder: Folder, locked: bool) -> None:
+    leftover = folder.begin("a").with_name(".b.0123456789abcdef.partial")
+    leftover.mkdir()
+    if locked:
+        (leftover / LOCK).touch()
+    assert folder.clean() == []  # its writer may be about to lock it
+    for path in (leftover, *leftover.iterdir()):
+        os.utime(path, (time.time() - 2.0,) * 2)
+    assert folder.clean() == [leftover.name]
+
+
+def test_a_writer_that_slept_before_its_lock_begins_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, removed = os.write, []
+
+    def after_removal(descriptor: int, data: bytes) -> int:
+        if not removed:
+            removed.append(next(folder.root.glob(".a.*.partial")))
+            shutil.rmtree(removed[0])
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", after_removal)
+    assert folder.begin("a").is_dir()
+    assert removed

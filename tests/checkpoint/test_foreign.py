@@ -53,7 +53,7 @@ def load_slices(
     finally:
         SafetensorsSource.close = close  # type: ignore[method-assign]
     groups = groups_of(engine)
-    own = sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
+    own = sum(piece.numel for group in groups for run in group.spans for piece in run.pieces)
     rest = {tier.value: sum(size for (_, _, t), size in engine.memory().now.items() if t is tier) for tier in Tier}
     masters = {name: safe_get_full_fp32_param(p).float() for name, p in model.named_parameters()}
     return masters, read[0], own, rest

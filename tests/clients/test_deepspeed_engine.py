@@ -143,6 +143,15 @@ for _ in range(4):
     engine.step()
 said["rates"] = rates
 said["schedule"] = [engine.scheduler_name(), engine.scheduler_params()["warmup_num_steps"]]
+# a client moves the model when it is done: shards stay with the engine
+moved = make(3, shardwell={{"shard_at_world_one": True}}, zero_optimization={{
+    "stage": 3, "stage3_param_persistence_threshold": 0}})[0]
+moved.module.register_buffer("count", torch.zeros(1))
+from shardwell.zero import is_released
+moved.module.cpu()
+moved.module.double()
+said["moved"] = [moved.module.count.dtype == torch.float64, all(map(is_released, moved.module.parameters())),
+                 str(moved(x).dtype)]
 # an evaluation without an optimizer keeps a schedule out
 settings = config(3, scheduler={{"type": "WarmupLR", "params": {{}}}})
 only = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=settings)
@@ -239,7 +248,7 @@ def test_the_loop_and_the_answers_are_deepspeeds(tmp_path: Path) -> None:
     assert said["more sizes"] == [16, 4, 4]
     assert said["accumulated"] == [True, 3]
     assert said["unknown"] == "AttributeError: 'DeepSpeedEngine' object has no attribute 'no_such_attribute'"
-    assert "torch.profiler" in said["replaced"]
+    assert "wall_clock_breakdown" in said["replaced"]
     assert said["has"] == [False, False]
     assert "stage 3" in said["not stage 3"]
     assert not said["id below stage 3"]
@@ -255,6 +264,7 @@ def test_the_loop_and_the_answers_are_deepspeeds(tmp_path: Path) -> None:
     assert said["schedule"] == ["WarmupLR", 4]
     assert said["evaluation"] == [None, None, True]
     assert "no optimizer" in said["no optimizer"]
+    assert said["moved"] == [True, True, "torch.float32"]
 
 
 @pytest.mark.slow

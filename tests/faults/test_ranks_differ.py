@@ -101,7 +101,8 @@ HONEST: dict[str, dict[str, Any]] = {
     "prints": {"config": {"steps_per_print": 1}},
     "has another drive": {"config": {"zero_optimization": {"offload_optimizer": {"nvme_path": "/mnt/other"}}}},
     "has less memory": {"config": {"shardwell": {"memory": {"host": 1 << 30}}}},
-    "writes a key without effect": {"config": {"wall_clock_breakdown": True}},
+    "writes a key without effect": {"config": {"dump_state": True}},
+    "times its steps": {"config": {"wall_clock_breakdown": True, "comms_logger": {"enabled": True}}},
     "makes the same optimizer in code": {"optimizer": {"weight_decay": 0.0}},
 }
 

@@ -117,7 +117,7 @@ def given_to_shards(dtype: torch.dtype) -> list[dict[str, Any]]:
             for step in range(3):
                 engine.backward(engine(given(model, step)))
                 engine.step()
-        runs = [run for group in groups_of(engine) for run, _ in group.spans]
+        runs = [run for group in groups_of(engine) for run in group.spans]
         answers.append(
             {
                 "parameters": whole_parameters(model),

@@ -163,7 +163,7 @@ def events(block: dict[str, Any]) -> list[str]:
                 is_on_its_way = gradients._pending is not None
                 answer = before(gradients, *args, **kwargs)
                 if {"reduce_scatter": True, "start_next_hop": answer, "finish": is_on_its_way}[name]:
-                    found.append(f"{name} {gradients._unit}")
+                    found.append(f"{name} {gradients.bucket.unit}")
                 return answer
 
             patches.enter_context(patch.object(Gradients, name, call))

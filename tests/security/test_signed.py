@@ -115,13 +115,13 @@ def agree_among_strangers(secret: str) -> str:
         dist.barrier()
         agreement.announce("gather a")
         agreement.meet("save")
-        agreement.check_failures()
+        agreement.failures.check()
         dist.barrier()
         if rank == 1:
             agreement.fail(PeerError("the truth"))
         dist.barrier()
         try:
-            agreement.check_failures()
+            agreement.failures.check()
         except (PeerError, DivergenceError) as error:
             return str(error)
         return ""

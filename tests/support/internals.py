@@ -110,7 +110,7 @@ def end_passes(engine: shardwell.Engine) -> None:
 
 def traffic_so_far(engine: shardwell.Engine) -> TrafficReport:
     """Return what this rank received since the last step; `engine.traffic()` reports whole steps."""
-    return engine._traffic_stats.current()
+    return engine._context.roles.all.traffic.current()
 
 
 def lifted_shard_of(group: ShardedGroup) -> Any:
@@ -140,15 +140,15 @@ def open_calls_of(engine: shardwell.Engine) -> Any:
 
 def loss_scale_of(engine: shardwell.Engine) -> Any:
     """Return what holds the loss scale."""
-    return engine._scale
+    return engine._precision.loss_scale
 
 
 def memory_kept_by(group: ShardedGroup) -> Iterator[Any]:
     """Return the tensors of `TemporaryBuffers` that a group may hold between steps."""
     gradients: Gradients = group.gradients
-    yield from (gradients.result, gradients._flat)
-    if gradients._handed is not None:
-        yield gradients._handed[0]
+    yield from (gradients.result, gradients.bucket.flat)
+    if gradients.reduced.micro_step is not None:
+        yield gradients.reduced.micro_step[0]
     if gradients._residual is not None:
         yield gradients._residual._both
     if group.secondary is not None:

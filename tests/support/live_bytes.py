@@ -10,12 +10,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwell.parallel.lent_tensors import await_release
+from shardwell.parallel.gloo import await_loans
 
 
 def live_bytes() -> int:
     """Bytes of the storages of all tensors that are reachable now."""
-    await_release(1.0)
+    await_loans(1.0)
     gc.collect()
     storages: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():

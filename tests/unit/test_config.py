@@ -11,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from shardwell.config import SCHEDULERS, Config, OffloadParamConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, load
+from shardwell.config.block import ConfigBlock
 from shardwell.config.schedules import NEEDED
-from shardwell.config.schema import ConfigBlock, block_of
+from shardwell.config.schema import block_of
 from shardwell.offload.disk import AioSettings
 from tests.support.configs import at, batch, nested, pairs, refusal
 

@@ -27,6 +27,7 @@ from shardwell.errors import CheckpointError
 LOCK = ".lock"
 SILENCE = 3600.0  # seconds without a change after which a directory has no writer any more
 _BRIEF_SILENCE = 5.0  # the same for a small temporary file, which its writer can write again
+_BEGINNING = 1.0  # the same for a directory without a locked file: its writer makes another one if it is gone
 _WRITES = 3  # how often
 ATTEMPTS = 10  # before a name that others keep changing is given up
 _MOST_SUMMARIES = 1000
@@ -163,6 +164,11 @@ def lock(path: Path) -> int:
         os.write(descriptor, _system(descriptor))  # after the lock: readers rely on that order
     except OSError:  # some file systems know no locks, and a full disk takes no byte: then age decides
         pass
+    try:
+        os.lstat(path / LOCK)
+    except FileNotFoundError:  # this process slept before it had the lock, and the directory was taken for a leftover
+        close(descriptor)
+        raise
     return descriptor
 
 
@@ -188,11 +194,15 @@ def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # one that is empty lost its writer between making and locking it
-        return not marked and age(path) >= (_BRIEF_SILENCE if _is_empty(path) else SILENCE)
+        return not marked and age(path) >= (_BEGINNING if _names_in(path) == [] else SILENCE)
     try:
-        if os.read(descriptor, 200) == _system(descriptor):
+        content = os.read(descriptor, 200)
+        if content in (b"", _system(descriptor)):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return True
+            if content:
+                return True
+            if _names_in(path) == [LOCK]:  # it lost its writer while it was locked
+                return age(path) >= _BEGINNING
     except BlockingIOError:
         return False
     except OSError:
@@ -202,11 +212,11 @@ def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -
     return age(path) >= SILENCE
 
 
-def _is_empty(path: Path) -> bool:
+def _names_in(path: Path) -> list[str] | None:
     try:
-        return not os.listdir(path)
+        return os.listdir(path)
     except OSError:
-        return False
+        return None
 
 
 @contextlib.contextmanager

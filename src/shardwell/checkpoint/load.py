@@ -204,7 +204,7 @@ class CheckpointLoader:
         return saved
 
     def _master_requests(self, group: ShardedGroup) -> Iterator[ReadRequest]:
-        for run, _ in group.spans:
+        for run in group.spans:
             for piece in run.pieces:
                 found = self._stock.find(piece.slot.name)
                 if found is not None:

@@ -1,5 +1,6 @@
 """The configuration: read once at the edge into frozen types, every value with its origin."""
 
+from shardwell.config.block import ConfigBlock
 from shardwell.config.explain import ExplainLine, explain, table
 from shardwell.config.field_types import SCHEDULERS
 from shardwell.config.load import load
@@ -11,7 +12,6 @@ from shardwell.config.schema import (
     AutocastConfig,
     Bf16Config,
     Config,
-    ConfigBlock,
     DataTypesConfig,
     Fp16Config,
     LeafModuleConfig,

@@ -95,13 +95,9 @@ _LOWER = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Con
 
 _INERT: dict[str, Inert] = {
     # reporting
-    "wall_clock_breakdown": Inert(
-        "use torch.profiler, where all-gathers and reduce-scatters have names", "flag", False, promises_output=True
-    ),
-    "memory_breakdown": Inert("engine.memory() reports it at any time"),
     "dump_state": Inert("`shardwell config` and engine.config show the values in force"),
     "log_level": Inert("set the level of the logger shardwell"),
-    "timers": Inert("nothing is timed; use torch.profiler"),
+    "timers": Inert("the lines of steps_per_print have the throughput"),
     # training
     "zero_allow_untested_optimizer": Inert("every torch optimizer is allowed", "flag", False),
     "zero_force_ds_cpu_optimizer": Inert("no optimizer is ever replaced by another", "flag", True),
@@ -255,12 +251,6 @@ _DATASTATES = Unsupported(
     any_content_asks=True,
 )
 _UNSUPPORTED: dict[str, Unsupported] = {
-    "flops_profiler": Unsupported(_not_yet("a FLOPs profiler", _DROP)),
-    "tensorboard": Unsupported(_not_yet("a TensorBoard writer", _DROP)),
-    "wandb": Unsupported(_not_yet("a Weights & Biases writer", _DROP)),
-    "comet": Unsupported(_not_yet("a Comet writer", _DROP)),
-    "csv_monitor": Unsupported(_not_yet("a CSV writer", _DROP)),
-    "comms_logger": Unsupported(_not_yet("a communication log", f"{_DROP}; engine.traffic() counts bytes")),
     "expert_parallel": Unsupported(_not_yet("expert parallelism", _DROP)),
     "autotuning": Unsupported(_not_yet("autotuning", _DROP)),
     "hybrid_engine": Unsupported(_not_yet("an engine for inference beside training", _DROP)),

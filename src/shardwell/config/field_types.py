@@ -199,6 +199,7 @@ _DTYPES = {  # other spelling -> ours
 
 
 Count = Annotated[int, BeforeValidator(_integer), Field(ge=0)]
+Depth = Annotated[int, BeforeValidator(_integer), Field(ge=-1)]
 Power = Annotated[int, BeforeValidator(_power), Field(ge=0)]
 Paths = Annotated[str, Strict(), BeforeValidator(_paths)]
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]

@@ -14,11 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardwell.config import optimizers, schedules
+from shardwell.config.block import ConfigBlock
 from shardwell.config.deepspeed_keys import REMOVED_OPTIMIZERS
 from shardwell.config.field_types import number
 from shardwell.config.foreign_keys import NOT_AUTO, take_foreign
 from shardwell.config.problems import Findings, sentence_of, show
-from shardwell.config.schema import Config, ConfigBlock, admits_auto, block_of, leaves, may_be_absent
+from shardwell.config.schema import Config, admits_auto, block_of, leaves, may_be_absent
 from shardwell.config.source import read
 from shardwell.config.suggestions import PARAMS
 from shardwell.config.translate import translated

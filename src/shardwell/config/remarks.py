@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 
 from pydantic.fields import FieldInfo
 
+from shardwell.config.block import ConfigBlock
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited
 from shardwell.config.notes import Note
-from shardwell.config.schema import Config, ConfigBlock, leaves
+from shardwell.config.schema import Config, leaves
 
 _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 _PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictStr
+from pydantic import Field, PrivateAttr, StrictStr
 from pydantic.fields import FieldInfo
 
+from shardwell.config.block import ConfigBlock
 from shardwell.config.field_types import (
     AutocastDtype,
     Budget,
@@ -35,13 +36,15 @@ from shardwell.config.field_types import (
     Stage,
     StepsOrNever,
 )
+from shardwell.config.monitoring import (
+    CometConfig,
+    CommsLoggerConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from shardwell.config.notes import Note
-
-
-class ConfigBlock(BaseModel):
-    """One JSON object of the configuration; it is frozen, and refuses keys that it does not list."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class OptimizerConfig(ConfigBlock):
@@ -367,6 +370,22 @@ class Config(ConfigBlock):
     steps_per_print: StepsOrNever = Field(
         default=None, description="Steps between two lines of progress; null, 0 = none."
     )
+    wall_clock_breakdown: Flag = Field(
+        default=False, description="Add the time of forward, backward and step to the lines of progress."
+    )
+    memory_breakdown: Flag = Field(
+        default=False, description="Add the bytes of each state and tier to the lines of progress."
+    )
+    flops_profiler: FlopsProfilerConfig = Field(
+        default=FlopsProfilerConfig(), description="A count of FLOPs by module, in one step."
+    )
+    comms_logger: CommsLoggerConfig = Field(
+        default=CommsLoggerConfig(), description="Calls, bytes, time and bandwidth of collectives."
+    )
+    tensorboard: TensorBoardConfig = Field(default=TensorBoardConfig(), description="Event files for TensorBoard.")
+    csv_monitor: CsvMonitorConfig = Field(default=CsvMonitorConfig(), description="Files of comma-separated values.")
+    wandb: WandbConfig = Field(default=WandbConfig(), description="Metrics for Weights & Biases.")
+    comet: CometConfig = Field(default=CometConfig(), description="Metrics for Comet.")
     optimizer: OptimizerConfig | None = Field(default=None, description="Optimizer to build if none is passed.")
     scheduler: SchedulerConfig | None = Field(default=None, description="Schedule to build if none is passed.")
     bf16: Bf16Config = Field(default=Bf16Config(), description="bfloat16 training.")

@@ -1,4 +1,4 @@
-"""The loss scale of gradients that flow between models.
+"""The precision of a model's passes, and the loss scale of gradients that flow between models.
 
 Gradients have a loss scale: that of the engine whose `backward` was called, or none after a plain `loss.backward()`.
 Where gradients enter an engine's model they get the engine's scale, and where they leave it they get the scale that
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwell.config import Config
 from shardwell.optim.loss_scale import LossScale
-from shardwell.runtime.pytree import alias_with, map_tensors
+from shardwell.runtime.precision import autocast_of, loss_scale_of, mixed_dtype
+from shardwell.runtime.pytree import alias_with, map_tensors, mover
 
 CARRIED = SimpleNamespace(scale=1.0)  # of the gradients of the running backward outside of models
 
@@ -53,6 +55,22 @@ class ModelScale:
         if not torch.is_grad_enabled():
             return output
         return map_tensors(output, partial(_scaled_output, scale=self._scale, met=self._met))
+
+
+class ModelPrecision:
+    """How the passes of one model run: the device and dtype of its inputs, autocast, and the loss scale."""
+
+    def __init__(self, config: Config, device: torch.device, met: Callable[[], None]) -> None:
+        """Read the configuration; `met` is called when gradients get the model's loss scale."""
+        self.loss_scale = loss_scale_of(config)
+        self.border = ModelScale(self.loss_scale, met) if self.loss_scale.is_on else None
+        self.use_config(config, device)
+
+    def use_config(self, config: Config, device: torch.device) -> None:
+        """Move inputs and autocast as this configuration says; the loss scale stays."""
+        self.autocast = autocast_of(config, device)  # makes a context
+        move = mover(device, mixed_dtype(config))
+        self.move_input = move if self.border is None else self.border.on_input(move)
 
 
 def _scaled_output(tensor: Tensor, scale: LossScale, met: Callable[[], None]) -> Tensor:

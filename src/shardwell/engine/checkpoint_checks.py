@@ -49,7 +49,7 @@ def _check_values(engine: Engine, values: Mapping[str, Any], with_optimizer: boo
     optimizer = engine.optimizer if with_optimizer else None
     if optimizer is not None and values.get("optimizer"):
         _check_groups(optimizer, values["optimizer"])
-    if engine._scale.is_on and values.get("loss_scale"):
+    if engine._precision.loss_scale.is_on and values.get("loss_scale"):
         _check_scale(values["loss_scale"])
     if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
         with _schedule_kept(engine), _naming("scheduler"):

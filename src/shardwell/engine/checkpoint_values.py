@@ -39,8 +39,8 @@ def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool,
             _restore_groups(engine.optimizer, values["optimizer"])
     if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
         restore_schedule(engine.lr_scheduler, values["scheduler"])
-    if engine._scale.is_on and values.get("loss_scale"):
-        engine._scale.load_state_dict(values["loss_scale"])
+    if engine._precision.loss_scale.is_on and values.get("loss_scale"):
+        engine._precision.loss_scale.load_state_dict(values["loss_scale"])
     if engine.training_dataloader is not None and values.get("loader"):
         engine.training_dataloader.load_state_dict(values["loader"])
     for key, state in values.get("extra", {}).items():

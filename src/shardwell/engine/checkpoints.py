@@ -62,7 +62,7 @@ class EngineCheckpoints:
         self._saver = Saver(
             self._all.rank_group.rank,
             self._all.rank_group.size,
-            engine._agreement.store,
+            engine._context.roles.agreement.store,
             context.device,
             context.memory_stats,
         )
@@ -131,7 +131,7 @@ class EngineCheckpoints:
 
     def _patience_in_background(self) -> float:
         """Return the seconds to wait for other ranks: one that has failed may still be writing, and succeed."""
-        return LITTLE_PATIENCE if self._context.roles.agreement.has_failed else PATIENCE
+        return LITTLE_PATIENCE if self._context.roles.agreement.failures.has_failed else PATIENCE
 
     def _patience_of_all(self) -> Callable[[], float]:
         """Return a function that raises if a rank has failed: when all ranks wait, none must wait for a failed one."""
@@ -193,7 +193,7 @@ class EngineCheckpoints:
             "frozen_excluded": exclude_frozen,
             "optimizer": optimizer,
             "scheduler": what_can_be_saved(schedule, "lr_scheduler", _put(contents, "scheduler")),
-            "loss_scale": engine._scale.state_dict() if engine._scale.is_on else None,
+            "loss_scale": engine._precision.loss_scale.state_dict() if engine._precision.loss_scale.is_on else None,
             "loader": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
             "extra": encode(extra_state_of(engine.module), "the model's extra state", _put(contents, "extra")),
             "client": encode(client_state or {}, "client_state", _put(contents, "client")),

@@ -18,6 +18,7 @@ from shardwell.optim import OptimizerFactory
 from shardwell.optim.factory import NO_LABEL
 from shardwell.parallel.consistency import Section
 from shardwell.sharding import UnitSpec
+from shardwell.sharding.tensor_part import part_of
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ _OWN = {
     "zero_optimization.offload_param.nvme_path",
     "aio",
     "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "flops_profiler",
+    "comms_logger",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "comet",
     "shardwell.memory",
     "shardwell.divergence_timeout",
     "shardwell.keep_pages",
@@ -65,7 +74,7 @@ def once_built(engine: Engine) -> dict[str, Section]:
 def at_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:
     """Describe what decides which tensors are read, and where they are stored."""
     units = {
-        repr(group.name): ", ".join(f"{slot.name} {list(slot.shape)}" for slot in group.layout.slots)
+        repr(group.name): ", ".join(f"{slot.name} {list(slot.box[0])}" for slot in group.layout.slots)
         for unit in engine._scheduler.units
         for group in unit.groups
     }
@@ -103,12 +112,16 @@ def _parameters(model: nn.Module, factory: OptimizerFactory | None) -> dict[str,
     for name, parameter in model.named_parameters():
         label = NO_LABEL if factory is None else factory.label(parameter)
         group = "" if label == NO_LABEL else f", in parameter group {label}"
-        found[repr(name)] = f"{_kind(parameter)}{'' if parameter.requires_grad else ', frozen'}{group}"
+        part = part_of(parameter)
+        cut = "" if part is None else f", one of {part.num_parts} parts along dim {part.dim}"
+        kind = f"{_kind(parameter, None if part is None else part.shape)}{cut}"
+        found[repr(name)] = f"{kind}{'' if parameter.requires_grad else ', frozen'}{group}"
     return found
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _kind(tensor: Tensor, shape: Sequence[int] | None = None) -> str:
+    shown = list(tensor.shape if shape is None else shape)  # of a part: that of the whole tensor, for all parts alike
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shown}"
 
 
 def _value(value: Any) -> str:

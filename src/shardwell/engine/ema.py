@@ -96,7 +96,7 @@ class ExponentialMovingAverage:
                 f"the averages are those of another model: '{wrong[0]}' (of {len(wrong)}) does not fit"
             )
         for group, average in self._averages.items():
-            for run, _ in group.spans:
+            for run in group.spans:
                 for piece in run.pieces:
                     flat = torch.empty(piece.slot.numel, dtype=average.dtype)
                     flat.as_strided(piece.slot.shape, piece.slot.stride).copy_(given[piece.slot.name])
@@ -132,7 +132,7 @@ class ExponentialMovingAverage:
         engine = self._engine
         if engine.optimizer is not None:
             engine.optimizer.settle()
-        with engine._agreement.failing_together("swapped"):
+        with engine._context.roles.agreement.failing_together("swapped"):
             for unit in engine._scheduler.units:
                 if unit.use.num_contexts or unit.updates.is_ahead:
                     raise ShardwellError(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 
 from shardwell.config import Config
 from shardwell.engine import exit_notice
-from shardwell.engine.carried_scale import CARRIED, ModelScale, carrying
+from shardwell.engine.carried_scale import CARRIED, ModelPrecision, carrying
 from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.engine.compilation import compile_units, uncompiled
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import Join, joined
 from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
-from shardwell.engine.startup_report import print_progress
 from shardwell.engine.teardown import DESTROYED, Teardown
 from shardwell.engine.units import UnitInfo, describe_units
 from shardwell.engine.unsupported_uses import StepCallWatch, prepared_by_accelerate, refuse_pickling
@@ -29,17 +28,19 @@ from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import MemoryReport
 from shardwell.optim import ShardedOptimizer
-from shardwell.parallel import Agreement, TrafficReport, TrafficStats
+from shardwell.parallel import TrafficReport
 from shardwell.runtime.budget import frozen_budget
-from shardwell.runtime.hooks import ModelFingerprint, UnitHooks
-from shardwell.runtime.precision import autocast_of, loss_scale_of, mixed_dtype
-from shardwell.runtime.pytree import CopiedInputs, map_tensors, mover
-from shardwell.runtime.rebuild import UnitBuilder, refit
+from shardwell.runtime.hooks import ModelFit
+from shardwell.runtime.pytree import CopiedInputs, map_tensors
+from shardwell.runtime.rebuild import UnitBuilder
+from shardwell.runtime.reducer import StepCounts
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.runtime.trace import Trace
 from shardwell.sharding import EngineContext
-from shardwell.sharding.edits import take_edits_closely
 from shardwell.sharding.model_states import OffloadPlan
+
+if TYPE_CHECKING:
+    from shardwell.monitor.monitor import Monitor
 
 
 class Engine(nn.Module):
@@ -60,9 +61,9 @@ class Engine(nn.Module):
     optimizer: ShardedOptimizer | None
     optimizer_class = ShardedOptimizer
     _teardown: Teardown
-    offload: OffloadPlan  # which units are updated on the host, and when their updates are committed
     settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
+    monitor: Monitor | None = None  # what prints and writes progress, on rank 0 if the configuration asks for it
     lr_scheduler: Any
 
     def __init__(
@@ -71,42 +72,31 @@ class Engine(nn.Module):
         config: Config,
         scheduler: Scheduler,
         context: EngineContext,
-        traffic_stats: TrafficStats,
-        agreement: Agreement,
         builder: UnitBuilder,
     ) -> None:
         super().__init__()
         self.module = model
         self.optimizer = None
         self.lr_scheduler = None
-        self.global_steps = self.micro_steps = self.global_samples = 0
         self.training_dataloader: ShardedLoader | UserDataLoader | None = None
+        self._counts = StepCounts()
         self._scheduler, self._context = scheduler, context
-        self._traffic_stats, self._agreement = traffic_stats, agreement
-        self._builder = builder
-        self._fingerprint = ModelFingerprint(model)
-        self._hooks = UnitHooks(scheduler, scheduler.units)
-        self._spent: weakref.ref[Tensor] | None = None
-        self._boundary_override: bool | None = None
-        self._watch: StepCallWatch | None = StepCallWatch()
-        self._scale = loss_scale_of(config)
-        self._model_scale = ModelScale(self._scale, scheduler.reducer.meet_scale) if self._scale.is_on else None
-        scheduler.reducer.use_loss_scale(self._scale)
+        self._fit = ModelFit(model, scheduler, builder, context.roles.agreement)
+        self._precision = ModelPrecision(config, self.device, scheduler.reducer.meet_scale)
+        scheduler.reducer.use_loss_scale(self._precision.loss_scale)
         self.use_config(config)
-        self._compiled: dict[nn.Module, Callable[..., Any]] = {}  # the forwards before they were compiled
-        self._checkpoints, self._is_destroyed = EngineCheckpoints(self), False
+        self._checkpoints = EngineCheckpoints(self)
+        self._step_watch: StepCallWatch | None = StepCallWatch()
         self._join: Join | None = None  # set inside `join()`
         exit_notice.watch(self)
 
     def use_config(self, config: Config) -> None:
         """Train with this configuration; what each step needs of it is computed here."""
         self.settings = config
-        self._accumulation_steps = config.gradient_accumulation_steps or 1
-        self._scheduler.reducer.accumulate_over(self._accumulation_steps)
-        self._samples_per_step = self.train_batch_size()
-        self._autocast = autocast_of(config, self.device)
-        move = mover(self.device, mixed_dtype(config))
-        self._move_input = move if self._model_scale is None else self._model_scale.on_input(move)
+        self._counts.accumulation_steps = config.gradient_accumulation_steps or 1
+        self._counts.samples_per_step = self.train_batch_size()
+        self._scheduler.reducer.accumulate_over(self._counts.accumulation_steps)
+        self._precision.use_config(config, self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are moved to the engine's device and, in mixed precision, to the compute dtype."""
@@ -116,20 +106,20 @@ class Engine(nn.Module):
             self._join.begin(args, kwargs)
         with torch.inference_mode(False):  # a refit makes tensors that are trained
             self.fit_to_model()
-        if self._watch is not None:
-            self._watch = self._watch.saw_forward(self)
+        if self._step_watch is not None:
+            self._step_watch = self._step_watch.saw_forward(self)
         self._scheduler.reducer.set_boundary(self.is_gradient_accumulation_boundary())
         copies: list[tuple[Any, Any]] = []
-        args, kwargs = map_tensors((args, kwargs), self._move_input, copies)
+        args, kwargs = map_tensors((args, kwargs), self._precision.move_input, copies)
         copied = CopiedInputs(copies) if copies else None
         try:
-            running = self._scheduler.forward_scope((args, kwargs))
-            with self._agreement.failing_together("forward"), running, self._autocast():
+            running, autocast = self._scheduler.forward_scope((args, kwargs)), self._precision.autocast()
+            with self._context.roles.agreement.failing_together("forward"), running, autocast:
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         finally:
             if copied is not None:
                 copied.give_back()
-        return output if self._model_scale is None else self._model_scale.on_output(output)
+        return output if self._precision.border is None else self._precision.border.on_output(output)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
@@ -143,27 +133,31 @@ class Engine(nn.Module):
                 "backward needs a tensor that depends on trainable parameters; this loss does not require a gradient. "
                 "Was the model run under torch.no_grad(), or are all its parameters frozen?"
             )
-        if self._spent is not None and self._spent() is loss:
+        graph, reducer, scale = self._scheduler.graph, self._scheduler.reducer, self._precision.loss_scale
+        if graph.loss is not None and graph.loss() is loss:
             raise BackwardError(
                 "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
                 "first time if the gradients are meant to be added twice."
             )
-        reducer, scale = self._scheduler.reducer, self._scale
+        if self.monitor is not None:
+            self.monitor.backward_begins(loss, is_divided=not scale_wrt_gas)
         # Set here as well, because `loss` may not come from `forward`.
         reducer.set_boundary(self.is_gradient_accumulation_boundary())
         reducer.has_met_scale = True
         scaled = contextlib.nullcontext() if CARRIED.scale == scale.value else carrying(scale)
         divided = contextlib.nullcontext() if scale_wrt_gas else reducer.without_division()
         try:
-            with self._agreement.failing_together("backward"), scaled, divided:
+            with self._context.roles.agreement.failing_together("backward"), scaled, divided:
                 reducer.views.detach()
-                begin = loss if self._model_scale is None else loss.float() * scale.value
+                begin = loss if self._precision.border is None else loss.float() * scale.value
                 begin.backward(retain_graph=retain_graph, create_graph=create_graph)
         except BaseException:
             reducer.views.attach()  # gradients computed so far can be dropped like any others
             raise
         if not retain_graph and not create_graph:
-            self._spent = weakref.ref(loss)
+            graph.loss = weakref.ref(loss)
+        if self.monitor is not None:
+            self.monitor.backward_ends()
         return loss
 
     def step(self) -> None:
@@ -173,9 +167,9 @@ class Engine(nn.Module):
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
         at_boundary = self.is_gradient_accumulation_boundary()
-        self._watch = None
-        self.micro_steps += 1
-        self._boundary_override = None
+        self._step_watch = None
+        self._counts.micro_steps += 1
+        self._counts.boundary = None
         if at_boundary:
             self._apply_gradients()
         else:
@@ -192,40 +186,42 @@ class Engine(nn.Module):
     def adopt(self, optimizer: Optimizer, *, steps: bool = True) -> None:
         """Take over an optimizer that the user constructed over the model's parameters, and step."""
         self._checkpoints.meet(optimizer)
-        self.optimizer = self._builder.adopt(optimizer, self, self._scheduler.units)
+        self.optimizer = self._fit.builder.adopt(optimizer, self, self._scheduler.units)
         if steps:
             self.step_now()
 
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
+        counts = self._counts
+        if self.monitor is not None:
+            self.monitor.step_begins()
         try:
-            with self._agreement.failing_together("step"):
+            with self._context.roles.agreement.failing_together("step"):
                 self._scheduler.reducer.views.take_edits(at_step=True)
                 self.optimizer.apply_gradients()
         finally:
             self._scheduler.reducer.clear()
             self._scheduler.end_retention()
             self._context.roles.end_step()
-        self.global_steps += 1
-        self.global_samples += self._samples_per_step
-        if self.global_steps == 1:
+        counts.global_steps += 1
+        counts.global_samples += counts.samples_per_step
+        if counts.global_steps == 1:
             self._scheduler.keep_frozen(frozen_budget(self.settings, self._scheduler.units, self._context))
-        if self.global_steps == STEPS_UNTIL_KNOWN and self.settings.zero_optimization.offload_optimizer.ratio == "auto":
-            self.offload = move_up(self.offload, self.optimizer, self._context)
+        offload = self.settings.zero_optimization.offload_optimizer
+        if counts.global_steps == STEPS_UNTIL_KNOWN and offload.ratio == "auto":
+            self._fit.builder.plan = move_up(self.offload, self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
-        if self.settings.steps_per_print and self.global_steps % self.settings.steps_per_print == 0:
-            print_progress(self)
+        if self.monitor is not None:
+            self.monitor.step_ends()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step` applies the gradients."""
-        if self._boundary_override is not None:
-            return self._boundary_override
-        return (self.micro_steps + 1) % self._accumulation_steps == 0
+        return self._counts.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next `step` applies the gradients, instead of deriving it from the micro-step count."""
-        self._boundary_override = is_boundary
+        self._counts.boundary = is_boundary
         self._scheduler.reducer.set_boundary(is_boundary)
         if not is_boundary:
             self._scheduler.reducer.defer_reduction()
@@ -269,7 +265,7 @@ class Engine(nn.Module):
 
     def traffic(self) -> TrafficReport:
         """Return the bytes that this rank received during the last optimizer step, by collective."""
-        return self._traffic_stats.last
+        return self._context.roles.all.traffic.last
 
     def trim(self) -> None:
         """Release freed memory that the caching allocator holds, so that other processes can use it."""
@@ -283,6 +279,38 @@ class Engine(nn.Module):
     def record(self) -> contextlib.AbstractContextManager[Trace]:
         """Return a context that records the events of the schedule (all-gather, reshard and so on) as short tokens."""
         return self._scheduler.recording()
+
+    @property
+    def offload(self) -> OffloadPlan:
+        """Which units are updated on the host, and when their updates are committed."""
+        return self._fit.builder.plan
+
+    @property
+    def global_steps(self) -> int:
+        """The number of optimizer steps."""
+        return self._counts.global_steps
+
+    @global_steps.setter
+    def global_steps(self, number: int) -> None:
+        self._counts.global_steps = number
+
+    @property
+    def micro_steps(self) -> int:
+        """The number of calls of `step`."""
+        return self._counts.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, number: int) -> None:
+        self._counts.micro_steps = number
+
+    @property
+    def global_samples(self) -> int:
+        """The number of samples that all ranks have trained with."""
+        return self._counts.global_samples
+
+    @global_samples.setter
+    def global_samples(self, number: int) -> None:
+        self._counts.global_samples = number
 
     @property
     def skipped_steps(self) -> int:
@@ -329,7 +357,7 @@ class Engine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """The factor that losses are multiplied by; 1 without fp16."""
-        return self._scale.value
+        return self._precision.loss_scale.value
 
     def gradient_clipping(self) -> float:
         return self.settings.gradient_clipping
@@ -345,11 +373,12 @@ class Engine(nn.Module):
 
         Units that contain other units (usually the root) are not compiled. Blocks of one class share one graph.
         """
-        compile_units(self._scheduler.units, self._compiled, {"backend": backend, **(compile_kwargs or {}), **kwargs})
+        options = {"backend": backend, **(compile_kwargs or {}), **kwargs}
+        compile_units(self._scheduler.units, self._teardown.compiled, options)
 
     @property
     def is_compiled(self) -> bool:
-        return bool(self._compiled)
+        return bool(self._teardown.compiled)
 
     def refit(self) -> None:
         """Rebuild the shards after parameters were resized, replaced, added, removed or unfrozen.
@@ -357,35 +386,14 @@ class Engine(nn.Module):
         All ranks must call it. `forward` calls it when it detects a change. Master weights and optimizer state of
         unchanged parameters are kept. An explicit call also frees the training state of parameters that are frozen now.
         """
-        self._refit(keep_frozen_state=False)
+        self._fit.refit(self.optimizer, keep_frozen_state=False)
 
     def fit_to_model(self) -> None:
         """Refit if the model has changed, and keep the optimizer state of parameters that are frozen now."""
-        if self._is_destroyed:
+        if self._teardown.has_begun:
             raise ShardwellError(DESTROYED)
-        self._hooks.restore()
-        units = self._scheduler.units
-        for unit in units:
-            if unit.has_replaced_parameters(quickly=True):
-                take_edits_closely(units)
-                break
-        has_changed = not self._fingerprint.matches()
-        for unit in units:
-            has_changed = has_changed or unit.changes.needs_rebuild
-        if has_changed:
-            self._refit(keep_frozen_state=True)
-
-    def _refit(self, *, keep_frozen_state: bool) -> None:
-        self._scheduler.end_passes()
-        self._scheduler.end_retention()
-        with self._agreement.failing_together("refit"):
-            self._scheduler.reducer.views.take_edits()
-            units = refit(list(self._scheduler.units), self._builder, self.optimizer, keep_frozen_state)
-        self._scheduler.adopt_units(units)
-        self._hooks.follow(units)
-        self._fingerprint = ModelFingerprint(self.module)
-        if self.optimizer is not None:
-            self.optimizer.count_states()
+        if not self._fit.is_current():
+            self._fit.refit(self.optimizer, keep_frozen_state=True)
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the unsharded state of the model in host memory, by the model's own names. All ranks must call it.
@@ -393,18 +401,18 @@ class Engine(nn.Module):
         Parameters are all-gathered one unit at a time. With `rank0_only` the other ranks get an empty dictionary.
         """
         kwargs["keep_vars"] = True  # no values are read here
-        with self._agreement.failing_together("state_dict"):
+        with self._context.roles.agreement.failing_together("state_dict"):
             found = self.module.state_dict(*args, **kwargs)
             return whole_state(found, self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def parameters_snapshot(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Return the unsharded values of all parameters by name, in fp32, in host memory. All ranks must call it."""
-        with self._agreement.failing_together("parameters_snapshot"):
+        with self._context.roles.agreement.failing_together("parameters_snapshot"):
             return snapshot(self._scheduler.units, keeps=not rank0_only or self.global_rank == 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors, such as `state_dict` returns. All ranks must pass the same ones."""
-        with self._agreement.failing_together("load_state_dict", common=(ShardwellError,)):
+        with self._context.roles.agreement.failing_together("load_state_dict", common=(ShardwellError,)):
             return load_whole_state(self.module.state_dict(keep_vars=True), state_dict, strict=strict)
 
     def save_checkpoint(
@@ -481,7 +489,7 @@ class Engine(nn.Module):
         while an exception propagates, and after a failure that not all ranks had, nothing is all-gathered and released
         parameters stay released.
         """
-        if not self._is_destroyed:
+        if not self._teardown.has_begun:
             self._end(lambda: self._teardown.end(self.optimizer, whole=whole))
 
     def hand_over(self) -> None:
@@ -489,11 +497,13 @@ class Engine(nn.Module):
         self._end(lambda: self._teardown.hand_over(self.optimizer))
 
     def _end(self, end: Callable[[], None]) -> None:
-        if not self._is_destroyed:
-            self._is_destroyed = True
+        if not self._teardown.has_begun:
+            self._teardown.has_begun = True
             self.finish_saving()
+            if self.monitor is not None:
+                self.monitor.close()
         end()
-        exit_notice.tell(self._agreement, self.micro_steps)
+        exit_notice.tell(self._context.roles.agreement, self.micro_steps)
         self.trim()
 
     _is_accelerate_prepared = prepared_by_accelerate

@@ -32,4 +32,4 @@ def tell(agreement: Agreement, num_batches: int, *, is_exit: bool = False) -> No
 
 def _tell_all() -> None:
     for engine in list(_living):
-        tell(engine._agreement, engine.micro_steps, is_exit=True)
+        tell(engine._context.roles.agreement, engine.micro_steps, is_exit=True)

@@ -11,8 +11,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.param_access import ParamAccess
-from shardwell.sharding import Unit, released
+from shardwell.sharding import ShardedGroup, Unit, released
 from shardwell.sharding.gathered_parameters import GatheredParameters
+from shardwell.sharding.tensor_part import part_of
 
 
 def whole_state(found: Mapping[str, Any], units: Iterable[Unit], *, keeps: bool) -> dict[str, Any]:
@@ -23,8 +24,11 @@ def whole_state(found: Mapping[str, Any], units: Iterable[Unit], *, keeps: bool)
     whole: dict[int, Tensor] = {}
     for unit in units:
         with GatheredParameters(parameter for group in unit.groups for parameter in group.parameters):
-            for group in unit.groups if keeps else ():
-                whole.update({id(p): p.detach().to("cpu", copy=True) for p in group.parameters})
+            for group in unit.groups:
+                for parameter in group.parameters:
+                    value = whole_value(parameter.detach(), parameter, group)
+                    if keeps:
+                        whole[id(parameter)] = value.to("cpu", copy=True)
     if not keeps:
         return {}
     return {key: whole[id(value)] if id(value) in whole else _on_host(value) for key, value in found.items()}
@@ -36,7 +40,7 @@ def snapshot(units: Iterable[Unit], *, keeps: bool) -> dict[str, Tensor]:
     for unit in units:
         for group in unit.groups:
             for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
-                value = ParamAccess(parameter).master()
+                value = whole_value(ParamAccess(parameter).master(), parameter, group)
                 if keeps:
                     is_half = value.dtype in (torch.float16, torch.bfloat16)
                     found[slot.name] = value.to("cpu", torch.float32 if is_half else value.dtype, copy=True)
@@ -51,7 +55,7 @@ def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, stric
     with torch.no_grad():
         for key in mine:
             if key in given and isinstance(mine[key], nn.Parameter) and released.is_owned(mine[key]):
-                ParamAccess(mine[key]).set_master(given[key])
+                ParamAccess(mine[key]).set_master(part_of_value(given[key], mine[key], key))
             elif key in given and isinstance(mine[key], Tensor):
                 if mine[key].shape != given[key].shape:
                     raise ShardwellError(
@@ -60,6 +64,27 @@ def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, stric
                     )
                 mine[key].copy_(given[key])
     return _IncompatibleKeys(missing, unexpected)
+
+
+def whole_value(value: Tensor, parameter: nn.Parameter, group: ShardedGroup) -> Tensor:
+    """Return the whole tensor of which a parameter is a part. All ranks of the tensor axis must call it."""
+    part, comm = part_of(parameter), group.context.roles.tensor
+    if part is None or comm is None:
+        return value
+    from shardwell.parallel.tensor_axis import TensorAxis
+    from shardwell.tensor_parallel.whole import whole_of
+
+    return whole_of(value, part, TensorAxis(comm), f"WHOLE {group.name}")
+
+
+def part_of_value(given: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+    """Return this rank's part of a whole tensor."""
+    part = part_of(parameter)
+    if part is None:
+        return given
+    if tuple(given.shape) != part.shape:
+        raise ShardwellError(f"'{name}' has shape {part.shape}; a value of shape {tuple(given.shape)} does not fit")
+    return part.cut(given).contiguous()
 
 
 def _on_host(value: Any) -> Any:

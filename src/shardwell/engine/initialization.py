@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from shardwell.engine.mesh_setup import (
     reconnect,
 )
 from shardwell.engine.module_buffers import place_buffers
+from shardwell.engine.monitor_setup import monitor_for
 from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
@@ -48,7 +49,7 @@ from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.user_optimizer import watch_optimizers
-from shardwell.parallel import Agreement, Collectives, TrafficStats, start_process_group
+from shardwell.parallel import Agreement, Collectives, start_process_group
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.mesh import world_mesh
 from shardwell.runtime.commit_policy import commit_policy, settle_commit
@@ -63,6 +64,7 @@ from shardwell.sharding.model_checks import check_model
 from shardwell.sharding.model_states import GroupKey, ModelStates, OffloadPlan, StateFormula
 from shardwell.sharding.parameter_views import GroupMember
 from shardwell.sharding.spec import CommPrecision, SpecOverrides
+from shardwell.sharding.tensor_part import check_parts, is_partial, part_of
 from shardwell.sharding.wrap import LeafRules
 
 
@@ -137,16 +139,18 @@ def initialize(
         settings = settle_precision(with_pipeline(asked, given, divided), model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         grid = axes_of_settings(settings, world.size) if given is None else given
-        context, traffic_stats = make_context(home, world, settings, agreement, grid)
+        context = make_context(home, world, settings, agreement, grid)
         plan = None
         if divided is not None or grid.pipe > 1:
             plan = plan_pipeline(divided, model, settings, context)
             context = plan.context
             optimizer, model_parameters = plan.own(optimizer), plan.own(model_parameters)
             engine_class = pipelined(engine_class)
+        cut = _cut_over_tensor_axis(model, settings, context)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         recipe = factory_for(optimizer, model, model_parameters, block, home)
-        engine = _engine(engine_class, model, settings, recipe, context, traffic_stats)
+        engine = _engine(engine_class, model, settings, recipe, context)
+        engine._teardown.cut = cut
         if plan is not None and isinstance(engine, PipelinedEngine):
             engine.use_pipeline(plan)
         if recipe is not None:
@@ -156,7 +160,19 @@ def initialize(
         check_alike(context.roles.all, "initialize", once_built(engine))
         context.roles.end_step()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
+        engine.monitor = monitor_for(engine)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _cut_over_tensor_axis(model: nn.Module, settings: Config, context: EngineContext) -> Any:
+    """Cut the model over the ranks of the tensor axis, if there is one."""
+    if context.roles.tensor is None:
+        check_parts(model, 1)
+        return None
+    from shardwell.tensor_parallel.setup import PlanRequest, cut_model
+
+    block = settings.tensor_parallel
+    return cut_model(model, context.roles, PlanRequest(block.plan, block.partition_config, block.sequence_parallel))
 
 
 def _engine(
@@ -165,7 +181,6 @@ def _engine(
     settings: Config,
     recipe: OptimizerFactory | None,
     context: EngineContext,
-    traffic_stats: TrafficStats,
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
     agreement = context.roles.agreement
@@ -194,9 +209,9 @@ def _engine(
         lambda engine, recipe: make_optimizer(recipe, engine, scheduler, context),
         lambda given: factory_for(given, model, None, None, context.device),
         recipe,
+        offload,
     )
-    engine = engine_class(model, settings, scheduler, context, traffic_stats, agreement, builder)
-    engine.offload = offload
+    engine = engine_class(model, settings, scheduler, context, builder)
     engine._teardown = Teardown(
         model,
         before,
@@ -204,8 +219,7 @@ def _engine(
         context,
         partial(reconnect, context, settings),
         partial(registry_for, context, settings),
-        engine._hooks,
-        engine._compiled,
+        engine._fit.hooks,
     )
     _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
@@ -304,16 +318,19 @@ def _groups(
     groups = []
     kinds = _kinds(one, settings, recipe, context, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
+        own_context = context.of_group(is_cut=kind.is_cut)
         spec = spec_for(
             zero.stage,
             persistent=kind.persistent,
-            num_ranks=context.roles.shard.rank_group.size,
+            num_ranks=own_context.roles.shard.rank_group.size,
             shard_at_world_one=own.shard_at_world_one,
             # Copies of a tied parameter are summed at the step: nothing of it may move away or be updated before.
             overrides=SpecOverrides() if kind.tied else overrides.of(kind.precision.compute, kind.trains),
         )
+        if own_context is not context:
+            spec = replace(spec, copies=context.roles.grid.tensor, sums_copies=kind.is_partial)
         name = (one.name or "(root)") + (f"#{number}" if number else "")
-        groups.append(ShardedGroup(name, one.name, members, spec, kind.precision, context))
+        groups.append(ShardedGroup(name, one.name, members, spec, kind.precision, own_context))
     return groups
 
 
@@ -341,7 +358,14 @@ def _kinds(
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
         precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
-        kind = GroupKey(precision, trains, id(parameter) in persistent, context.tied_name(parameter))
+        kind = GroupKey(
+            precision,
+            trains,
+            id(parameter) in persistent,
+            part_of(parameter) is not None,
+            is_partial(parameter),
+            context.tied_name(parameter),
+        )
         kinds[kind].append(GroupMember(name, parameter, label, trains))
     return kinds
 

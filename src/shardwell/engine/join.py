@@ -92,7 +92,7 @@ def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]
         raise ShardwellError("engine.join() is open already: one loop over data is inside one of them")
     engine._join = Join(engine, divide_by_initial_world_size)
     try:
-        with engine._agreement.failing_together("a loop inside engine.join()"):
+        with engine._context.roles.agreement.failing_together("a loop inside engine.join()"):
             yield
         engine._join.shadow()
     finally:

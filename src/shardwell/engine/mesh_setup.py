@@ -41,15 +41,13 @@ def axes_of_settings(settings: Config, num_ranks: int) -> Grid:
     )
 
 
-def make_context(
-    home: Device, world: RankGroup, settings: Config, agreement: Agreement, grid: Grid
-) -> tuple[EngineContext, TrafficStats]:
+def make_context(home: Device, world: RankGroup, settings: Config, agreement: Agreement, grid: Grid) -> EngineContext:
     """Make the groups of ranks and what all parts of an engine share."""
-    memory_stats, traffic_stats = MemoryStats(), TrafficStats()
+    memory_stats = MemoryStats()
     temporary = TemporaryBuffers(home, memory_stats)
-    everyone = Collectives(world, home, traffic_stats, temporary)
+    everyone = Collectives(world, home, TrafficStats(), temporary)
     agreement.time_limit, everyone.agreement = settings.shardwell.divergence_timeout, agreement
-    agreement.probe, agreement.cut_links = everyone.links.probe, everyone.abort_links
+    agreement.probe, agreement.failures.cut_links = everyone.links.probe, everyone.abort_links
     nodes = replace(world, node_size=ranks_per_node(everyone))
     if not grid.has_model_axes and grid.replicate == 1:
         roles = _one_axis(everyone, nodes, settings)
@@ -57,8 +55,8 @@ def make_context(
         _check_grid(settings, grid)
         everyone.use_nodes(nodes, None)
         roles = MeshRoles.for_grid(everyone, grid)
-        agreement.cut_links = roles.abort_links
-    return EngineContext(home, memory_stats, temporary, roles), traffic_stats
+        agreement.failures.cut_links = roles.abort_links
+    return EngineContext(home, memory_stats, temporary, roles)
 
 
 def _one_axis(everyone: Collectives, nodes: RankGroup, settings: Config) -> MeshRoles:
@@ -101,14 +99,14 @@ def open_nodes(context: EngineContext, settings: Config) -> EngineContext:
     if not ranks_per_copy(settings, shard.rank_group.size):
         return context
     roles = replace(context.roles, secondary=shard.over(node_mesh(shard.rank_group)))
-    roles.agreement.cut_links = roles.abort_links
+    roles.agreement.failures.cut_links = roles.abort_links
     return replace(context, roles=roles)
 
 
 def reconnect(context: EngineContext, settings: Config) -> None:
     """Give the collectives of a context new links, in process groups of their own. All ranks must call it."""
     agreement, grid = context.roles.agreement, context.roles.grid
-    fresh, _ = make_context(context.device, world_mesh(context.device.torch_device), settings, agreement, grid)
+    fresh = make_context(context.device, world_mesh(context.device.torch_device), settings, agreement, grid)
     fresh = open_nodes(fresh, settings)
     for old, new in zip(context.roles.collectives(), fresh.roles.collectives(), strict=True):
         old.connect_as(new)

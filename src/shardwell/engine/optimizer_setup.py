@@ -22,7 +22,7 @@ def make_optimizer(
     """Return the optimizer of an engine, connected with its scheduler and its units."""
     settings = engine.settings
     options = StepOptions(
-        engine._scale,
+        engine._precision.loss_scale,
         settings.gradient_clipping,
         NonfiniteNorm(settings.shardwell.nonfinite),
         settings.zero_optimization.offload_optimizer.buffer_count,

@@ -49,7 +49,7 @@ class PipelinedEngine(Engine):
 
     def use_pipeline(self, plan: PipelinePlan) -> None:
         """Run the stages of `plan`."""
-        self._plan, self._watch = plan, None
+        self._plan, self._step_watch = plan, None
         device = self._context.device
         reader = BatchReader(self.module, plan.loss_fn, is_chain=plan.modules.layers.is_chain)
         move = partial(map_tensors, change=lambda tensor: tensor.to(self.device))
@@ -99,7 +99,7 @@ class PipelinedEngine(Engine):
             raise ShardwellError(
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
-        with self._agreement.failing_together("train_batch"):
+        with self._context.roles.agreement.failing_together("train_batch"):
             loss = self._run_batch(data_iter, trains=True)
         self.micro_steps += self.gradient_accumulation_steps()
         self._apply_gradients()
@@ -112,7 +112,7 @@ class PipelinedEngine(Engine):
         was_training = self.module.training
         self.module.eval()
         try:
-            with self._agreement.failing_together("eval_batch"), torch.no_grad():
+            with self._context.roles.agreement.failing_together("eval_batch"), torch.no_grad():
                 return self._run_batch(data_iter, trains=False)
         finally:
             self.module.train(was_training)
@@ -148,7 +148,7 @@ class PipelinedEngine(Engine):
         try:
             run = self._runner.run(schedule, self._plan.rank, batches, trains=trains)
         finally:
-            self._in_batch, self._boundary_override = False, None
+            self._in_batch, self._counts.boundary = False, None
         total = self._context.device.scalar(0.0, torch.float64).view(1)
         for loss in run.losses:
             total += loss.double()
@@ -204,7 +204,7 @@ class PipelinedEngine(Engine):
         """Run a backward of a stage; the one after which no more gradients come is the stage's boundary."""
         self._use_order(operation.stage)
         self._set_boundary(operation)
-        reducer, scale = self._scheduler.reducer, self._scale
+        reducer, scale = self._scheduler.reducer, self._precision.loss_scale
         reducer.has_met_scale = True
         is_late = operation.kind is Pass.BACKWARD_INPUT
         later = reducer.without_reduction() if is_late else contextlib.nullcontext()
@@ -218,7 +218,7 @@ class PipelinedEngine(Engine):
             with carrying(scale), later, late:
                 reducer.views.detach()
                 if gradients is None:
-                    begin = trained[0] if self._model_scale is None else trained[0].float() * scale.value
+                    begin = trained[0] if self._precision.border is None else trained[0].float() * scale.value
                     begin.backward()
                 elif trained:
                     torch.autograd.backward(trained, gradients)
@@ -238,8 +238,8 @@ class PipelinedEngine(Engine):
             trace.add(TraceAction.OPERATION, operation.stage, str(operation))
 
     def _set_boundary(self, operation: Operation) -> None:
-        self._boundary_override = operation in self.schedule.last_gradients
-        self._scheduler.reducer.set_boundary(self._boundary_override)
+        self._counts.boundary = is_boundary = operation in self.schedule.last_gradients
+        self._scheduler.reducer.set_boundary(is_boundary)
 
     def _use_order(self, stage: int) -> None:
         """Expect the units of this stage next: with several stages, each has an order of its own."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwell.config import Config, Note, remarks, told
+from shardwell.kernels import describe as describe_kernels
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.statistics import MemoryReport, human
 from shardwell.runtime.precision import mixed_dtype
@@ -47,6 +48,7 @@ def announce(engine: Engine, given: UserArguments) -> str:
 
 def _notes(engine: Engine, given: UserArguments) -> Iterator[Note]:
     config, offload = engine.settings, engine.offload
+    yield Note(startup_line(engine))
     yield from _said_twice(config, given, has_optimizer=engine.optimizer is not None)
     yield from remarks(config)
     yield from _numbers_left_open(engine)
@@ -165,8 +167,31 @@ def _stored(memory: MemoryReport, offload: OffloadPlan) -> Note:
     return Note(f"on each rank: {'; '.join(parts)}")
 
 
-def print_progress(engine: Engine) -> None:
-    """Print one line on rank 0 every `steps_per_print` steps."""
-    if engine.global_rank == 0:
-        rates = ", ".join(f"{rate:g}" for rate in engine.get_lr())
-        print(f"step {engine.global_steps}: lr {rates}, gradient norm {engine.get_global_grad_norm()}", flush=True)
+def startup_line(engine: Engine) -> str:
+    """Return what is trained and how, in one line."""
+    config, states = engine.settings, engine.offload.states
+    sizes: Counter[bool] = Counter()
+    for kinds in states.units.values():
+        for kind, numel in kinds.items():
+            sizes[kind.trains] += numel
+    frozen = f" ({sizes[True]:,} trainable)" if sizes[False] else ""
+    mixed = mixed_dtype(config)
+    precision = "autocast" if config.torch_autocast.enabled else str(mixed).removeprefix("torch.") if mixed else "fp32"
+    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    below = {place.optimizer for place in engine.offload.places.values()} - {Tier.DEVICE}
+    kernels = f", host kernels: {describe_kernels()}" if below else ""
+    return (
+        f"{type(engine.module).__name__}: {sizes.total():,} parameters{frozen} in {len(states.units)} units on "
+        f"{engine.world_size} rank{'s' * (engine.world_size > 1)} ({engine.device.type}), stage "
+        f"{config.zero_optimization.stage}, {_tiers(engine.offload)}, {precision}, batch {engine.train_batch_size()} = "
+        f"{micro} x {steps} x {engine.world_size}{kernels}"
+    )
+
+
+def _tiers(offload: OffloadPlan) -> str:
+    """Return on which tiers parameters and optimizer state are stored."""
+    places = offload.places.values()
+    found = []
+    for what, tiers in (("parameters", {p.parameters for p in places}), ("optimizer", {p.optimizer for p in places})):
+        found.append(f"{what} on {' and '.join(tier.value for tier in Tier if tier in tiers)}")
+    return ", ".join(found)

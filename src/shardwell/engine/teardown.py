@@ -10,7 +10,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,8 +51,11 @@ class Teardown:
     reconnect: Callable[[], None]  # replaces the links between the ranks by new ones
     open_registry: Callable[[Tier], InitRegistry]  # makes owners for parameters that stay sharded
     hooks: UnitHooks
-    compiled: dict[nn.Module, Callable[..., Any]]  # the forwards before
+    # the forwards of modules before they were compiled
+    compiled: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
+    has_begun: bool = False  # the engine is ended, or is about to be
     is_closed: bool = False  # links and files are closed
+    cut: Any = None  # the `CutModel` of a model that is cut over a tensor axis
 
     def end(self, optimizer: ShardedOptimizer | None, *, whole: bool) -> None:
         """Return the model to its former state, unsharded if requested and possible, and free everything else.
@@ -66,8 +69,10 @@ class Teardown:
         if why_not is None:
             self.scheduler.discard_backward()
             self._give_back(optimizer, None)
+            if self.cut is not None:
+                self.cut.undo()
         else:
-            if self.context.roles.agreement.has_failed:
+            if self.context.roles.agreement.failures.has_failed:
                 self.scheduler.abandon_passes()
                 if whole and sys.exc_info()[0] is None:
                     logging.getLogger("shardwell").warning("destroy leaves the parameters released: %s", why_not)
@@ -105,7 +110,7 @@ class Teardown:
     def _recover(self) -> str | None:
         """Make collectives work again after a failure that all ranks had, or after `destroy`; or say why not."""
         agreement, units = self.context.roles.agreement, self.scheduler.units
-        has_failed = agreement.has_failed
+        has_failed = agreement.failures.has_failed
         if not has_failed and not self.is_closed:
             return None
         if self.is_closed and self.context.disk is not None:
@@ -144,7 +149,7 @@ class Teardown:
             for unit in self.scheduler.units:
                 stays_sharded = registry is not None and bool(unit.resharding_groups)
                 take_apart(unit, optimizer, keeps_states=False)
-                for parameter in unit.parameters:
+                for parameter in unit.sets.parameters:
                     dtype = self.before.parameters.get(names.get(id(parameter), ""), parameter.dtype)
                     fits = parameter.numel() * dtype.itemsize < self.context.device.free_bytes()
                     parameter.data = parameter.data.to(None if fits else "cpu", dtype)
@@ -158,6 +163,8 @@ class Teardown:
     def _close(self, optimizer: ShardedOptimizer | None) -> None:
         if optimizer is not None:
             optimizer.state.clear()
+        if self.cut is not None:
+            self.cut.close()
         if not self.is_closed:
             self.context.close()
         self.is_closed = True

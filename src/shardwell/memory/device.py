@@ -78,6 +78,22 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A time: on CUDA that at which a stream gets to a point of its work, elsewhere that of the host's clock."""
+
+    seconds: float  # of the host's clock, when the point was enqueued
+    event: torch.cuda.Event | None = None
+
+    def since(self, earlier: Moment) -> float:
+        """Return the seconds since an earlier moment of the same device. On CUDA this waits for both."""
+        if self.event is None or earlier.event is None:
+            return self.seconds - earlier.seconds
+        self.event.synchronize()
+        earlier.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+@dataclass(frozen=True)
 class Stream:
     """An order of work beside the current stream."""
 
@@ -248,6 +264,23 @@ class Device:
         event.record()
         return Event(event)
 
+    def moment(self, stream: Stream | None = None) -> Moment:
+        """Return the time at which a stream, by default the current one, will have done the work that it has so far."""
+        if not self.is_cuda:
+            return Moment(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record() if stream is None or stream.stream is None else event.record(stream.stream)
+        return Moment(time.perf_counter(), event)
+
+    @property
+    def name(self) -> str:
+        """The name of the hardware, such as NVIDIA H200; of other devices than CUDA their type."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else self.torch_device.type
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that tensors have had on the device at a time; 0 where torch does not count them."""
+        return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
+
     def copy_to_host(self, source: Tensor) -> tuple[Tensor, Event]:
         """Start copying a 1-D tensor to the host; the source must not be freed or changed before the event."""
         copy = self.empty(source.numel(), source.dtype, Tier.HOST)
@@ -402,3 +435,11 @@ def _glibc() -> ctypes.CDLL | None:
         return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
     except OSError:
         return None
+
+
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """Return the generator of a device's random numbers; None if it has none, as the meta device."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator if device.type == "cpu" else None

@@ -93,7 +93,7 @@ class EarlyExecutor(InlineExecutor):
         if self._may_update([norm for norm, _ in norms]):
             self._update([unit], None, set())
         for group in dict.fromkeys(shard.group for shard in shards):
-            self._context.temporary.free(group.gradients.discard_result())
+            self._context.temporary.free(group.gradients.reduced.discard())
 
     def _may_update(self, norms: list[Tensor]) -> bool:
         """Whether to update a unit; where the kernels read the overflow flag on the device, the host does not wait."""
@@ -123,12 +123,8 @@ class EarlyExecutor(InlineExecutor):
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
-        def finish() -> None:
-            self.auto.begin_step()
-            finish_backward()
-
-        return finish
+    def begin_step(self) -> None:
+        self.auto.begin_step()
 
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         self.report.note(self.norms_at_once)

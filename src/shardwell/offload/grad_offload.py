@@ -70,13 +70,13 @@ class GradientOffloader:
     def enter(self, unit: Unit) -> None:
         """Add a unit."""
         for group in unit.trainable:
-            group.gradients.accumulates_elsewhere = (
+            group.gradients.reduced.accumulates_elsewhere = (
                 group.is_stepped_on_host and group.spec.reduce_at is ReduceAt.MICRO_STEP
             )
 
     def leave(self, group: ShardedGroup) -> None:
         """Remove a group whose state will be stored elsewhere."""
-        group.gradients.accumulates_elsewhere = False
+        group.gradients.reduced.accumulates_elsewhere = False
         if self._swapper is not None:
             self._swapper.leave(group.unit)
         self._free_kept(group.unit)
@@ -102,7 +102,7 @@ class GradientOffloader:
             group: group.gradients.result
             for group in unit.trainable
             if group.is_stepped_on_host and group not in self._adding and group.gradients.result is not None
-            if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.is_moved)
+            if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.reduced.is_moved)
         }
         if not on_device:
             return
@@ -110,7 +110,7 @@ class GradientOffloader:
             self._throttle.add(sum(_sizes(on_device)))
             self._transfers[unit.index] = GradientTransfer(on_device, is_on_device=True)
             for group in on_device:
-                group.gradients.discard_result()
+                group.gradients.reduced.discard()
             self._free_kept(unit.name)  # not needed: its last update has ended, or did not use it
             return
         transfer = self._transfers[unit.index] = GradientTransfer(dict(on_device))
@@ -122,7 +122,7 @@ class GradientOffloader:
             self._copy_to_memory(transfer, on_device, memory, self._context.device.copy_stream.after_current())
             arrive = transfer.down.synchronize
         for group, copy in transfer.gradients.items():
-            group.gradients.move_result(copy, arrive)
+            group.gradients.reduced.move(copy, arrive)
             self._leaving.append((transfer.down, on_device[group]))
 
     def _waits_on_disk(self, unit: Unit) -> GradientSwapper | None:
@@ -255,7 +255,7 @@ class GradientOffloader:
     def accumulate(self, unit: Unit) -> None:
         """Add the gradients of a micro-step to the sums on the host, for groups that have one."""
         self._free_copied(_NUM_LEAVING)
-        handed = {group: group.gradients.take_micro_step() for group in unit.trainable}
+        handed = {group: group.gradients.reduced.take_micro_step() for group in unit.trainable}
         new = {group: one for group, one in handed.items() if one is not None}
         if not new:
             return
@@ -281,7 +281,9 @@ class GradientOffloader:
             on_disk.completed_by(ticket)
         for group, tensor in on_device.items():
             self._adding[group] = ticket
-            group.gradients.move_result(totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit))
+            group.gradients.reduced.move(
+                totals[group], ticket.wait if on_disk is None else _back(ticket, on_disk, unit)
+            )
             self._leaving.append((transfer.down if transfer.slot is not None else ticket, tensor))
 
     def _total_of(self, group: ShardedGroup) -> Tensor:

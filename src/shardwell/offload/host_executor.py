@@ -195,8 +195,8 @@ class HostExecutor:
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
-        return self.device.at_step(finish_backward)
+    def begin_step(self) -> None:
+        self.device.begin_step()
 
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         self.device.report.note(self._norms_at_once)
@@ -209,7 +209,7 @@ class HostExecutor:
             for shard in self.slices.of(unit):
                 counted = on_host if shard.group.is_stepped_on_host else early
                 if counted is None and shard.gradient is not None:
-                    shard.group.gradients.ensure_readable()  # it may be a sum that the host is still computing
+                    shard.group.gradients.reduced.ensure_readable()  # it may be a sum that the host is still computing
                     norm, is_replicated = norm_of(shard)
                     yield norm.to(self._context.device.torch_device), is_replicated
 

@@ -126,7 +126,7 @@ def covers(shards: list[ParamSlice]) -> bool:
     pieces = dict.fromkeys((shard.group for shard in shards), 0)
     for shard in shards:
         pieces[shard.group] += len(shard.pieces)
-    return all(pieces[group] == sum(len(run.pieces) for run, _ in group.spans) for group in pieces)
+    return all(pieces[group] == sum(len(run.pieces) for run in group.spans) for group in pieces)
 
 
 def _like(state: dict[str, Any]) -> dict[str, Any]:

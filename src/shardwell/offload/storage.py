@@ -65,7 +65,7 @@ class TieredStorage:
 
     def __init__(self, form: FormStorage, name: str, unit: str, masters: Tier, tiers: OffloadTiers) -> None:
         self._name, self._unit, self._tiers = name, unit, tiers
-        self._form = form
+        self.wrapped = form
         tier, disk = form.part.tier, tiers.disk
         self.can_prefetch_to_device = tier is not Tier.DEVICE and tiers.device.has_device_memory and tiers.num_ranks > 1
         # a prefetched copy of the parameters on the device, and the event of its arrival
@@ -86,17 +86,17 @@ class TieredStorage:
     @property
     def form(self) -> StorageForm:
         """Return the form that is wrapped."""
-        return self._form.form
+        return self.wrapped.form
 
     @property
     def parameters(self) -> Tensor:
         """Return this rank's part of the parameters (1D)."""
-        return self._form.parameters
+        return self.wrapped.parameters
 
     @property
     def master(self) -> Tensor:
         """Return the master weights (1D); their values may be used inside `open`."""
-        return self._form.master
+        return self.wrapped.master
 
     @property
     def swapped_tensors(self) -> list[SwappedTensors]:
@@ -116,31 +116,31 @@ class TieredStorage:
     @contextlib.contextmanager
     def open(self, *, changes: bool = False) -> Iterator[Tensor]:
         """Yield the master weights (1D). With `changes`, the parameters follow them at the end."""
-        with self.swapped_in(changes=changes), self._form.open(changes=changes) as master:
+        with self.swapped_in(changes=changes), self.wrapped.open(changes=changes) as master:
             yield master
 
     def write(self, master: Tensor, compute: Tensor) -> None:
         """Store new master weights; `compute` are the same values in the compute dtype, on the same device (1D)."""
         with self.swapped_in(changes=True):
-            self._form.write(master, compute)
+            self.wrapped.write(master, compute)
 
     def replace_form(self, form: FormStorage) -> None:
         """Continue with another form of the same parameters, whose master weights are on the device."""
         if self.swapped_masters is not None:
             self.swapped_masters.free()
             self.swapped_masters = None
-        self._form = form
+        self.wrapped = form
 
     def nbytes(self) -> Counter[Tier]:
         """Return the bytes of parameters and master weights between steps, by tier."""
-        return self._form.nbytes()
+        return self.wrapped.nbytes()
 
     def free(self) -> None:
         """Free parameters and master weights, and everything that was prefetched."""
         self.cancel_prefetch()
         for swapped in self.swapped_tensors:
             swapped.free()
-        self._form.free()
+        self.wrapped.free()
 
     # ------------------------------------------------------------------------------------------ the way to the device
 
@@ -177,7 +177,7 @@ class TieredStorage:
             return
         slot = self.swapped_shard.read()
         try:
-            yield slot[: self._form.part.buffer.nbytes].view(self.parameters.dtype)
+            yield slot[: self.wrapped.part.buffer.nbytes].view(self.parameters.dtype)
         finally:
             self.swapped_shard.give(slot, stream.record())
 

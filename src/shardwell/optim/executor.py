@@ -8,7 +8,7 @@ on the current stream once the norm is known. The executors that update earlier,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,8 +50,8 @@ class UpdateExecutor(Protocol):
     def reduced(self, unit: Unit, at_boundary: bool) -> None:
         """Take averaged gradients of a unit, during backward."""
 
-    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
-        """Return the function by which a step finishes its backward, from that of the scheduler."""
+    def begin_step(self) -> None:
+        """Note that a step begins, before its backward is finished."""
 
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield the norms of this rank's gradients, each with whether every rank has the same gradient."""
@@ -148,8 +148,7 @@ class InlineExecutor:
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def at_step(self, finish_backward: Callable[[], None]) -> Callable[[], None]:
-        return finish_backward
+    def begin_step(self) -> None: ...
 
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         for unit in self.slices.units:

@@ -77,10 +77,15 @@ class SummedNumber(Protocol):
 
 
 class GradNorm:
-    """The norm of the gradients over all ranks, found by one all-reduce."""
+    """The norm of the gradients over all ranks, found by one all-reduce, and the factor that clips them."""
 
-    def __init__(self, context: EngineContext, slices: ParamSlices, summed: Sequence[SummedNumber]) -> None:
+    last: Tensor | None = None  # the norm of the last step, without the loss scale
+
+    def __init__(
+        self, context: EngineContext, slices: ParamSlices, summed: Sequence[SummedNumber], clip: float
+    ) -> None:
         self._context, self._slices, self.summed = context, slices, summed
+        self.clip = clip  # the largest norm of the gradients; 0: no clipping
         self._counts = context.roles.is_first_replica  # this rank's shards count: replicas have the same
         self.unseen: set[str] = set()  # names of parameters without a gradient on any rank, at the last call
         self._all_seen: Tensor | None = None

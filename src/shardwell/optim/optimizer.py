@@ -19,7 +19,7 @@ from shardwell.memory import StateKind, Tier
 from shardwell.optim.executor import StepOptions, UpdateExecutor
 from shardwell.optim.factory import NO_LABEL, OptimizerFactory
 from shardwell.optim.grad_norm import GradNorm, OverflowCheck, clip_factor, hyperparameter_checks
-from shardwell.optim.param_slices import ParamSlice, bytes_of_state, check_cut, scalar_state
+from shardwell.optim.param_slices import ParamSlice, ParamSlices, bytes_of_state, check_cut, scalar_state
 from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
 from shardwell.sharding.edits import take_edits_before_step
@@ -51,24 +51,27 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         super().__init__([torch.zeros(0)], {})
         self._factory, self._context = factory, context
-        self._finish_backward, self._after_update = executor.at_step(scheduler.finish_backward), scheduler.after_update
-        self._clip, self.scale = options.clip, options.scale
-        self.executor, self.shards, self.inner = executor, executor.slices, executor.inner
+        self._scheduler, self.scale = scheduler, options.scale
+        self.executor, self.inner = executor, executor.inner
         self.trainer: Callable[[], SteppingEngine | None] = lambda: None  # the engine: its `step` is called
         self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
         self._has_initial_state = bool(self.state)  # as Adagrad has
         summed = [*hyperparameter_checks(context, self.inner), *executor.summed_with_norm]
-        self._grad_norm = GradNorm(context, self.shards, summed)
+        self._grad_norm = GradNorm(context, self.shards, summed, options.clip)
         self._overflow_check = OverflowCheck(
             context, self.shards, self.scale, executor.describe_partial, policy=options.nonfinite
         )
-        self._norm: Tensor | None = None
         self._num_states = -1
 
     @property
     def optimizer(self) -> Optimizer:
         """Return the inner torch optimizer."""
         return self.inner
+
+    @property
+    def shards(self) -> ParamSlices:
+        """Return the tensors that the inner optimizer steps."""
+        return self.executor.slices
 
     @property
     def loss_scale(self) -> float:
@@ -127,17 +130,18 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
-        units = self.shards.units
+        units = self.executor.slices.units
         for unit in units:
             if unit.has_replaced_parameters() or unit.changes.was_retained or unit.changes.needs_rebuild:
                 take_edits_before_step(units)
                 break
         self._mark_stepped()
-        self._finish_backward()
+        self.executor.begin_step()
+        self._scheduler.finish_backward()
         for unit in units:
             for group in unit.trainable:
                 group.gradients.wait()
-                if group.secondary is not None:
+                if group.spec.secondary is not None:
                     group.invalidate_secondary()  # of all: updates before a failed step may differ by rank
         was_used: bool | Tensor = False
         together = False
@@ -150,14 +154,14 @@ class ShardedOptimizer(Optimizer):
                     unit.wait()  # it was not used: nothing has waited for its last update yet
             self._overflow_check.resolve()
             norm = self._grad_norm(self.executor.norms())
-            self._norm = norm / self.scale.value
+            self._grad_norm.last = unscaled = norm / self.scale.value
             self._overflow_check.enqueue(norm)
             may_step = self._may_step(norm)
             if may_step:
-                clip = clip_factor(self._norm, self._clip)
+                clip = clip_factor(unscaled, self._grad_norm.clip)
                 with self._step_hooks():
                     for unit, pending in self.executor.step(norm, clip, self._grad_norm.unseen):
-                        self._after_update(unit, pending)
+                        self._scheduler.after_update(unit, pending)
             else:
                 self.executor.skip_step()
             # Where the kernels read the overflow flag on the device, the error feedback does so, too.
@@ -219,7 +223,7 @@ class ShardedOptimizer(Optimizer):
 
     def global_norm(self) -> Tensor | None:
         """Return the norm of the full averaged gradient at the last step, before clipping."""
-        return self._norm
+        return self._grad_norm.last
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as `Engine.zero_grad` does."""
@@ -233,7 +237,7 @@ class ShardedOptimizer(Optimizer):
 
     def hide_slice_gradients(self) -> None:
         """Let a read of `grad` of the tensors in `param_groups` raise an error while the engine holds gradients."""
-        for shards in self.shards.by_unit.values():
+        for shards in self.executor.slices.by_unit.values():
             for shard in shards:
                 shard.tensor.grad = shard.no_gradient
 

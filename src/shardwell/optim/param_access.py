@@ -49,7 +49,7 @@ class ParamAccess:
 
     def _own_piece(self) -> SlotPiece | None:
         """Return this rank's part; `in_shard` counts from the start of this rank's master weights."""
-        return next((p for run, _ in self._group.spans for p in run.pieces if p.slot.name == self._slot.name), None)
+        return next((p for run in self._group.spans for p in run.pieces if p.slot.name == self._slot.name), None)
 
     # -------------------------------------------------------------------------------------------- master weights
 
@@ -122,7 +122,7 @@ class ParamAccess:
             return None
         gradients = self._group.gradients
         part = self._part(gradients.snapshot(has_sums=has_sums))
-        return self._assemble(gradients.wide, None if part is None else part / self.loss_scale)
+        return self._assemble(gradients.reduced.wide, None if part is None else part / self.loss_scale)
 
     def gradient_part(self, *, asks: bool) -> Tensor | None:
         """Return this rank's part of the averaged gradient (1D), to read, with the loss scale; None if it has none.
@@ -151,7 +151,7 @@ class ParamAccess:
         if part is None or scale == 1.0:
             yield part
             return
-        wide = part.to(self._group.gradients.wide) / scale  # in 16 bits it would be rounded without the scale
+        wide = part.to(self._group.gradients.reduced.wide) / scale  # in 16 bits it would be rounded without the scale
         try:
             yield wide
         finally:
@@ -185,7 +185,7 @@ class ParamAccess:
         with self.opened_gradient(asks=self._is_trained) as part:
             if not self._is_trained or self._group.gradients.result is None:
                 raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
-            mine = self.part_of(self._checked(value).to(self._group.gradients.wide))
+            mine = self.part_of(self._checked(value).to(self._group.gradients.reduced.wide))
             self._group.gradients.has_gradient[self._index] = True
             if part is not None:
                 part.copy_(mine)
@@ -219,7 +219,7 @@ class ParamAccess:
         self._tell()
         gradients, device = self._group.gradients, self._group.context.device
         gradients.wait()
-        flags = [gradients.has_any and gradients.has_gradient[self._index], self._waits, gradients.is_discarded]
+        flags = [gradients.has_any and gradients.has_gradient[self._index], self._waits, gradients.reduced.is_discarded]
         if not device.is_meta:
             total = torch.tensor(flags, dtype=torch.float64, device=device.torch_device)
             self._group.context.roles.data.all_reduce_sum(total, f"READ {self._slot.name} gradient")
@@ -235,9 +235,9 @@ class ParamAccess:
         self._tell()
         gradients = self._group.gradients
         gradients.wait()
-        if gradients.accumulates_elsewhere and self._unit.optimizer is not None:
+        if gradients.reduced.accumulates_elsewhere and self._unit.optimizer is not None:
             self._unit.optimizer.executor.reduced(self._unit, at_boundary=False)
-        gradients.ensure_readable()
+        gradients.reduced.ensure_readable()
         return gradients.result
 
     def _check_alone(self) -> None:

@@ -106,9 +106,9 @@ class ParamSlices:
 
     def _add(self, unit: Unit) -> None:
         found = [
-            ParamSlice(group, run.label, run.start, tensor, run.pieces)
+            ParamSlice(group, run.label, run.start, group.slice_master(run.start, run.numel), run.pieces)
             for group in unit.trainable
-            for run, tensor in group.spans
+            for run in group.spans
         ]
         if self._one_per_parameter:
             found = [part for shard in found for part in shard.cut()]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
-from shardwell.parallel.gloo import GlooTransport
+from shardwell.parallel.gloo import GlooTransport, end_loans, lend
 from shardwell.parallel.hierarchical import HierarchicalTransport
-from shardwell.parallel.lent_tensors import lend, release
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.replicated import ReplicatedTransport
@@ -65,24 +65,22 @@ class Collectives:
     replicate: Collectives | None  # the ranks that replicate this rank's shard: reduce-scatters sum over them, too
     shard_index: int  # of the shard of a flat buffer that this rank owns
     host_drives_progress: bool  # the host has to start what follows a hop: gloo's threads, and no stream, progress
-    host_starts_hops: bool  # and there is something that follows a hop
 
     def __init__(
         self, mesh: RankGroup, device: Device, traffic_stats: TrafficStats, temporary: TemporaryBuffers
     ) -> None:
         self.device, self.links = device, Links(mesh)
-        self._traffic, self._temporary = traffic_stats, temporary
+        self.traffic, self._temporary = traffic_stats, temporary
         self.transport = self.direct = _transport_for(mesh, device, self.links, temporary)
         self.hops, self.replicate, self.shard_index = None, None, mesh.rank
-        self.host_drives_progress, self.host_starts_hops = mesh.backend == "gloo", False
+        self.host_drives_progress = mesh.backend == "gloo"
         self._spans_nodes = False  # some ranks are on other nodes
-        self._has_all_ranks = False  # all ranks of the agreement are in this group
         self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with element count and dtype
         self.set_nodes(mesh)
 
     def over(self, mesh: RankGroup) -> Collectives:
         """Return collectives of the same engine over another group of ranks."""
-        other = Collectives(mesh, self.device, self._traffic, self._temporary)
+        other = Collectives(mesh, self.device, self.traffic, self._temporary)
         other.agreement = self.agreement
         return other
 
@@ -100,7 +98,7 @@ class Collectives:
         self.set_nodes(mesh)
         if hops is not None:
             self.hops, (node, across) = hops, (hops.inside.rank_group, hops.across.rank_group)
-            self.shard_index, self.host_starts_hops = self.shard_index_of(mesh.rank), self.host_drives_progress
+            self.shard_index = self.shard_index_of(mesh.rank)
             self._from_shards = ReceivedParts(across.size * (node.size - 1), across.size - 1, 2)
             self.transport = HierarchicalTransport(
                 hops.inside.direct,
@@ -113,11 +111,9 @@ class Collectives:
 
     def use_replicas(self, replicate: Collectives) -> None:
         """Sum reduce-scatters also over the ranks that replicate this rank's shard, by an all-reduce."""
-        self.replicate, self.host_starts_hops = replicate, self.host_drives_progress
-        num_ranks = self.rank_group.size * replicate.rank_group.size  # each issues the collective in its own group
-        self._has_all_ranks = self.agreement is not None and num_ranks == self.agreement.size
+        self.replicate = replicate
         self.transport = ReplicatedTransport(
-            self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_starts_hops
+            self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_drives_progress
         )
 
     def connect_as(self, other: Collectives) -> None:
@@ -140,7 +136,11 @@ class Collectives:
     @agreement.setter
     def agreement(self, agreement: Agreement | None) -> None:
         self.links.agreement = agreement
-        self._has_all_ranks = agreement is not None and self.rank_group.size == agreement.size
+
+    @property
+    def host_starts_hops(self) -> bool:
+        """Whether collectives have a second hop that the host has to start."""
+        return self.host_drives_progress and (self.hops is not None or self.replicate is not None)
 
     # ------------------------------------------------------------------------------------------ moves of flat buffers
 
@@ -151,6 +151,9 @@ class Collectives:
 
         With a codec, all shards get dequantised values, this rank's own too. Without a token, the caller announced it.
         """
+        observer = self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            return observer.follow(token, kind, partial(self.all_gather, flat, token, kind, codec))
         # A rank that is alone in its node announces it, too: the other ranks expect the token.
         if codec is not None and self.rank_group.size > 1 and flat.numel():
             self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.rank_group.size), self._from_shards)
@@ -172,8 +175,11 @@ class Collectives:
         `copied` is called when the copy of `rest` is enqueued on the all-gather stream, which reads it no more after
         that. `keep` is passed the quantised shards of all ranks.
         """
+        kind, observer = TrafficKind.ALL_GATHER, self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            return observer.follow(token, kind, partial(self.all_gather_codes, rest, flat, codec, token, copied, keep))
         num_bytes = codec.num_bytes(flat.numel() // self.rank_group.size)
-        self._begin(token, flat, TrafficKind.ALL_GATHER, num_bytes, self._from_shards)
+        self._begin(token, flat, kind, num_bytes, self._from_shards)
         return quantized.all_gather(self, flat, codec, self._temporary, rest, copied, keep)
 
     def reduce_scatter(
@@ -193,6 +199,10 @@ class Collectives:
         it. `codecs` quantise inside a node and between nodes; `residual` keeps the quantisation error of the last hop,
         which is added the next time. Without a token, the caller has announced the collective.
         """
+        observer = self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            start = partial(self.reduce_scatter, flat, into, scale, accumulate, token, codecs, kind, residual)
+            return observer.follow(token, kind, start)
         if self.rank_group.size > 1:
             if codecs is not None and flat.numel():
                 path = self._quantized_path(*codecs)
@@ -262,7 +272,8 @@ class Collectives:
         if self.rank_group.size > 1:
             num_bytes = 2 * value.numel() * value.element_size()
             self._begin(token, value, TrafficKind.CONTROL, num_bytes, self._from_peers)
-            self._complete(dist.all_reduce, self._lent(value))
+            # gloo gets an alias, since a script may end right after this
+            self._complete(dist.all_reduce, lend(value) if self.host_drives_progress else value)
 
     def all_reduce_min(self, value: float, token: str) -> float:
         """Return the smallest of all ranks' values."""
@@ -270,7 +281,8 @@ class Collectives:
             return value
         least = self.device.scalar(value, torch.float64)
         self._begin(token, None, TrafficKind.CONTROL, 2 * least.nbytes, self._from_peers)
-        self._complete(dist.all_reduce, self._lent(least), dist.ReduceOp.MIN)
+        lent = lend(least) if self.host_drives_progress else least
+        self._complete(dist.all_reduce, lent, dist.ReduceOp.MIN)
         return value if least.is_meta else float(least)
 
     def barrier(self, token: str = "barrier") -> None:
@@ -295,17 +307,32 @@ class Collectives:
     ) -> None:
         """Announce a collective, unless the caller has, and count the parts of `num_bytes` that this rank receives.
 
-        The token gets the size and dtype of the tensor if all ranks take part: those of single nodes may differ.
+        The token gets the size and dtype of the tensor if all ranks take part, in this group or in one like it: those
+        of single nodes may differ.
         """
-        if token is not None and self.links.agreement is not None:
-            if tensor is not None and self._has_all_ranks:
+        agreement = self.links.agreement
+        if token is not None and agreement is not None:
+            if tensor is not None and self._num_issuing() == agreement.size:
                 key = token, tensor.numel(), tensor.dtype
                 token = self._sized.get(key) or self._with_size(key)
-            self.links.agreement.announce(token)
+            agreement.announce(token)
         if received.num_hops:
-            self._traffic.received[kind, INSIDE] += received.intra_node * num_bytes
-            self._traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
-            self._traffic.calls[kind] += received.num_hops
+            self.traffic.received[kind, INSIDE] += received.intra_node * num_bytes
+            self.traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
+            self.traffic.calls[kind] += received.num_hops
+
+    def _num_issuing(self) -> int:
+        """Return the number of ranks that issue such a collective, in this group or in one that replicates it."""
+        size = self.rank_group.size
+        return size if self.replicate is None else size * self.replicate.rank_group.size
+
+    def begin(self, token: str, kind: TrafficKind, num_bytes: int) -> None:
+        """Announce a collective of the caller's own, in which each other rank sends this one so many bytes."""
+        self._begin(token, None, kind, num_bytes, self._from_peers)
+
+    def complete(self, collective: Callable[..., Any], *args: Any) -> None:
+        """Run a collective of torch.distributed that was announced: the host waits with gloo, else the stream."""
+        self._complete(collective, *args)
 
     def count_message(self, num_bytes: int, source: int, kind: TrafficKind) -> None:
         """Count a message from one global rank of the group."""
@@ -327,28 +354,24 @@ class Collectives:
             return ReceivedParts(0, 0)
         return ReceivedParts(1, 0) if self.rank_group.is_same_node(source) else ReceivedParts(0, 1)
 
-    def _lent(self, value: Tensor) -> Tensor:
-        """Return an alias of a control value for gloo, since a script may end right after its collective."""
-        return lend(value) if self.host_drives_progress else value
-
-    def _complete(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _complete(self, collective: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
         try:
-            work = collective(*args, **kwargs, group=self.rank_group.group, async_op=True)
+            work = collective(tensor, *args, **kwargs, group=self.rank_group.group, async_op=True)
         except RuntimeError as error:
             self.links.raise_cause(error)
         self.direct.wait([work])
-        del work, args
-        release()
+        del work, tensor
+        end_loans()
 
     def end_step(self) -> None:
         """End a step: its traffic becomes the last report, and the next token begins a new step of the agreement."""
-        traffic = self._traffic
+        traffic = self.traffic
         traffic.last = TrafficReport(dict(traffic.received), dict(traffic.calls))
         traffic.received.clear()
         traffic.calls.clear()
         if self.links.agreement is not None:
-            self.links.agreement.begin_step()
+            self.links.agreement.tokens.begin_step()
 
     # --------------------------------------------------------------------------------------------------------- ending
 
@@ -365,7 +388,7 @@ class Collectives:
             self.hops.inside.close()
             self.hops.across.close()
         self.rank_group.close()
-        release()
+        end_loans()
 
 
 def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:

@@ -8,11 +8,20 @@ an hour by default, and nothing wakes it. So a helper thread waits, and the call
 has failed. If one has, the caller raises, and the helper thread is left behind. The same happens if a signal raises an
 exception, but then works in flight get some time to complete first: if they do, nothing is lost, and a caller that
 catches the exception can go on.
+
+Gloo's worker threads let go of a tensor a little later than its collective is done. The thread that lets go last frees
+the tensor's Python object, for which it needs Python's lock. If Python is ending at that moment, the process is aborted
+("terminate called without an active exception"). So gloo is lent an alias of a tensor that it sums, which is kept here
+until gloo has let go of it, and the end of the process waits for that. Parameters are not lent: an alias would look
+like a view of the user's.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -23,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.memory import StateKind, TemporaryBuffers
-from shardwell.parallel.lent_tensors import lend
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.transport import STAGING, Work
@@ -31,7 +39,11 @@ from shardwell.parallel.transport import STAGING, Work
 _LOOK_EVERY = 0.5  # seconds
 _GRACE = 5.0  # seconds for works in flight when a signal comes
 _NUM_TAGS = 1 << 30
+_MOMENT = 0.1  # seconds for worker threads whose collectives are done
+_LONGEST = 2.0  # seconds that the end of a process waits for collectives that nobody has waited for
 
+_lent: list[tuple[Tensor, int]] = []  # the aliases, and how many owners each has once gloo has let go of it
+_num_owners: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _idle: list[_WaitThread] = []
 
 
@@ -221,3 +233,42 @@ class _WaitThread:
                 work.wait()
         except Exception as error:
             self.error = error
+
+
+def lend(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor for a collective of gloo."""
+    end_loans()
+    alias = tensor.detach()
+    _lent.append((alias, _num_owners(alias)))
+    return alias
+
+
+def end_loans() -> None:
+    """Forget the aliases that gloo has let go of."""
+    for index in range(len(_lent) - 1, -1, -1):
+        if _num_owners(_lent[index][0]) <= _lent[index][1]:
+            del _lent[index]
+
+
+def await_loans(seconds: float) -> None:
+    """Wait, so long at most, until gloo has let go of all aliases."""
+    deadline = time.monotonic() + seconds
+    end_loans()
+    while _lent and time.monotonic() < deadline:
+        time.sleep(1e-3)
+        end_loans()
+
+
+def _await_workers() -> None:
+    """Wait until gloo has let go of all aliases; those that it still holds then are never freed.
+
+    Collectives that other code has started hold tensors, too, of which nothing is known here: gloo gets a moment.
+    """
+    await_loans(_LONGEST)
+    if dist.is_initialized() and "gloo" in dist.get_backend():
+        time.sleep(_MOMENT)
+    for alias, _ in _lent:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(alias))
+
+
+atexit.register(_await_workers)

@@ -43,40 +43,33 @@ class GroupStore:
 
 
 class GroupAgreement(Agreement):
-    """The table of expected tokens of some ranks of a job."""
+    """The table of expected tokens of some ranks of a job. Failures are those of the whole job."""
 
     def __init__(self, mesh: RankGroup, whole: Agreement, name: str) -> None:
         """Open the table. `name` is the same on the ranks of the group, and on no other rank: axis, grid, line."""
         self._whole, self._name = whole, name
-        super().__init__(mesh, whole.time_limit, lambda: whole.cut_links())
+        super().__init__(mesh, whole.time_limit)
+        self.failures = whole.failures
         self.probe = lambda: whole.probe()
         self.advise = lambda ours, theirs: whole.way_out(ours, theirs)
 
     def _open_store(self) -> None:
-        self._store = GroupStore(self._whole.store, self._name)
-        self._board = RankStore(self._store, self._whole._without_store)
+        self.store = GroupStore(self._whole.store, self._name)
+        self._board = RankStore(self.store, self._whole.failures.without_store)
         self._pulse = self._whole._pulse
 
-    def announce(self, token: str) -> None:
-        """Announce the next token of this group; raise before a mismatched collective."""
-        if self._whole._failure is not None:
-            self._failure = self._whole._failure
-        super().announce(token)
+    def diagnose(self, error: Exception) -> ShardwellError:
+        """Return the cause of a broken collective, by the collectives of all ranks."""
+        return self._whole.diagnose(error)
 
-    def fail(self, error: ShardwellError, where: str = "") -> ShardwellError:
-        """Tell all ranks of the job why this rank stops."""
-        return self._whole.fail(error, where)
-
-    def _tell(self, kind: str, words: str) -> None:
-        self._whole._tell(kind, words)
+    def check_exits(self, needed: int | None = None) -> None:
+        """Raise if a rank of the job has ended before what all ranks do."""
+        self._whole.check_exits()
 
     def is_left_by(self, sign: Heartbeat) -> bool:
-        """Whether a rank went on: heartbeats count the collectives of all ranks."""
-        return sign.moves > self._whole.num_moves
+        """Return whether a rank went on: heartbeats count the collectives of all ranks."""
+        return self._whole.is_left_by(sign)
 
     def behind(self) -> dict[int, Heartbeat]:
         """Return the ranks of this group that are behind with what all ranks do, with their heartbeats."""
         return {rank: sign for rank, sign in self._whole.behind().items() if rank in self.ranks}
-
-    def _ended_ranks(self, needed: int) -> str | None:
-        return super()._ended_ranks(self._whole.num_moves)

@@ -69,24 +69,24 @@ class Heartbeats:
     def beat(self) -> bool:
         """Write what this rank does, if it is time; return false if the engine or the store has ended."""
         agreement = self._agreement()
-        if agreement is None or agreement.is_over:
+        if agreement is None or agreement.failures.is_over:
             return False
         now = time.monotonic()
         if now < self._next:
             return True
         self._next = now + INTERVAL * max(1.0, self._size / _RANKS_PER_INTERVAL)
-        seen = agreement.num_moves, agreement.is_waiting
+        seen = agreement.tokens.num_announced, agreement.is_waiting
         if seen != self._seen:
             self._seen, self._since = seen, now
         seconds = now - self._since
-        words = {"moves": agreement.num_moves, "doing": self._doing(agreement, seconds), "seconds": seconds}
+        words = {"moves": agreement.tokens.num_announced, "doing": self._doing(agreement, seconds), "seconds": seconds}
         other = _heart.waits_elsewhere(self)
         words["elsewhere"] = None if other is None else [other.number, other.num_moves]
         try:
             self._store.set(f"pulse/{self._rank}", json.dumps({**words, "process": RankProcess.own().words}))
             self._learn_processes()
             for rank in self.lost():
-                agreement.report_lost(self._store, rank)
+                agreement.failures.report_lost(self._store, rank)
         except RuntimeError:  # the store has ended; the code that needs it reports that
             return False
         return True
@@ -95,7 +95,7 @@ class Heartbeats:
     def num_moves(self) -> int:
         """Return the number of tokens that the engine has announced."""
         agreement = self._agreement()
-        return 0 if agreement is None else agreement.num_moves
+        return 0 if agreement is None else agreement.tokens.num_announced
 
     @property
     def is_waiting(self) -> bool:
@@ -105,7 +105,7 @@ class Heartbeats:
 
     def _doing(self, agreement: Agreement, seconds: float) -> str:
         if agreement.is_waiting:
-            return f"waiting in '{agreement.last_token}'"
+            return f"waiting in '{agreement.tokens.last}'"
         return thread_location(self._thread_state) if seconds >= INTERVAL else "busy"
 
     def _learn_processes(self) -> None:

@@ -40,6 +40,7 @@ class RankGroup:
     group: Any = None  # a torch process group; None means the default one
     ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
     local_world_size: int = 1  # ranks that share this machine's memory and disks, according to the launcher
+    reduce_group: Any = None  # a second communicator of the same ranks, for reductions; None: `group` serves them, too
 
     def is_same_node(self, rank: int) -> bool:
         """Return whether `rank` is on this rank's own node."""
@@ -61,9 +62,10 @@ class RankGroup:
         return self.ranks[rank] if self.ranks else rank
 
     def close(self) -> None:
-        """Destroy the process group, if it is not the default one."""
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        """Destroy the process groups, except for the default one."""
+        for group in (self.reduce_group, self.group):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
 
 
 def world_mesh(device: torch.device) -> RankGroup:
@@ -75,7 +77,21 @@ def world_mesh(device: torch.device) -> RankGroup:
     # gloo gets its own process group: an engine that fails cuts its links to wake its peers, and must not cut the
     # links of the user's process group.
     group = dist.new_group(backend="gloo", timeout=_timeout()) if backend == "gloo" and size > 1 else None
-    return RankGroup(rank, size, size, backend if size > 1 else "none", group, local_world_size=local_world_size(size))
+    backend = backend if size > 1 else "none"
+    reducing = _reduce_group(range(size), backend)
+    return RankGroup(rank, size, size, backend, group, local_world_size=local_world_size(size), reduce_group=reducing)
+
+
+def _reduce_group(ranks: Sequence[int], backend: str) -> Any:
+    """Return a second communicator of these ranks for reductions, or None where one serves all-gathers as well.
+
+    NCCL runs the collectives of one communicator one after another, so an all-gather would wait for a reduce-scatter
+    and leave one direction of the link idle. Two cannot lock each other up: every rank enqueues the collectives of both
+    in the same order, and the kernels of both fit on a device beside each other.
+    """
+    if backend != "nccl" or len(ranks) == 1:
+        return None
+    return dist.new_group(list(ranks), backend=backend, timeout=_timeout(), group_desc="reductions")
 
 
 def node_mesh(world: RankGroup) -> RankGroup:
@@ -84,9 +100,10 @@ def node_mesh(world: RankGroup) -> RankGroup:
     for start in range(0, world.size, world.node_size):
         ranks = tuple(range(start, min(start + world.node_size, world.size)))
         group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if len(ranks) > 1 else None
+        reducing = _reduce_group(ranks, world.backend)
         if world.rank in ranks:
-            backend = world.backend if len(ranks) > 1 else "none"
-            mine = RankGroup(world.rank - start, len(ranks), len(ranks), backend, group, ranks, world.local_world_size)
+            backend, place = world.backend if len(ranks) > 1 else "none", (world.rank - start, len(ranks), len(ranks))
+            mine = RankGroup(*place, backend, group, ranks, world.local_world_size, reducing)
     assert mine is not None
     return mine
 
@@ -97,8 +114,9 @@ def across_mesh(world: RankGroup) -> RankGroup:
     for stand in range(world.node_size):
         ranks = tuple(range(stand, world.size, world.node_size))
         group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout())
+        reducing, place = _reduce_group(ranks, world.backend), (world.rank // world.node_size, len(ranks), 1)
         if world.rank in ranks:
-            mine = RankGroup(world.rank // world.node_size, len(ranks), 1, world.backend, group, ranks)
+            mine = RankGroup(*place, world.backend, group, ranks, reduce_group=reducing)
     assert mine is not None
     return mine
 
@@ -110,10 +128,11 @@ def mesh_of(world: RankGroup, parts: Sequence[Sequence[int]]) -> RankGroup:
         ranks = sorted(part)  # as torch does: a library's collectives follow the order of the process group
         is_alone = len(ranks) == 1
         group = None if is_alone else dist.new_group(ranks, backend=world.backend, timeout=_timeout())
+        reducing = _reduce_group(ranks, world.backend)
         if world.rank in ranks:
             place = ranks.index(world.rank), len(ranks), _node_size(ranks, world.node_size)
             backend = "none" if is_alone else world.backend
-            mine = RankGroup(*place, backend, group, tuple(ranks), world.local_world_size)
+            mine = RankGroup(*place, backend, group, tuple(ranks), world.local_world_size, reducing)
     assert mine is not None
     return mine
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.parallel.collectives import Collectives
-from shardwell.parallel.lent_tensors import lend
+from shardwell.parallel.gloo import lend
 from shardwell.parallel.mesh import pair_group
 from shardwell.parallel.traffic import TrafficKind
 from shardwell.parallel.transport import Work

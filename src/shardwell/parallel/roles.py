@@ -83,7 +83,7 @@ class MeshRoles:
         self.all.end_step()
         for collectives in (self.stage, self.tensor, self.sequence):
             if collectives is not None and collectives.agreement not in (None, self.agreement):
-                collectives.agreement.begin_step()
+                collectives.agreement.tokens.begin_step()
 
     def abort_links(self) -> None:
         """Break this rank's links in all groups, so that peers waiting for it wake up with an error."""

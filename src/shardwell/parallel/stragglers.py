@@ -80,7 +80,7 @@ class FailurePoll:
         """Raise if waiting has become useless, and report ranks that are behind."""
         self._times += 1
         if self._agreement is not None:
-            self._agreement.check_failures()
+            self._agreement.failures.check()
         # Probes become rarer, up to a limit, because each one posts a receive that stays posted.
         if self._times >= _FIRST_PROBE and (self._times & (self._times - 1) == 0 or self._times % _PROBE_EVERY == 0):
             if self._agreement is not None:
@@ -110,12 +110,12 @@ class Stragglers:
             if self._agreement.is_crossed_by(sign):
                 raise self._agreement.fail(
                     DivergenceError(
-                        f"ranks diverge: rank {self._agreement.rank} waits in '{self._agreement.last_token}', but rank "
-                        f"{rank} waits for it in another engine. Use engines in the same order on all ranks."
+                        f"ranks diverge: rank {self._agreement.rank} waits in '{self._agreement.tokens.last}', but "
+                        f"rank {rank} waits for it in another engine. Use engines in the same order on all ranks."
                     )
                 )
         if behind:
-            self._report(waited, behind, self._agreement.last_token)
+            self._report(waited, behind, self._agreement.tokens.last)
 
 
 class WaitReports:

@@ -33,6 +33,7 @@ class TorchTransport:
     def __init__(self, mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> None:
         self._mesh, self._device, self._links, self._temporary = mesh, device, links, temporary
         self._is_gloo = mesh.backend == "gloo"
+        self._reduce_group = mesh.group if mesh.reduce_group is None else mesh.reduce_group
 
     def all_gather(self, flat: Tensor) -> Work:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
@@ -54,7 +55,7 @@ class TorchTransport:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with self._device.reduce_stream.after_current():
             mine = flat.chunk(self._mesh.size)[self._mesh.rank]
-            self._start(scatter, mine, flat).wait()
+            self._start_reduction(scatter, mine, flat).wait()
             sum_in_rank_order([mine], into, scale, accumulate)
             return Work(self._device.reduce_stream.record().wait)
 
@@ -62,7 +63,7 @@ class TorchTransport:
         received = self._temporary.allocate(flat.numel(), flat.dtype, StateKind.STAGING, STAGING)
         free, stream = partial(self._temporary.free, received), self._device.reduce_stream
         with stream.after_current():
-            work = self._start(dist.all_to_all_single, received, flat)
+            work = self._start_reduction(dist.all_to_all_single, received, flat)
             if self._is_gloo:
                 return Work(partial(self._finish_all_to_all, work, received, into, scale, accumulate), free)
             work.wait()
@@ -85,7 +86,7 @@ class TorchTransport:
     def all_to_all(self, sent: Tensor, received: Tensor) -> Work:
         """Start to send the r-th of equal parts of `sent` to rank r, and to receive the r-th of `received` from it."""
         with self._device.reduce_stream.after(Event()):
-            work = self._start(dist.all_to_all_single, received, sent)
+            work = self._start_reduction(dist.all_to_all_single, received, sent)
             if self._is_gloo:
                 return Work(partial(self.wait, [work]))
             work.wait()
@@ -94,7 +95,7 @@ class TorchTransport:
     def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of `part`, which becomes invalid."""
         with self._device.reduce_stream.after_current():
-            work = self._start(dist.all_reduce, part)
+            work = self._start_reduction(dist.all_reduce, part)
             if self._is_gloo:
                 return Work(partial(self._finish_all_reduce, work, part, into, scale, accumulate))
             work.wait()
@@ -134,10 +135,14 @@ class TorchTransport:
         except RuntimeError as error:
             self._links.raise_cause(error)
 
+    def _start_reduction(self, collective: Callable[..., Any], *args: Any) -> Any:
+        """Start a collective that reduces gradients, on the communicator for these."""
+        return self._start(collective, *args, group=self._reduce_group)
+
     def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start a collective of torch.distributed; raise the cause if that fails."""
         try:
-            return collective(*args, **kwargs, group=self._mesh.group, async_op=True)
+            return collective(*args, **{"group": self._mesh.group, **kwargs}, async_op=True)
         except RuntimeError as error:
             self._links.raise_cause(error)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwell.memory.statistics import as_html, human, render
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from shardwell.parallel.transport import Work
 
 
 class TrafficKind(enum.Enum):
@@ -78,6 +81,15 @@ class TrafficReport:
         return as_html(self.table())
 
 
+class CollectiveObserver(Protocol):
+    """An object that times the all-gathers and reduce-scatters of an engine."""
+
+    is_inside: bool  # `follow` calls `start`, and the collective must not ask again
+
+    def follow(self, token: str | None, kind: TrafficKind, start: Callable[[], Work]) -> Work:
+        """Start a collective, and return its work."""
+
+
 @dataclass
 class TrafficStats:
     """Counters of one step at a time, which `Collectives` increments, and the report of the step before."""
@@ -85,6 +97,7 @@ class TrafficStats:
     received: defaultdict[tuple[TrafficKind, str], int] = field(default_factory=lambda: defaultdict(int))
     calls: defaultdict[TrafficKind, int] = field(default_factory=lambda: defaultdict(int))
     last: TrafficReport = field(default_factory=lambda: TrafficReport({}, {}))
+    observer: CollectiveObserver | None = None
 
     def current(self) -> TrafficReport:
         """Return a report of the current step."""

@@ -73,6 +73,34 @@ class _TwoHops(Work):
         return True
 
 
+class ObservedWork(Work):
+    """A collective in flight of which somebody is told when its wait begins and ends."""
+
+    def __init__(self, work: Work, waits: Callable[[], object], ended: Callable[[], object]) -> None:
+        super().__init__()
+        self._work, self._waits = work, waits
+        self._ended: Callable[[], object] | None = ended
+
+    @property
+    def is_done(self) -> bool:
+        return self._work.is_done
+
+    def wait(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self._waits()
+        self._work.wait()
+        if ended is not None:
+            ended()
+
+    def start_next_hop(self) -> bool:
+        return self._work.start_next_hop()
+
+    def then(self, more: Callable[[], object]) -> Work:
+        self._work.then(more)
+        return self
+
+
 class Transport(Protocol):
     """A way to move the bytes of all-gathers and reduce-scatters."""
 

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwell.optim import ShardedOptimizer
+from shardwell.parallel import Agreement
 from shardwell.runtime.pytree import map_tensors, tensors_in
+from shardwell.runtime.rebuild import UnitBuilder, refit
 from shardwell.runtime.scheduler import ForwardCall, Scheduler, current_task
 from shardwell.sharding import Residency, ShardedGroup, Unit, released
+from shardwell.sharding.edits import take_edits_closely
 
 
 class _ModuleHook:
@@ -210,7 +214,8 @@ class UnitHooks:
         """Hook units again whose hooks other code has removed, and say so: without them a unit trains nothing."""
         gone = []
         for unit, handles in self._handles.items():
-            if handles[0].id not in unit.module._forward_pre_hooks or handles[1].id not in unit.module._forward_hooks:
+            module = unit.spec.module
+            if handles[0].id not in module._forward_pre_hooks or handles[1].id not in module._forward_hooks:
                 gone.append(unit)
         if not gone:
             return
@@ -262,3 +267,40 @@ class ModelFingerprint:
 
 
 _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class ModelFit:
+    """Keeps the units and hooks of a scheduler fitted to a model that the user may change."""
+
+    def __init__(self, model: nn.Module, scheduler: Scheduler, builder: UnitBuilder, agreement: Agreement) -> None:
+        self._model, self._scheduler, self._agreement = model, scheduler, agreement
+        self.builder = builder
+        self.hooks = UnitHooks(scheduler, scheduler.units)
+        self._fingerprint = ModelFingerprint(model)
+
+    def is_current(self) -> bool:
+        """Return whether the units fit the model as it is now. Removed hooks and replaced values are taken over."""
+        self.hooks.restore()
+        units = self._scheduler.units
+        for unit in units:
+            if unit.has_replaced_parameters(quickly=True):
+                take_edits_closely(units)
+                break
+        needs_rebuild = False
+        for unit in units:
+            needs_rebuild = needs_rebuild or unit.changes.needs_rebuild
+        return self._fingerprint.matches() and not needs_rebuild
+
+    def refit(self, optimizer: ShardedOptimizer | None, *, keep_frozen_state: bool) -> None:
+        """Rebuild the units that do not fit the model, see `rebuild.refit`. All ranks must call it."""
+        scheduler = self._scheduler
+        scheduler.end_passes()
+        scheduler.end_retention()
+        with self._agreement.failing_together("refit"):
+            scheduler.reducer.views.take_edits()
+            units = refit(list(scheduler.units), self.builder, optimizer, keep_frozen_state)
+        scheduler.adopt_units(units)
+        self.hooks.follow(units)
+        self._fingerprint = ModelFingerprint(self._model)
+        if optimizer is not None:
+            optimizer.count_states()

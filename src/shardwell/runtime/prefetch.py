@@ -107,7 +107,7 @@ class PrefetchBudget:
 
     def admits(self, unit: Unit, order: ExecutionOrder, num_parts: int = 1) -> bool:
         """Return whether there is room for a sharded unit, or for one of `num_parts` equal parts of it."""
-        if order.is_backward and isinstance(unit.module, nn.Embedding):
+        if order.is_backward and isinstance(unit.spec.module, nn.Embedding):
             return False  # nothing in its backward waits for its values: prefetch would only take memory
         if not self._limits.prefetches or self._total <= self._limits.live:
             return self._limits.prefetches

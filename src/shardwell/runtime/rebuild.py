@@ -23,17 +23,20 @@ from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel.consistency import Section, check_alike
 from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
 from shardwell.sharding.edits import take_edits_closely
+from shardwell.sharding.model_states import OffloadPlan
+from shardwell.sharding.tensor_part import part_of
 
 
 @dataclass
 class UnitBuilder:
-    """The functions by which `initialize` builds units and optimizers."""
+    """The functions by which `initialize` builds units and optimizers, and the plan that they follow."""
 
     wrap: Callable[[], list[UnitSpec]]
     groups: Callable[[UnitSpec, list[UnitSpec], Set[int]], list[ShardedGroup]]
     optimizer: Callable[[Any, OptimizerFactory], ShardedOptimizer]  # takes the engine
     factory_of: Callable[[Optimizer], OptimizerFactory | None]
     factory: OptimizerFactory | None
+    plan: OffloadPlan  # which units are updated on the host, and when their updates are committed
 
     def adopt(self, given: Optimizer, engine: Any, units: Sequence[Unit]) -> ShardedOptimizer:
         """Return the optimizer of an engine that was built without one, from an optimizer that the user made since."""
@@ -138,7 +141,7 @@ def take_apart(
     states: dict[int, dict[str, Any]] = {}
     values: list[tuple[nn.Parameter, torch.Tensor]] = []
     unit.wait()
-    unit.is_dismantled = True  # what happens to its parameters from now on is no edit of the user
+    unit.changes.is_off = True  # what happens to its parameters from now on is no edit of the user
     with contextlib.ExitStack() as stack:
         keeps_states = keeps_states and optimizer is not None
         if keeps_states and optimizer is not None and unit.trainable:
@@ -177,7 +180,9 @@ def _described(specs: Sequence[UnitSpec]) -> dict[str, Section]:
     found = {}
     for one in specs:
         for name, parameter in one.parameters:
-            kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            part = part_of(parameter)
+            shape = parameter.shape if part is None else part.shape  # parts may be uneven
+            kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(shape)}"
             frozen = "" if parameter.requires_grad else ", frozen"
             found[repr(name)] = f"{kind}{frozen} in unit '{one.name or '(root)'}'"
     return {"parameter": found}

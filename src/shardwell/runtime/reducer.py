@@ -21,6 +21,25 @@ from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.spec import ReduceAt
 
 
+@dataclass
+class StepCounts:
+    """The micro-steps, optimizer steps and samples of a training loop, and which micro-steps are boundaries."""
+
+    micro_steps: int = 0
+    global_steps: int = 0
+    global_samples: int = 0
+    accumulation_steps: int = 1
+    samples_per_step: int = 1
+    boundary: bool | None = None  # whether the next step is one, if the user has said so
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next step applies the gradients."""
+        if self.boundary is not None:
+            return self.boundary
+        return (self.micro_steps + 1) % self.accumulation_steps == 0
+
+
 @dataclass(frozen=True)
 class MicroStep:
     """How gradients that arrive now are averaged. It is replaced when one of its conditions changes."""
@@ -110,7 +129,7 @@ class Reducer:
         group.gradients.accumulate(
             index,
             grad,
-            step.scale if scale is None else scale,
+            step.scale * group.spec.share if scale is None else scale,
             stays=group.spec.reduce_at in step.adds_up,
             is_last=step.at_boundary,
         )
@@ -119,7 +138,8 @@ class Reducer:
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """Accumulate a gradient that the user set, as one of this rank: it is averaged over the ranks."""
-        self.accumulate(unit, group, index, grad.clone(), self.loss_scale.value / self.micro_step.num_averaged)
+        num_averaged = self.micro_step.num_averaged * group.spec.copies
+        self.accumulate(unit, group, index, grad.clone(), self.loss_scale.value / num_averaged)
         self.sums_wait = True
 
     def sums_may_wait(self) -> bool:
@@ -169,7 +189,7 @@ class Reducer:
             by_steps = reduce_at is ReduceAt.MICRO_STEP and not step.paths_differ
             with torch.no_grad(), profiled("REDUCE", unit.name) if is_profiling() else NOT_PROFILED:
                 group.gradients.reduce_scatter(
-                    step.scale,
+                    step.scale * group.spec.share,
                     stays=reduce_at in step.adds_up,
                     accumulates=step.accumulation_steps > 1 and by_steps,
                     loss_scale=self.loss_scale.value,

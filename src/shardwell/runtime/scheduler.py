@@ -10,6 +10,7 @@ ranks see alike. What a rank reads and copies ahead for itself may depend on mor
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,7 @@ class GraphUse:
 
     is_open: bool = False  # no step has used the graph up yet
     was_used: bool = False  # a backward went through it
+    loss: weakref.ref[Tensor] | None = None  # of the last backward that freed its graph
 
 
 class PassObserver(Protocol):
@@ -78,7 +80,7 @@ class Scheduler:
         self.adopt: Callable[[Any], None] | None = None  # takes over an optimizer that the user made
         self.end: Callable[[], None] | None = None  # ends the engine, for another one that gets its model
         self._tasks: set[int] = set()
-        self._graph = GraphUse()
+        self.graph = GraphUse()
         self.saved = SavedViews(self.request_unshard)
         self.calls: list[ForwardCall] = []  # the innermost last
         self._aliased: list[Unit] = []  # released, but other tensors still look at their memory
@@ -121,11 +123,11 @@ class Scheduler:
     def forward_scope(self, inputs: Any = ()) -> Iterator[None]:
         """Run the engine's forward inside. What an aborted pass left behind is dropped first."""
         if torch.is_grad_enabled():
-            self._graph.is_open = True
+            self.graph.is_open = True
         if current_task() == -1:  # otherwise the whole model is recomputed, and its units are in their backward
             if self.observer is not None and torch.is_grad_enabled():
                 self.observer.forward_begins(inputs)
-            self._graph.was_used = self.reducer.has_met_scale = False
+            self.graph.was_used = self.reducer.has_met_scale = False
             self._drop_leftovers()
             self.reducer.views.take_edits()
         before, self._in_model = self._in_model, True
@@ -138,7 +140,7 @@ class Scheduler:
             raise refusal from error
         finally:
             self._in_model = before
-        if not self._graph.is_open:
+        if not self.graph.is_open:
             self._end_without_graph()
 
     def _drop_leftovers(self) -> None:
@@ -173,7 +175,7 @@ class Scheduler:
             return
         unit.use.in_forward += 1
         if torch.is_grad_enabled():
-            self._graph.is_open = True
+            self.graph.is_open = True
             if self.observer is not None and not self._in_model:
                 self.observer.part_begins()
         if unit.resharding_groups or unit.residency is not Residency.UNSHARDED or unit.updates.is_awaited:
@@ -276,7 +278,7 @@ class Scheduler:
         forward.
         """
         in_pass = current_task() != -1 or self._in_model or any(u.use.in_forward or u.use.in_parts for u in self.units)
-        if not in_pass and not (self._graph.is_open and torch.is_grad_enabled()):
+        if not in_pass and not (self.graph.is_open and torch.is_grad_enabled()):
             return False
         unit.retain()
         self._start_unshard(unit)
@@ -286,19 +288,19 @@ class Scheduler:
     def retain_for_part(self, unit: Unit) -> None:
         """Retain a sharded unit, because a part of its module is called, but not by the module itself."""
         if torch.is_grad_enabled():
-            self._graph.is_open = True
+            self.graph.is_open = True
         unit.retain()
         self._start_unshard(unit)
         unit.wait()
 
     def end_forward(self) -> None:
         """End retention after a forward, if no graph was recorded."""
-        if not self._graph.is_open:
+        if not self.graph.is_open:
             self.end_retention()
 
     def end_retention(self) -> None:
         """Reshard all retained units: no graph needs them any more."""
-        self._graph.is_open = self._graph.was_used = False
+        self.graph.is_open = self.graph.was_used = False
         retained = list(filter(_is_retained, self.units))
         if retained:
             take_edits_closely(
@@ -364,7 +366,7 @@ class Scheduler:
         """Prepare for a backward when its first operation is seen."""
         if self.reducer.in_flight:
             self.reducer.finish_earlier()  # here, because all ranks are at the same place
-        self._graph.was_used = True
+        self.graph.was_used = True
         for unit in self.units:
             if unit.use.is_retained:
                 unit.check_retention()
@@ -451,7 +453,7 @@ class Scheduler:
                 self.reducer.end_boundary()
             else:
                 self.finish_backward()
-        if self._graph.was_used:
+        if self.graph.was_used:
             self.end_retention()
 
     def abandon_passes(self) -> None:
@@ -461,7 +463,7 @@ class Scheduler:
         for unit in self.units:
             unit.abandon_passes()
         self._drop_leftovers()
-        self._graph = GraphUse()
+        self.graph = GraphUse()
 
     def after_update(self, unit: Unit, arrival: PendingUpdate | None = None) -> None:
         """Record a unit's update and publish it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
@@ -38,6 +38,10 @@ class EngineContext:
     def disk(self) -> Any:
         """Return the `DiskTier`, or None if nothing is stored on disk."""
         return None if self.tiers is None else self.tiers.disk
+
+    def of_group(self, *, is_cut: bool) -> EngineContext:
+        """Return the context of a group: that of parameters which tensor ranks hold alike has a wider data axis."""
+        return self if is_cut or self.roles.alike is None else replace(self, roles=self.roles.alike)
 
     def close(self) -> None:
         """Close the files on disk and the connections."""

@@ -66,7 +66,7 @@ def take_edits_closely(units: Sequence[Unit]) -> None:
     found = [
         ReplacedValues(unit, group, index)
         for unit in units
-        if unit.owner is not None and not unit.is_dismantled
+        if unit.owner is not None and not unit.changes.is_off
         for group in unit.groups
         for index in group.views.replaced()
     ]
@@ -177,7 +177,7 @@ def brought_down(group: ShardedGroup, after: Event) -> Tensor:
 def note_digest(group: ShardedGroup) -> None:
     """Record on the current stream that the parameters on the device are the rounding of master weights on the host."""
     if group.may_be_edited_apart and group.storage.parameters.is_cuda and not group.master.is_cuda:
-        group.digest = digest(group.storage.parameters)
+        group.views.digest = digest(group.storage.parameters)
 
 
 def digest(values: Tensor) -> Tensor:
@@ -194,8 +194,8 @@ def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callabl
     """
     found: list[tuple[ShardedGroup, Callable[[], bool]]] = []
     for group in groups:
-        if group.digest is not None:
-            read = group.context.device.read_async(digest(group.storage.parameters) != group.digest)
+        if group.views.digest is not None:
+            read = group.context.device.read_async(digest(group.storage.parameters) != group.views.digest)
             found.append((group, partial(_is_set, read)))
         elif group.may_be_edited_apart:
             found.append((group, lambda: True))

@@ -90,10 +90,9 @@ class ShardedGroup:
 
     parameters: list[nn.Parameter]  # in slot order
     views: ParameterViews  # views of `flat`
-    storage: MasterStorage
+    storage: FormStorage | OffloadedStorage
     all_gather: AllGather  # of a group that is resharded
     gradients: Gradients
-    spans: list[tuple[ParamGroupSpan, Tensor]]  # this rank's slices of the masters, 1D, one per parameter group
 
     def __init__(
         self,
@@ -120,20 +119,11 @@ class ShardedGroup:
         is_split = spec.optimizer.axis is not None
         self.local_range = self.layout.shard_range(shard.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
-        # hash of the stored parameters, where they cannot be compared with the master weights at every step
-        self.digest: Tensor | None = None
-        self._masters_before: Tensor | None = None  # master weights while the user may overwrite their upper halves
-        self._form = self._make_storage()
-        self.storage = self._form
-        self.offloaded: OffloadedStorage | None = None
-        self.spans = [(run, self.slice_master(run.start, run.numel)) for run in self._make_spans()]
+        self.storage = form = self._make_storage()
         self._take_over(context)
-        is_below = spec.parameters.tier is not Tier.DEVICE or Tier.DISK in self._form.master_bytes()
+        is_below = spec.parameters.tier is not Tier.DEVICE or Tier.DISK in form.master_bytes()
         if context.tiers is not None and is_below:
-            self.storage = self.offloaded = context.tiers.wrap(self._form, name, unit, spec.optimizer.tier)
-        self.secondary: SecondaryShard | None = None  # hpZ
-        if spec.secondary is not None and context.roles.secondary is not None:
-            self.secondary = SecondaryShard(name, unit, context.roles.secondary, context.temporary)
+            self.storage = context.tiers.wrap(form, name, unit, spec.optimizer.tier)
         if spec.reshards:
             self.all_gather = self._make_all_gather()
         self.gradients = Gradients(name, unit, self.layout, spec, precision, shard, context.temporary)
@@ -177,15 +167,18 @@ class ShardedGroup:
 
     def _make_all_gather(self) -> AllGather:
         stored_codec, what = self.spec.storage_codec, (self.name, self.flat, self.storage)
+        secondary: SecondaryShard | None = None  # hpZ
+        if self.spec.secondary is not None and self.context.roles.secondary is not None:
+            secondary = SecondaryShard(self.name, self.unit, self.context.roles.secondary, self.context.temporary)
         if stored_codec is not None:
-            return StoredQuantizedAllGather(*what, stored_codec, self.context, self.secondary)
+            return StoredQuantizedAllGather(*what, stored_codec, self.context, secondary)
         local, codec = slice(*self.local_range), self.spec.all_gather_codec
         inner = DefaultAllGather(*what, self.context, local)
         if codec is not None:
             inner = QuantizedAllGather(*what, self.context, local, codec)
-        if self.secondary is None:
+        if secondary is None:
             return inner
-        return SecondaryAllGather(inner, self.secondary, self.flat, is_rounded=codec is not None)
+        return SecondaryAllGather(inner, secondary, self.flat, is_rounded=codec is not None)
 
     def _take_over(self, context: EngineContext) -> None:
         """Move rank 0's values into the buffers of all ranks, and make the parameters views of the flat buffer."""
@@ -207,6 +200,21 @@ class ShardedGroup:
         if self.spec.reshards:
             self.flat.free()
             released.release(self.parameters)
+
+    @property
+    def _form(self) -> FormStorage:
+        """Return the storage without its tier."""
+        return self.storage if isinstance(self.storage, FormStorage) else self.storage.wrapped
+
+    @property
+    def offloaded(self) -> OffloadedStorage | None:
+        """Return the storage if any of it is below the device."""
+        return None if isinstance(self.storage, FormStorage) else self.storage
+
+    @property
+    def secondary(self) -> SecondaryShard | None:
+        """Return the secondary shard of the parameters within the node (hpZ), if there is one."""
+        return self.all_gather.secondary if self.spec.reshards else None
 
     @property
     def local_numel(self) -> int:
@@ -262,12 +270,12 @@ class ShardedGroup:
         compute = self.flat.tensor[slice(*self.local_range)].to(self.master.device)
         with self.swapped_in(changes=True):
             master = compute.to(self.precision.master)
-            before = self.master if self._form.form is StorageForm.SEPARATE else self._masters_before
+            before = self.master if self._form.form is StorageForm.SEPARATE else self.views.masters_before
             if before is not None and self.precision.is_mixed:
                 master = torch.where(master == self._rounded(before).to(master.dtype), before, master)
             self.storage.write(master, compute)
-        if self._masters_before is not None:
-            self._masters_before = master
+        if self.views.masters_before is not None:
+            self.views.masters_before = master
         self.regather_quantized()
 
     def replace_master(self, fill: Callable[[Tensor], None]) -> None:
@@ -288,14 +296,14 @@ class ShardedGroup:
         """All-gather unsharded parameters again after their quantised values changed. All ranks must call it."""
         if self.is_quantized and self.flat.present:
             self.all_gather().wait()
-            if self._masters_before is not None:
+            if self.views.masters_before is not None:
                 self.open_for_writing()
 
     def open_for_writing(self) -> None:
         """Save the master weights, because the user may now overwrite their upper halves."""
         if self.precision.is_mixed and self._form.form is not StorageForm.SEPARATE:
             with self.storage.open():
-                self._masters_before = self.master.clone()
+                self.views.masters_before = self.master.clone()
 
     def _rounded(self, masters: Tensor) -> Tensor:
         """Round master weights as an all-gather does: codecs round as torch does."""
@@ -304,12 +312,12 @@ class ShardedGroup:
 
     def note_changed_master(self, start: int, values: Tensor) -> None:
         """Record a permanent change of a slice of master weights whose upper halves the user may overwrite."""
-        if self._masters_before is not None:
-            self._masters_before[start : start + values.numel()] = values
+        if self.views.masters_before is not None:
+            self.views.masters_before[start : start + values.numel()] = values
 
     def close_for_writing(self) -> None:
         """Drop the saved master weights."""
-        self._masters_before = None
+        self.views.masters_before = None
 
     def free(self) -> None:
         """Free all buffers; the parameters have another owner."""
@@ -350,14 +358,13 @@ class ShardedGroup:
         """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
         self.stays_unsharded = True
         self.invalidate_secondary()
-        self.secondary = self.all_gather.secondary = None
+        self.all_gather.secondary = None
         if self.offloaded is not None:
             self.offloaded.cancel_prefetch()
         if not self.is_quantized:
             self.storage.free()
             part = StoredPart(self.flat.tensor[slice(*self.local_range)], self.flat, Tier.DEVICE, is_shard=False)
-            self.storage = self._form = InPlaceStorage(part)
-            self.offloaded = None
+            self.storage = InPlaceStorage(part)
 
     @property
     def has_secondary(self) -> bool:
@@ -386,7 +393,9 @@ class ShardedGroup:
 
     # ---------------------------------------------------------------------------------------------- the optimizer
 
-    def _make_spans(self) -> list[ParamGroupSpan]:
+    @property
+    def spans(self) -> list[ParamGroupSpan]:
+        """Return this rank's slices of the master weights, at least one per parameter group."""
         layout = self.layout if self.spec.optimizer.axis is not None else replace(self.layout, num_shards=1)
         return layout.runs(self.context.roles.shard.shard_index if self.spec.optimizer.axis is not None else 0)
 
@@ -394,7 +403,6 @@ class ShardedGroup:
         """Assign the parameters to these parameter groups; no optimizer may know the spans yet."""
         slots = [replace(slot, label=label) for slot, label in zip(self.layout.slots, labels, strict=True)]
         self.layout = replace(self.layout, slots=tuple(slots))
-        self.spans = [(run, self.slice_master(run.start, run.numel)) for run in self._make_spans()]
 
     @property
     def master(self) -> Tensor:
@@ -410,7 +418,7 @@ class ShardedGroup:
     def commit_by(self, commit: CommitPolicy) -> None:
         """Change the commit policy from now on."""
         self.spec = replace(self.spec, commit=commit)
-        self.gradients.commit = commit
+        self.gradients.spec = self.spec
 
     def move_masters_up(self) -> None:
         """Move master weights from the host or from disk to the device for good."""
@@ -420,13 +428,13 @@ class ShardedGroup:
             masters.tensor.copy_(master)
         self.spec = replace(self.spec, optimizer=replace(self.spec.optimizer, tier=Tier.DEVICE))
         self.commit_by(CommitPolicy.AFTER_NORM)
-        self._form = before.with_separate_masters(masters, Tier.DEVICE, self.precision.compute)
+        form = before.with_separate_masters(masters, Tier.DEVICE, self.precision.compute)
         if self.offloaded is None:
-            self.storage = self._form
+            self.storage = form
         else:
-            self.offloaded.replace_form(self._form)
+            self.offloaded.replace_form(form)
         before.free_masters()
-        self.digest = None
+        self.views.digest = None
 
     def swap_masters(self, spare: Tensor) -> None:
         """Exchange the memory of separate master weights with `spare`, which has the same size and dtype."""

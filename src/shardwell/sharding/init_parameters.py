@@ -152,7 +152,6 @@ class InitParameter:
         self._layout = make_layout(
             [TensorSpec.dense(self._name, values.shape, values.stride())], context.roles.shard.rank_group.size
         )
-        self._range = self._layout.shard_range(context.roles.shard.shard_index)
         self._flat = self._buffer(self._layout.padded, values.dtype)
         slot = self._layout.slots[0]
         self._flat.tensor[slot.numel :].zero_()
@@ -187,6 +186,11 @@ class InitParameter:
         return self._registry.rest.tier, self._shard.nbytes
 
     @property
+    def _local(self) -> slice:
+        """Return this rank's part of the flat buffer."""
+        return slice(*self._layout.shard_range(self._registry.context.roles.shard.shard_index))
+
+    @property
     def _rest_dtype(self) -> torch.dtype:
         made = self._flat.tensor.dtype
         return self._registry.rest.dtype or made if made.is_floating_point else made
@@ -216,7 +220,7 @@ class InitParameter:
             released.release([self.parameter])
         if self._is_watched:
             if self._scattered is None:
-                self._scattered = self._flat.tensor[slice(*self._range)].clone()
+                self._scattered = self._flat.tensor[self._local].clone()
             return False
         self._take_late_writes()
         self._flat.free()
@@ -265,12 +269,12 @@ class InitParameter:
     def _scatter_values(self) -> None:
         """Scatter rank 0's values, so that each rank keeps its shard of them."""
         context, flat = self._registry.context, self._flat.tensor
-        start, end = self._range
+        local = self._local
         dtype = self._rest_dtype
         if self._shard is None:
             rest = self._registry.rest
             pinned = rest.pinned and rest.tier is Tier.HOST
-            self._shard = self._buffer(end - start, dtype, rest.tier, pinned=pinned)
+            self._shard = self._buffer(local.stop - local.start, dtype, rest.tier, pinned=pinned)
         token = f"FOLD {self._name} {tuple(self.parameter.shape)}"
         with self._fetched(changes=True):
             context.roles.shard.scatter(flat.to(dtype), self._shard.tensor, token)
@@ -282,7 +286,7 @@ class InitParameter:
         if self._scattered is None:
             return
         assert self._shard is not None
-        now, before = self._flat.tensor[slice(*self._range)], self._scattered
+        now, before = self._flat.tensor[self._local], self._scattered
         changed = (now != before) & ~(now.isnan() & before.isnan())
         with self._fetched(changes=True):
             shard = self._shard.tensor
@@ -317,7 +321,7 @@ class InitParameter:
         if dtype != whole.dtype:
             whole = self._registry.context.device.empty(self._layout.padded, dtype)
         with self._fetched(changes=False):
-            whole[slice(*self._range)].copy_(self._shard.tensor)
+            whole[self._local].copy_(self._shard.tensor)
         shard.all_gather(whole, None if meet else token).wait()
         if whole is not self._flat.tensor:
             self._flat.tensor.copy_(whole)

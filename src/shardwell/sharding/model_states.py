@@ -52,6 +52,8 @@ class GroupKey:
     precision: GroupPrecision
     trains: bool
     persistent: bool  # small, and unsharded on every rank
+    is_cut: bool = True  # the ranks of a tensor axis hold different parameters; without one, there are no such ranks
+    is_partial: bool = False  # these ranks compute parts of the gradient, whose sum is the gradient
     tied: str = ""  # the name of a parameter that other pipeline stages hold, too: it is alone in its group
 
 

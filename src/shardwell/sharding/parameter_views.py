@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwell.kernels.rounding import narrow
 from shardwell.memory import FlatBuffer, Tier
 from shardwell.sharding.layout import Layout, TensorSpec
+from shardwell.sharding.tensor_part import part_of
 
 if TYPE_CHECKING:
     from shardwell.sharding.group import ShardedGroup
@@ -34,7 +35,11 @@ class GroupMember:
     @property
     def spec(self) -> TensorSpec:
         """Return the entry of the parameter for the layout."""
-        return TensorSpec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
+        spec = TensorSpec.dense(self.name, self.parameter.shape, self.parameter.stride(), self.label)
+        part = part_of(self.parameter)
+        if part is None or part.blocks:
+            return spec
+        return replace(spec, global_shape=part.shape, global_offset=part.offset)
 
 
 class ParameterViews:
@@ -48,6 +53,9 @@ class ParameterViews:
         self._used = [parameters[index] for index in used]
         self._offsets = [layout.slots[index].offset * flat.tensor.itemsize for index in used]
         self._addresses: tuple[int, list[int]] = (-1, [])  # of the flat buffer, and of its parameters
+        # hash of the stored parameters, where they cannot be compared with the master weights at every step
+        self.digest: Tensor | None = None
+        self.masters_before: Tensor | None = None  # master weights while the user may overwrite their upper halves
 
     def make_view(self, index: int) -> Tensor:
         """Make a parameter a view of its slot; the first calls must be in slot order."""
@@ -98,7 +106,9 @@ class ChangeWatch:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._has_warned = False
+        self.is_off = False  # the parameters get another owner: what happens to them is no edit of the user
         self.gathered_at = 0  # the number of the unit's updates at its all-gather
+        self.is_rounded = False  # the all-gather was quantised
         self.was_retained = False  # since its all-gather
         self.was_opened = False  # since its all-gather, by a context: the user may have views of it
         self.has_warned_of_views = False
@@ -121,7 +131,7 @@ class ChangeWatch:
             closely = self.was_retained or self._num_looks < _CLOSE_LOOKS
             self._num_looks, self.was_retained = self._num_looks + 1, False
         with torch._C.DisableTorchFunctionSubclass():
-            now = list(map(_version, unit.parameters))
+            now = list(map(_version, unit.sets.parameters))
         is_lost = closely and self._differs(unit)
         if (is_lost or now != self._versions) and not self._has_warned:
             self._warn(unit, now, is_lost=is_lost)

@@ -112,7 +112,7 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
             return
         with self._scope:
             if error is not None:
-                self._registry.agreement.post_message(f"{type(error).__name__} in zero.Init: {error}")
+                self._registry.agreement.failures.post_message(f"{type(error).__name__} in zero.Init: {error}")
             else:
                 self._registry.close()
 

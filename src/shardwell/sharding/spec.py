@@ -74,6 +74,15 @@ class ShardingSpec:
     storage_codec: Codec | None = None  # quantises stored parameters; the all-gather sends the same bytes
     reduce_codecs: tuple[Codec, Codec] | None = None  # qgZ: quantises gradients, within a node and between nodes
     feedback: bool = False  # error feedback: the quantisation error of gradients is added to the next ones
+    copies: int = (
+        1  # ranks of the group's axis that train on the same rows: those of the tensor axis, if they are in it
+    )
+    sums_copies: bool = False  # these ranks have parts of the gradient; else each has all of it
+
+    @cached_property
+    def share(self) -> float:
+        """The factor by which a rank's gradients count in the sum over the group's axis."""
+        return 1.0 if self.sums_copies else 1.0 / self.copies
 
     @cached_property
     def reshards(self) -> bool:

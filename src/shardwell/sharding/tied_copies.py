@@ -31,7 +31,7 @@ class CopiesSum:
             if not gradients.has_any:  # nothing on this stage has used it, but others may have
                 gradients.reduce_scatter(scale, stays=False, accumulates=False)
             gradients.wait()
-            gradients.ensure_readable()
+            gradients.reduced.ensure_readable()
             assert gradients.result is not None
             gradients.has_gradient = [True] * len(gradients.has_gradient)
             wide = torch.promote_types(gradients.result.dtype, torch.float32)

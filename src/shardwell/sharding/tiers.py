@@ -15,6 +15,7 @@ class OffloadedStorage(MasterStorage, Protocol):
     """A storage below the device, whose parameters can be brought nearer ahead of their all-gather."""
 
     can_prefetch_to_device: bool
+    wrapped: FormStorage  # the form, which knows no tier
 
     @property
     def is_on_device(self) -> bool:

@@ -58,31 +58,33 @@ class Unit:
     numel: int  # elements that an all-gather fills
 
     def __init__(self, index: int, spec: UnitSpec, groups: list[ShardedGroup]) -> None:
-        self.index, self.name, self.module = index, spec.name, spec.module
+        self.index, self.name = index, spec.name
         self.spec, self.groups = spec, groups
         self.trainable = [group for group in groups if group.trainable]
-        self.parameters = [parameter for group in groups for parameter in group.parameters]
         self.keeps_frozen = False  # frozen groups stay unsharded after their first all-gather
         self._sort()
         self.residency = Residency.SHARDED if self.resharding_groups else Residency.UNSHARDED
         self.owner: UnitOwner | None = None  # None before a scheduler has adopted it
-        self.is_dismantled = False  # its parameters get another owner: what happens to them is no edit of the user
-        self.use, self.updates, self.changes = UnitUse(), UnitUpdates(), ChangeWatch(self.parameters)
-        self._is_rounded = False  # the all-gather was quantised
+        self.use, self.updates, self.changes = UnitUse(), UnitUpdates(), ChangeWatch(self.sets.parameters)
         self._pending: list[Work] = []
-        for parameter in self.parameters:
+        for parameter in self.sets.parameters:
             released.set_owner(parameter, self)
 
     def _sort(self) -> None:
         """Compute what follows from which groups are resharded."""
         self.resharding_groups = [group for group in self.groups if group.spec.reshards and not group.stays_unsharded]
         self.numel = sum(group.layout.padded for group in self.resharding_groups)
-        self._sets = GroupSets.of(self.trainable, self.resharding_groups)
+        self.sets = GroupSets.of(self.groups, self.trainable, self.resharding_groups)
 
     @property
     def optimizer(self) -> Any:
         """Return the optimizer that steps the unit, or None."""
         return None if self.owner is None else self.owner.optimizer
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the module."""
+        return self.spec.module
 
     @property
     def is_unsharded(self) -> bool:
@@ -122,13 +124,13 @@ class Unit:
 
         `exact`: all-gather the stored values, also if the spec quantises them for the all-gather.
         """
-        if self.residency is not Residency.SHARDED and not (exact and self._is_rounded):
+        if self.residency is not Residency.SHARDED and not (exact and self.changes.is_rounded):
             return False
         if not self.changes.has_warned_of_views and self.is_aliased:
             self._warn_of_views()
         self.wait()
         self.residency = Residency.UNSHARDING
-        self._is_rounded = self._sets.has_codec and not exact
+        self.changes.is_rounded = self.sets.has_codec and not exact
         self.changes.gathered_at = self.updates.count
         try:
             for group in self.resharding_groups:
@@ -179,7 +181,7 @@ class Unit:
                 raise
             self._pending = []
             self.residency = Residency.UNSHARDED
-            released.restore(self.parameters)
+            released.restore(self.sets.parameters)
 
     def reshard(self) -> bool:
         """Free the unsharded parameters unless the unit is held; true if anything was freed."""
@@ -205,7 +207,7 @@ class Unit:
                 group.detach_leaked_views()
         self.changes.was_opened = False
         self.residency = Residency.SHARDED
-        released.release(self._sets.resharding_parameters)
+        released.release(self.sets.resharding_parameters)
         for group in self.resharding_groups:
             group.reshard()
 
@@ -222,7 +224,7 @@ class Unit:
             self._abandon_unshard()
             if not self.resharding_groups:  # a publish was in flight: each rank has the slices that it updated itself
                 self.residency = Residency.UNSHARDED
-                released.restore(self.parameters)
+                released.restore(self.sets.parameters)
 
     def retain(self) -> None:
         """Keep the unit unsharded until the step, for code outside its module."""
@@ -238,30 +240,30 @@ class Unit:
     @property
     def can_prefetch_to_device(self) -> bool:
         """Whether shards can be copied to the device ahead of their all-gather."""
-        return any(group.can_prefetch_to_device for group in self._sets.offloaded)
+        return any(group.can_prefetch_to_device for group in self.sets.offloaded)
 
     def prefetch_from_disk(self) -> bool:
         """Start to read shards on disk, because the all-gather is near, unless an update has to come first."""
         started = False
-        for group in self._sets.offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
+        for group in self.sets.offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
             started = group.prefetch_from_disk() or started
         return started
 
     def prefetch_to_device(self) -> bool:
         """Start to copy shards below the device, for the all-gather after the next one, unless an update is due."""
         started = False
-        for group in self._sets.offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
+        for group in self.sets.offloaded if self.residency is Residency.SHARDED and self.is_up_to_date else ():
             started = group.prefetch_to_device() or started
         return started
 
     @property
     def is_on_device(self) -> bool:
         """Whether a prefetched copy of a shard is on the device, or in flight to it."""
-        return any(group.offloaded is not None and group.offloaded.is_on_device for group in self._sets.offloaded)
+        return any(group.offloaded is not None and group.offloaded.is_on_device for group in self.sets.offloaded)
 
     def cancel_prefetch(self) -> None:
         """Drop prefetched copies: no all-gather is near after all, or the stored values will change."""
-        for group in self._sets.offloaded:
+        for group in self.sets.offloaded:
             if group.offloaded is not None:
                 group.offloaded.cancel_prefetch()
 
@@ -278,7 +280,7 @@ class Unit:
     @property
     def may_be_hidden(self) -> bool:
         """Whether updates of it start before it is known that they may be committed."""
-        return self.updates.is_watched or self._sets.is_speculative
+        return self.updates.is_watched or self.sets.is_speculative
 
     def await_update(self, arrival: PendingUpdate | None, *, hides: bool = False) -> None:
         """Let users of the unit wait for an update that was started before it is published. None: no update any more.
@@ -288,7 +290,7 @@ class Unit:
         self.updates.pending, self.updates.is_awaited = arrival, arrival is not None
         if hides:
             self.updates.is_hidden = True
-            released.release(self._sets.unsharded)
+            released.release(self.sets.unsharded)
         elif arrival is None:
             self._show()
 
@@ -300,7 +302,7 @@ class Unit:
     def _show(self) -> None:
         if self.updates.is_hidden:
             self.updates.is_hidden = False
-            released.restore(self._sets.unsharded)
+            released.restore(self.sets.unsharded)
 
     def wait_local_update(self) -> None:
         """Wait for the update of this rank's part, without the collectives that `wait` may start."""
@@ -349,15 +351,15 @@ class Unit:
         `SavedView`.
         """
         self.updates.count += 1
-        if self._sets.with_values:
-            torch.autograd.graph.increment_version(self._sets.with_values)
+        if self.sets.with_values:
+            torch.autograd.graph.increment_version(self.sets.with_values)
 
     def publish(self, arrival: PendingUpdate | None = None) -> bool:
         """Start the all-gather of the updated slices of groups that stay unsharded; readers wait for it.
 
         With `arrival` the update itself is still in flight: users of the unit wait for that first.
         """
-        groups = self._sets.published
+        groups = self.sets.published
         if self.resharding_groups:
             if arrival is not None:  # without one, an earlier update may still be in flight
                 self.updates.pending, self.updates.is_awaited = arrival, True
@@ -366,7 +368,7 @@ class Unit:
         elif groups or arrival is not None:
             self.wait()
             self.residency = Residency.UNSHARDING
-            released.release(self._sets.unsharded)
+            released.release(self.sets.unsharded)
             self.updates.pending, self.updates.is_hidden = arrival, False
             self._pending = [Work(self._after(arrival, groups))] if arrival else [group.publish() for group in groups]
         return bool(groups)
@@ -377,7 +379,7 @@ class Unit:
         """Bring back the values of a released parameter; `ReleasedParameter` calls this when they are used."""
         self.revoke_speculation()
         if self.residency is Residency.UNSHARDING:
-            is_gathered = any(parameter is other for other in self._sets.resharding_parameters)
+            is_gathered = any(parameter is other for other in self.sets.resharding_parameters)
             self.wait()
             if is_gathered and self.owner is not None:
                 self.owner.retain(self)  # nothing else holds a unit that was only prefetched
@@ -421,7 +423,7 @@ class Unit:
 
     def take_over_edits(self) -> None:
         """Take over values that were changed by hand, so that later reads see them."""
-        if self.owner is not None and not self.is_dismantled:
+        if self.owner is not None and not self.changes.is_off:
             self.owner.take_edits()
 
     def _failing_together(self) -> contextlib.AbstractContextManager[None]:
@@ -439,7 +441,7 @@ class Unit:
                     if modifier_rank is not None:
                         group.write_back(modifier_rank)
                 if modifier_rank is not None:
-                    self.changes.reset(self.parameters)
+                    self.changes.reset(self.sets.parameters)
                 elif self.use.num_contexts == 1 and all(fitting):
                     self.changes.check(self, closely=True)
         finally:

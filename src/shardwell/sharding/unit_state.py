@@ -38,8 +38,9 @@ class UnitUpdates:
 
 @dataclass(frozen=True)
 class GroupSets:
-    """What follows from which groups of a unit are resharded."""
+    """The parameters and groups of a unit, by how they are treated."""
 
+    parameters: list[nn.Parameter]
     resharding_parameters: list[nn.Parameter]
     unsharded: list[nn.Parameter]  # trainable parameters that are never resharded
     with_values: list[nn.Parameter]  # those of them that are not empty
@@ -49,10 +50,11 @@ class GroupSets:
     is_speculative: bool  # updates are computed before it is known that they may be committed
 
     @classmethod
-    def of(cls, trainable: list[ShardedGroup], resharding: list[ShardedGroup]) -> GroupSets:
-        """Return the sets of a unit with these trainable and these resharded groups."""
+    def of(cls, groups: list[ShardedGroup], trainable: list[ShardedGroup], resharding: list[ShardedGroup]) -> GroupSets:
+        """Return the sets of a unit with these groups, of which some are trainable and some are resharded."""
         unsharded = [p for group in trainable if group not in resharding for p in group.parameters]
         return cls(
+            [parameter for group in groups for parameter in group.parameters],
             [parameter for group in resharding for parameter in group.parameters],
             unsharded,
             [parameter for parameter in unsharded if parameter.numel()],

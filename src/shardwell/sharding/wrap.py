@@ -91,12 +91,12 @@ def _chosen(model: nn.Module, wanted: LeafRules) -> set[str]:
     # a named unit is not wrapped further, so that one all-gather covers it
     explicit = {name for name in explicit if not any(_inside(name, other) for other in explicit if other != name)}
     inside_explicit = {name for name, _ in model.named_modules() if any(_inside(name, other) for other in explicit)}
-    blocks = {name for name in _repeated_blocks(model) if name not in inside_explicit}
+    blocks = {name for name in repeated_blocks(model) if name not in inside_explicit}
     blocks = {name for name in blocks if not any(_inside(inner, name) for inner in explicit)} | explicit
     return blocks | {name for name in _large_leaves(model, blocks) | _tiles(model) if name not in inside_explicit}
 
 
-def _repeated_blocks(model: nn.Module) -> set[str]:
+def repeated_blocks(model: nn.Module) -> set[str]:
     """Return the children of the outermost containers that hold two or more modules of one class with parameters."""
     found: set[str] = set()
     for name, module in model.named_modules():

@@ -1,18 +1,19 @@
 """`deepspeed.comm`: `torch.distributed` under DeepSpeed's names.
 
 The arguments that DeepSpeed adds for its log of collectives (`prof`, `log_name`, `debug`) are accepted and change
-nothing. Objects travel as JSON, because torch would pickle them; what JSON cannot hold is refused on all ranks. Names
-that are not written here are those of `torch.distributed`.
+nothing: the log is of an engine's own collectives. Objects travel as JSON, because torch would pickle them; what JSON
+cannot hold is refused on all ranks. Names that are not written here are those of `torch.distributed`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from shardwell.compat.deepspeed_api.accelerator import get_accelerator
 from shardwell.errors import ShardwellError
 from shardwell.memory.device import default_device
 from shardwell.parallel import start_process_group
+
+if TYPE_CHECKING:
+    from shardwell.monitor.comms_log import CommsLog
 
 ReduceOp = dist.ReduceOp
 ProcessGroup = dist.ProcessGroup
@@ -143,9 +147,11 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **options: Any) -> None:
-    """Accept the settings of DeepSpeed's log of collectives; asked for, it says what counts bytes instead."""
+    """Accept the settings of DeepSpeed's log of collectives; asked for, it says which block turns the log on."""
     if enabled:
-        _no_log()
+        from shardwell.compat.deepspeed_api.logging import logger
+
+        logger.warning_once("collectives are logged if the configuration of an engine has comms_logger.enabled")
 
 
 def get_rank(group: Any = None) -> int:
@@ -379,29 +385,45 @@ def _decoded(words: Tensor, name: str) -> Any:
 # --- DeepSpeed's log of collectives -----------------------------------------------------------------------------
 
 
-def _no_log() -> None:
-    from shardwell.compat.deepspeed_api.logging import logger
+def _logs() -> list[CommsLog]:
+    """Return the logs of the engines of this process whose configuration has `comms_logger.enabled`."""
+    module = sys.modules.get("shardwell.monitor.comms_log")
+    found = [] if module is None else list(module.LIVING)
+    if not found:
+        from shardwell.compat.deepspeed_api.logging import logger
 
-    logger.warning_once("collectives are not logged one by one: engine.traffic() counts their bytes by kind and step")
+        logger.warning_once(
+            "no collectives are logged on this rank: set comms_logger.enabled in the configuration, and read on rank 0"
+        )
+    for log in found:
+        log.take()
+    return found
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Say what counts bytes instead of DeepSpeed's log of collectives, which does not exist here."""
-    _no_log()
-    return {} if return_dict else None
+    """Print the log of collectives of this rank, or return it: calls, bytes and seconds by name."""
+    logs = _logs()
+    if return_dict:
+        keys = ("calls", "bytes", "seconds")
+        return {name: dict(zip(keys, sums, strict=True)) for log in logs for name, sums in log.sums.items()}
+    for log in logs:
+        print(log.summary(), flush=True)
+    return None
 
 
 def reset_log() -> None:
-    """Do nothing: there is no log of collectives."""
+    """Begin the log of collectives anew."""
+    for log in _logs():
+        log.sums.clear()
 
 
 def has_comm_data() -> bool:
-    return False
+    return any(log.sums for log in _logs())
 
 
 def get_comm_operation_count() -> int:
-    return 0
+    return sum(calls for log in _logs() for calls, _, _ in log.sums.values())
 
 
 def get_logged_comm_ops() -> list[str]:
-    return []
+    return sorted({name for log in _logs() for name in log.sums})

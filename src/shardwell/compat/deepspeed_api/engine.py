@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from shardwell.compat.deepspeed_api.enums import offload_block
 from shardwell.compat.deepspeed_api.files import EngineFiles
 from shardwell.compat.deepspeed_api.getters import ConfigGetters
+from shardwell.compat.deepspeed_api.module_moves import leave_shards_in_place
+from shardwell.compat.deepspeed_api.monitor import SilentMonitor
 from shardwell.compat.deepspeed_api.offload_states import StateMoves
 from shardwell.compat.deepspeed_api.optimizer import DeepSpeedOptimizer
 from shardwell.compat.deepspeed_api.parameters import label, unlabel
@@ -43,6 +45,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     def use_arguments(self, config: Any, **given: Any) -> None:
         """Keep what the user passed to `initialize`, and give the parameters DeepSpeed's attributes."""
         self._user_config = config
+        self.monitor = self.monitor or SilentMonitor()  # type: ignore[assignment]
         for name, value in given.items():
             setattr(self, name, value)
         self.label_parameters()
@@ -51,6 +54,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """Give the parameters `ds_id` and the others at stage 3, and take them off below it."""
         if self.zero_optimization_stage() == 3:
             label(self.module.parameters(), self.world_size, self._persistent())
+            leave_shards_in_place(self.module)
         else:
             unlabel(self.module.parameters())
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from shardwell.compat.deepspeed_api.data import DeepSpeedDataLoader
+from shardwell.compat.deepspeed_api.module_moves import returned_to
 from shardwell.errors import CheckpointError, ShardwellError
 
 if TYPE_CHECKING:
@@ -40,13 +41,14 @@ class EngineFiles(_Base):
         """Save the state of training under `save_dir/tag`, by default `global_step<N>`. All ranks must call it."""
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): expected the name of a folder")
-        saved = super().save_checkpoint(
-            save_dir,
-            tag=tag,
-            client_state=dict(client_state or {}),
-            save_latest=save_latest,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-        )
+        with returned_to(self.device, self.module):
+            saved = super().save_checkpoint(
+                save_dir,
+                tag=tag,
+                client_state=dict(client_state or {}),
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
         if self.global_rank == 0:
             from shardwell.compat.deepspeed_api.zero_to_fp32 import write_zero_to_fp32
 
@@ -86,7 +88,8 @@ class EngineFiles(_Base):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the model's whole state on every rank. All ranks must call it."""
-        found = self.state_dict(prefix=prefix)
+        with returned_to(self.device, self.module):
+            found = self.state_dict(prefix=prefix)
         if exclude_frozen_parameters:
             frozen = {prefix + name for name, p in self._all_names() if not p.requires_grad}
             found = {name: value for name, value in found.items() if name not in frozen}

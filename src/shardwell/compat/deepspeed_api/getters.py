@@ -15,6 +15,12 @@ _ZERO = "zero_optimization."
 GETTERS: dict[str, tuple[str, Any]] = {
     "wall_clock_breakdown": ("wall_clock_breakdown", False),
     "memory_breakdown": ("memory_breakdown", False),
+    "flops_profiler_enabled": ("flops_profiler.enabled", False),
+    "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
+    "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
+    "flops_profiler_top_modules": ("flops_profiler.top_modules", 1),
+    "flops_profiler_detailed": ("flops_profiler.detailed", True),
+    "flops_profiler_output_file": ("flops_profiler.output_file", None),
     "dump_state": ("dump_state", False),
     "log_level": ("log_level", None),
     "dataloader_drop_last": ("dataloader_drop_last", False),
@@ -69,7 +75,7 @@ GETTERS: dict[str, tuple[str, Any]] = {
 }
 # Features that shardwell does not have: their getters say that they are off.
 OFF: dict[str, Any] = {
-    **dict.fromkeys(("flops_profiler_enabled", "autotuning_enabled", "curriculum_learning_enabled"), False),
+    **dict.fromkeys(("autotuning_enabled", "curriculum_learning_enabled"), False),
     **dict.fromkeys(("data_efficiency_enabled", "data_sampling_enabled", "random_ltd_enabled"), False),
     **dict.fromkeys(
         ("is_deepcompile_enabled", "is_deepcompile_active", "super_offload", "checkpoint_writer_enabled"), False

@@ -140,6 +140,18 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.ops.op_builder": everything("op_builders"),
     "deepspeed.ops.op_builder.all_ops": supported("op_builders", "ALL_OPS"),
     "deepspeed.ops.op_builder.builder": supported("op_builders", "OpBuilder", "CUDAOpBuilder"),
+    "deepspeed.monitor": {},
+    "deepspeed.monitor.config": supported("config_models", "get_monitor_config", "DeepSpeedMonitorConfig"),
+    "deepspeed.monitor.monitor": supported(
+        "monitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor", "CometMonitor"
+    ),
+    "deepspeed.monitor.tensorboard": supported("monitor", "TensorBoardMonitor"),
+    "deepspeed.monitor.wandb": supported("monitor", "WandbMonitor"),
+    "deepspeed.monitor.csv_monitor": supported("monitor", "csvMonitor"),
+    "deepspeed.monitor.comet": supported("monitor", "CometMonitor"),
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": supported("flops_profiler", "FlopsProfiler", "get_model_profile"),
+    "deepspeed.profiling.flops_profiler.profiler": supported("flops_profiler", "FlopsProfiler", "get_model_profile"),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": Supported("launcher:ENVIRONMENT_FILE"),

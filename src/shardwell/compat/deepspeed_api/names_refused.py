@@ -33,8 +33,6 @@ WHOLE_MODULES: dict[str, str] = {
     "deepspeed.linear": "there are no LoRA layers of DeepSpeed's; PEFT's adapters train at all stages",
     "deepspeed.autotuning": '"auto" in the configuration measures what can be chosen',
     "deepspeed.elasticity": "checkpoints load at any number of ranks; `shardwell run --min-ranks` goes on with fewer",
-    "deepspeed.profiling": "engine.record(), engine.memory() and engine.traffic() measure a step",
-    "deepspeed.monitor": "log engine.get_global_grad_norm(), engine.get_lr() and the loss with a tracker of yours",
     "deepspeed.nvme": "`shardwell doctor` measures drives",
     "deepspeed.io": _FILES,
     "deepspeed.datastates": _FILES,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-_TIMES = "use torch.profiler, or engine.record() for the schedule of a step"
+_TIMES = "wall_clock_breakdown prints the times of a step; engine.record() gives its schedule"
 _NO_PARTS = "parts of units are the engine's business; safe_get_local_fp32_param and its relatives read them"
 _REPLACED: dict[str, str] = {
     **dict.fromkeys(("timers", "tput_timer", "engine_timers", "get_wall_clock_timers"), _TIMES),
-    "monitor": "log the values of engine.get_lr() and engine.get_global_grad_norm() with a tracker of your own",
-    "flops_profiler": "use torch.profiler, or engine.record() for the schedule of a step",
+    "flops_profiler": "the block flops_profiler prints a table; deepspeed.profiling.flops_profiler counts any model",
     "checkpoint_engine": "engine.save_checkpoint writes itself, with asynchronous=True in the background",
     **dict.fromkeys(("fp16_groups", "bit16_groups", "single_partition_of_fp32_groups"), _NO_PARTS),
     "random_ltd_scheduler": "there is no token dropping",

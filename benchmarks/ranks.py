@@ -1,0 +1,110 @@
+"""Several NCCL ranks on one GPU, each a host of its own to NCCL, which talk through sockets over loopback.
+
+    python -m benchmarks.ranks [--ranks 2,4] [--size base,narrow] [--only NAME,...] [--rounds 2] [--json PATH]
+
+bf16 compute, fused AdamW, clipping at 1.0, activation checkpointing per block. The link has about the rate of 10 to 25
+Gbit Ethernet, and the ranks share the GPU, so the time of a step is that of the link and of all ranks' compute
+together. Each contender runs in processes of its own, once a round, rounds interleaved. The seconds of a step are those
+of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contenders import RANK_CONTENDERS, by_name
+from benchmarks.gpu import interleave
+from benchmarks.launch import run_ranks
+from benchmarks.measure import circumstances, command_line, keep, told
+
+GIB = 2**30
+
+
+def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Return the raw figures of all rounds at one size and number of ranks, by contender."""
+    spec = {"pass": "timing", "size": size, "batch": args.batch, "steps": args.steps, "device": args.device}
+    names = args.only.split(",") if args.only else [one.name for one in RANK_CONTENDERS]
+    chosen = [by_name(RANK_CONTENDERS, name) for name in names]
+
+    def measure(name: str) -> dict[str, Any]:
+        found = run_ranks("benchmarks.gpu_worker", {**spec, "contender": name}, ranks, args.limit, args.device)
+        slowest = max(found, key=lambda figures: figures["seconds"])
+        peaks = [figures["peak_allocated"] or 0 for figures in found]
+        return {"seconds": slowest["seconds"], "peak_allocated": max(peaks), "ranks": found}
+
+    return interleave({one.name: one.missing() for one in chosen}, args.rounds, measure, console)
+
+
+def summarise(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the median of the seconds and the largest peak of each contender that has figures."""
+    return {
+        name: {
+            "seconds": statistics.median(figures["seconds"] for figures in entry["rounds"]),
+            "least_seconds": min(figures["seconds"] for figures in entry["rounds"]),
+            "peak_allocated": max(figures["peak_allocated"] for figures in entry["rounds"]),
+            "loss": entry["rounds"][0]["ranks"][0]["losses"][-1],
+        }
+        for name, entry in raw.items()
+        if entry["rounds"]
+    }
+
+
+def ranks_table(summary: dict[str, Any], title: str) -> Table:
+    """Return the absolute figures, and ratios to FSDP2."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("engine", no_wrap=True)
+    for heading in ("s/step", "least", "peak GiB", "last loss", "seconds /FSDP2", "peak /FSDP2"):
+        table.add_column(heading, justify="right")
+    fsdp2 = summary.get("fsdp2")
+    for name, figures in summary.items():
+        ratios = [
+            f"{figures[key] / fsdp2[key]:.3f}" if fsdp2 and fsdp2[key] else "-" for key in ("seconds", "peak_allocated")
+        ]
+        peak = f"{figures['peak_allocated'] / GIB:.2f}"
+        times = f"{figures['seconds']:.4f}", f"{figures['least_seconds']:.4f}"
+        table.add_row(name, *times, peak, f"{figures['loss']:.4f}", *ratios)
+    return table
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
+    parser.add_argument("--size", default="base", help="sizes of the decoder")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default="", help="names of contenders, with commas")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a run has failed")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--json", help="where the raw figures go")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print tables, and keep the raw figures."""
+    args, console = parse(argv), Console()
+    report: dict[str, Any] = {**circumstances(command_line("ranks", argv), args.device), "sizes": {}}
+    for size in args.size.split(","):
+        for ranks in (int(count) for count in args.ranks.split(",")):
+            raw = measure_all(size, ranks, args, console)
+            summary = summarise(raw)
+            report["sizes"][f"{size} x {ranks}"] = {"summary": summary, "raw": raw}
+            console.print(ranks_table(summary, f"{size}, {ranks} ranks on one {args.device}"))
+            for name, entry in raw.items():
+                if entry["error"]:
+                    console.print(f"{name}: {entry['error']}", markup=False, highlight=False)
+    console.print(told(report), highlight=False)
+    if path := keep(report, "ranks", args.json):
+        console.print(f"raw results: {path}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

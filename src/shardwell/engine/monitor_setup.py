@@ -1,0 +1,37 @@
+"""Gives an engine its monitor, if its configuration asks for output that people watch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwell.config import Config
+from shardwell.engine.startup_report import startup_line
+
+if TYPE_CHECKING:
+    from shardwell.engine.engine import Engine
+    from shardwell.monitor.monitor import Monitor
+
+
+def monitor_for(engine: Engine) -> Monitor | None:
+    """Return the monitor of rank 0, or None if nothing is asked for; the other ranks have none.
+
+    With `steps_per_print` it begins with a line about the model and how it is trained.
+    """
+    if engine.global_rank != 0 or not asks_for_output(engine.settings) or engine._context.device.is_meta:
+        return None
+    from shardwell.monitor.monitor import Monitor
+
+    if engine.settings.steps_per_print:
+        print(startup_line(engine), flush=True)
+    return Monitor(engine, engine._context.device, engine._traffic_stats)
+
+
+def asks_for_output(config: Config) -> bool:
+    """Return whether a configuration asks for anything that a monitor prints or writes."""
+    blocks = (config.flops_profiler, config.comms_logger, config.tensorboard, config.csv_monitor)
+    return bool(
+        config.steps_per_print
+        or config.wall_clock_breakdown
+        or config.memory_breakdown
+        or any(block.enabled for block in (*blocks, config.wandb, config.comet))
+    )

@@ -1,0 +1,237 @@
+"""What ranks tell each other when one of them fails or ends: messages in the store, and links that are cut.
+
+A rank that raises leaves its reason in the store and cuts its links, which wakes the peers that wait for it. A rank
+that ends leaves a message with the number of tokens it announced, for ranks that go on and then miss it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from shardwell.errors import DivergenceError, PeerError, ShardwellError
+from shardwell.parallel.heartbeat import Heartbeats
+from shardwell.parallel.rank_store import RankStore
+
+_FAILURE = "failure"
+_END = "end"
+_AFTER, _LEFT = "after", "left"  # what a rank leaves when it ends an engine that has failed
+_NO_RETURN = (
+    "All ranks stop where one fails, because the others wait for what it would bring: an error that is caught does not "
+    "bring this engine back. Start again from the last checkpoint, and leave out what may fail (a bad batch, say) "
+    "before the forward."
+)
+
+
+class PeerFailures:
+    """The failures and ends of the ranks of one engine. With one rank, or simulated ranks, there is nothing to tell."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], cut_links: Callable[[], None]) -> None:
+        """Begin without a store. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
+        self._rank, self._ranks = rank, ranks
+        self.cut_links = cut_links
+        self._store: Any = None
+        self._board: RankStore | None = None
+        self._pulse: Heartbeats | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what has failed: the engine begins again."""
+        self.error: tuple[type[ShardwellError], str] | None = None  # the error itself would keep its frames alive
+        self._where = ""  # what this rank itself failed in
+        self.is_over = False  # this rank takes part in no more collectives
+
+    def use_store(self, store: Any, board: RankStore, pulse: Heartbeats) -> None:
+        """Leave messages in this store, and ask these heartbeats which processes have ended."""
+        self._store, self._board, self._pulse = store, board, pulse
+
+    # ---------------------------------------------------------------------------------------------------- telling
+
+    def fail(self, error: ShardwellError, where: str = "") -> ShardwellError:
+        """Tell the peers why this rank stops, wake peers that wait for it, and refuse further tokens here.
+
+        `where` is what this rank failed in, for `meet_again`.
+        """
+        if self._board is not None and self.error is None:
+            self._where = where
+            self.error = type(error), f"{error} (on this rank, {self._rank}). {_NO_RETURN}"
+            self._tell("divergence" if isinstance(error, DivergenceError) else "peer", str(error))
+        return error
+
+    def post_message(self, words: str) -> None:
+        """Tell peers that will wait for this rank why it does not come. The links stay open for their other users."""
+        if self._board is not None:
+            with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
+                self._board.first(_FAILURE, f"peer {self._rank} {words}")
+
+    def _tell(self, kind: str, words: str) -> None:
+        if self._board is not None:
+            with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
+                self._board.first(_FAILURE, f"{kind} {self._rank} {words}")
+        self.is_over = True
+        self.cut_links()
+
+    def report_lost(self, store: Any, rank: int) -> None:
+        """Leave a failure message for a rank whose process has ended without one. Any thread may call this."""
+        if not store.check([f"{_END}/{rank}"]):
+            store.compare_set(_FAILURE, "", f"lost {rank} {_gone(rank)}")
+
+    def end(self, words: str, num_announced: int, *, is_exit: bool = False) -> None:
+        """Leave a message that this rank takes part in nothing more, if it has not failed.
+
+        The message says how the rank ended, and after how many tokens. `is_exit`: its process ends, too.
+        """
+        if self._board is not None:
+            with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
+                if self.error is None:
+                    self._board.set(f"{_END}/{self._rank}", f"{num_announced} {words}")
+                elif is_exit:
+                    self._board.first(f"{_AFTER}/{self._rank}", _LEFT)
+            self.is_over = True
+
+    # ---------------------------------------------------------------------------------------------------- finding
+
+    def raise_again(self) -> NoReturn:
+        """Raise the failure that this rank knows of."""
+        assert self.error is not None
+        kind, words = self.error
+        raise kind(words)
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether a rank is known to have failed. Any thread may ask; no rank is told and no links are cut."""
+        if self._board is None:
+            return False
+        try:
+            return self.error is not None or bool(self._store.check([_FAILURE]))
+        except RuntimeError:  # the store ended with the process that holds it
+            return True
+
+    def check(self) -> None:
+        """Raise the error of the first rank that failed, if one has."""
+        if self._board is None or not self._board.has(_FAILURE):
+            return
+        kind, rank, words = self._board.get(_FAILURE).split(" ", 2)
+        known = {"divergence": DivergenceError(words), "lost": PeerError(words)}
+        found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}. {_NO_RETURN}")
+        self.error = type(found), str(found)
+        self.cut_links()
+        raise found
+
+    def check_exits(self, needed: int) -> None:
+        """Raise if a rank has ended before `needed` tokens and will never take part in this rank's collective."""
+        if (words := self._ended_ranks(needed)) is not None:
+            raise self._missing(words)
+
+    def _missing(self, words: str) -> PeerError:
+        self._tell("lost", words)
+        self.error = PeerError, words
+        return PeerError(words)
+
+    def _ended_ranks(self, needed: int) -> str | None:
+        """Return the messages of ranks that ended before `needed` tokens, with advice; None if no rank has."""
+        board = self._board
+        if board is None:
+            return None
+        others = (rank for rank in self._ranks if rank != self._rank)
+        ended = [rank for rank in others if board.has(f"{_END}/{rank}")]
+        words = [(rank, *board.get(f"{_END}/{rank}").partition(" ")[::2]) for rank in ended]
+        if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):
+            return None
+        return (
+            f"{said}; rank {self._rank} goes on and waits for what it would bring. Give all ranks the same number "
+            "of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop inside `with "
+            "engine.join():`, where ranks may have different numbers of them."
+        )
+
+    def _lost(self) -> list[int]:
+        """Return the ranks whose processes are known to have ended."""
+        return [] if self._pulse is None else self._pulse.lost()
+
+    def diagnose(self, error: Exception, num_announced: int) -> ShardwellError:
+        """Return the cause of a broken collective: the message of the first rank that failed, if it left one.
+
+        If it left none, other ranks may have no link to the failed rank and wait for this one: they are told.
+        """
+        deadline, words = time.monotonic() + 2.0, f"rank {self._rank}: a peer stopped answering: {error}"
+        while time.monotonic() < deadline:
+            try:
+                self.check()
+                self.check_exits(num_announced)
+                if lost := self._lost():
+                    return self._missing(_gone(lost[0]))
+            except ShardwellError as known:
+                return known
+            time.sleep(0.05)
+        return self._missing(words)
+
+    def without_store(self, error: Exception) -> ShardwellError:
+        """Return the error for a store that has ended with the process that holds it."""
+        if lost := self._lost():
+            words = f"{_gone(lost[0])}, and the store that ranks leave words in has gone, too"
+        else:
+            words = (
+                f"rank {self._rank}: a peer stopped answering. The store that ranks leave words in is gone: the "
+                f"process that holds it (rank 0's, or the launcher's) has ended ({error})"
+            )
+        self.error = PeerError, words
+        self.is_over = True
+        self.cut_links()
+        return PeerError(words)
+
+    # ------------------------------------------------------------------------------------------- after a failure
+
+    def meet_again(self, state: str, *, is_updating: bool, time_limit: float) -> str | None:
+        """Meet the other ranks, each of which must have raised the error; return None, or why they cannot go on.
+
+        `state` is what the ranks must have alike. A rank that raised nothing is elsewhere, and one that failed in a
+        step, or `is_updating`, may have updated a part of its parameters.
+        """
+        if self._board is None:
+            return None
+        where = "step" if is_updating else self._where
+        mine = json.dumps([self.error is not None, where, state])
+        reason = self._first_words(self._board)
+        try:
+            self._board.first(f"{_AFTER}/{self._rank}", mine)
+            others = self._await_states(self._board, time_limit)
+        except ShardwellError as error:
+            return str(error)
+        if (left := [rank for rank, words in others.items() if words == _LEFT]) != []:
+            return f"the process of rank {left[0]} ended after the failure ({reason})"
+        states = {rank: json.loads(words) for rank, words in others.items()}
+        for rank, (raised, where, theirs) in states.items():
+            if not raised:
+                return f"rank {rank} did not have the failure of the others ({reason}): it is at another place"
+            if where == "step":
+                return f"rank {rank} failed in a step: its parameters may be updated in part ({reason})"
+            if theirs != state:
+                return f"rank {rank} is at {theirs} and rank {self._rank} at {state} after the failure ({reason})"
+        return None
+
+    def _first_words(self, board: RankStore) -> str:
+        """Return the first sentence of the first rank that failed, which is not to be taken for that error again."""
+        with contextlib.suppress(ShardwellError):
+            if board.has(_FAILURE):
+                _, rank, words = board.get(_FAILURE).split(" ", 2)
+                return f"rank {rank}: {words.split('. ')[0].rstrip('.')}"
+        return "its words are gone"
+
+    def _await_states(self, board: RankStore, time_limit: float) -> dict[int, str]:
+        """Return what each rank has left after a failure; raise an error if one of them will leave nothing."""
+        begin, pause = time.monotonic(), 1e-3
+        while missing := [rank for rank in self._ranks if not board.has(f"{_AFTER}/{rank}")]:
+            if lost := set(self._lost()) & set(missing):
+                raise PeerError(_gone(min(lost)))
+            if time.monotonic() - begin > time_limit:
+                raise PeerError(f"rank {missing[0]} did not come within {time_limit:g} s after the failure")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return {rank: board.get(f"{_AFTER}/{rank}") for rank in self._ranks}
+
+
+def _gone(rank: int) -> str:
+    return f"rank {rank} is gone: its process has ended without a word, as one that was killed does"

@@ -1,0 +1,199 @@
+"""Cut a model that comes whole: its parameters become parts, and its layers those of `layers.py`.
+
+Parameters keep their identity. One parameter at a time is whole on a device, also if the model was built in
+`zero.Init`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.parallel import Collectives
+from shardwell.sharding import released
+from shardwell.sharding.tensor_part import TensorPart, mark_part, mark_partial, part_of
+from shardwell.tensor_parallel import layers
+from shardwell.tensor_parallel.region import CutRegion
+
+_COLUMNS, _ROWS = (
+    ("colwise", "colwise_gather_output", "packed_colwise"),
+    ("rowwise", "rowwise_split_input", "packed_rowwise"),
+)
+
+
+@dataclass
+class Cutter:
+    """Cuts the layers of one model."""
+
+    model: nn.Module
+    plan: Mapping[str, str]  # style by full name
+    stage: Collectives  # the ranks that hold the same model
+    inside: CutRegion  # of layers in blocks, between which sequences may be split
+    outside: CutRegion  # of other layers
+    blocks: tuple[str, ...]  # names of the blocks
+    hooks: list[Any] = field(default_factory=list)
+
+    def cut(self) -> None:
+        """Cut all that the plan names."""
+        modules, parameters = dict(self.model.named_modules()), dict(self.model.named_parameters())
+        for name, style in self.plan.items():
+            if name in modules:
+                self._cut_module(name, modules[name], style)
+            else:
+                self._cut_parameter(name, parameters[name], style)
+        self._follow_ties()
+
+    def _region(self, name: str) -> CutRegion:
+        return self.inside if any(name.startswith(f"{block}.") for block in self.blocks) else self.outside
+
+    def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
+        region = self._region(name)
+        if style == "replicate" or isinstance(module, layers.CutLayer):
+            return
+        if style == "replicated_with_grad_allreduce":
+            for parameter in module.parameters():
+                mark_partial(parameter)
+        elif style == "moe_tp_experts":
+            self.hooks += layers.sum_around(module, region, name)
+        elif isinstance(module, nn.Embedding) and style.startswith("embedding"):
+            self._cut_embedding(name, module, region, by_words=style == "embedding_rowwise")
+        elif hasattr(module, "base_layer"):
+            self._cut_adapter(name, module, style)
+        elif style in (*_COLUMNS, *_ROWS):
+            self._cut_linear(name, module, style, region)
+        else:
+            raise _misfit(name, module, style)
+
+    def _cut_linear(self, name: str, module: nn.Module, style: str, region: CutRegion) -> None:
+        is_conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        if not is_conv and type(module).forward is not nn.Linear.forward:
+            raise _misfit(name, module, style)
+        is_column = style in _COLUMNS
+        bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
+        dim = int(is_column) if is_conv else int(not is_column)
+        num_blocks = 2 if style.startswith("packed") else 1
+        part = self._cut_tensor(f"{name}.weight", module.weight, dim, num_blocks)  # type: ignore[arg-type]
+        if bias is not None and is_column:
+            self._cut_tensor(f"{name}.bias", bias, 0, num_blocks)
+        elif bias is not None and region.splits_sequences:
+            mark_partial(bias)
+        kinds = (layers.ColumnConv1D, layers.RowConv1D) if is_conv else (layers.ColumnLinear, layers.RowLinear)
+        self._become(module, kinds[0] if is_column else kinds[1], name, region, part)
+        if is_column:
+            module.gathers, module.draws = style == "colwise_gather_output", self._has_end(name)  # type: ignore[assignment]
+        else:
+            module.splits_input = style == "rowwise_split_input"  # type: ignore[assignment]
+
+    def _has_end(self, name: str) -> bool:
+        """Whether a layer that is cut by rows follows in the same module."""
+        around = name.rpartition(".")[0]
+        return any(style in _ROWS and other.rpartition(".")[0] == around for other, style in self.plan.items())
+
+    def _cut_embedding(self, name: str, module: nn.Embedding, region: CutRegion, *, by_words: bool) -> None:
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            raise ShardwellError(
+                f"tensor_parallel.plan: embedding '{name}' has max_norm, sparse or scale_grad_by_freq, which need all "
+                "words: leave it out of the plan"
+            )
+        weight: Any = module.weight
+        part = self._cut_tensor(f"{name}.weight", weight, 0 if by_words else 1)
+        self._become(module, layers.VocabularyEmbedding if by_words else layers.WidthEmbedding, name, region, part)
+        if by_words:
+            module.first = part.ranges[0][0]  # type: ignore[assignment]
+
+    def _cut_adapter(self, name: str, module: nn.Module, style: str) -> None:
+        """Cut a layer with low-rank adapters (LoRA): B follows outputs, A follows inputs, the other one is whole."""
+        if style.startswith("packed"):
+            raise _misfit(name, module, style)
+        region, is_column = self._region(name), style in _COLUMNS
+        if style not in ("colwise", "rowwise"):
+            raise ShardwellError(
+                f"tensor_parallel.plan: '{name}' has adapters, and style {style} would gather or split around them; "
+                "use colwise or rowwise for it"
+            )
+        self._cut_linear(f"{name}.base_layer", module.base_layer, style, region)  # type: ignore[arg-type]
+        for which in ("lora_A", "lora_B"):
+            for adapter, inner in getattr(module, which, {}).items():
+                full = f"{name}.{which}.{adapter}"
+                if (which == "lora_B") is is_column:
+                    self._cut_linear(full, inner, style, region)
+
+    def _become(self, module: nn.Module, kind: type[nn.Module], name: str, region: CutRegion, part: TensorPart) -> None:
+        layer: Any = module
+        layer.kind, layer.region, layer.full_name = type(module), region, name
+        layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
+        if type(module) in (nn.Linear, nn.Embedding) or kind.__name__.endswith("Conv1D"):
+            layer.__class__ = kind
+        else:
+            layer.__class__ = type(kind.__name__, (kind, type(module)), {"__module__": kind.__module__})
+
+    def _cut_parameter(self, name: str, parameter: nn.Parameter, style: str) -> None:
+        """Cut a parameter that a module uses itself, as packed experts do: the last two dims are out and in."""
+        if style not in (*_COLUMNS, *_ROWS) or parameter.ndim < 2:
+            raise ShardwellError(
+                f"tensor_parallel.plan: {style} does not fit parameter '{name}' {tuple(parameter.shape)}"
+            )
+        self._cut_tensor(
+            name, parameter, parameter.ndim - (2 if style in _COLUMNS else 1), 1 + style.startswith("packed")
+        )
+
+    @torch.no_grad()
+    def _cut_tensor(self, name: str, parameter: nn.Parameter, dim: int, num_blocks: int = 1) -> TensorPart:
+        """Replace the values of a parameter, which are those of the first rank, by this rank's part."""
+        axis, shape = self.outside.axis, tuple(parameter.shape)
+        if (known := part_of(parameter)) is not None:
+            if known.dim != dim:
+                raise ShardwellError(
+                    f"tensor_parallel.plan: '{name}' is shared by layers that cut it along dims {known.dim} and {dim}"
+                )
+            return known
+        size = shape[dim]
+        if size < axis.size or size % num_blocks:
+            raise ConfigError(
+                f"tensor_parallel.autotp_size: '{name}' {shape} cannot be cut along dim {dim} into {axis.size} parts"
+                + (f" of {num_blocks} blocks" if num_blocks > 1 else "")
+            )
+        blocks = (size // num_blocks,) * num_blocks if num_blocks > 1 else ()
+        part = TensorPart(shape, dim, axis.size, axis.rank, blocks)
+        parameter.data = part.cut(self._values(name, parameter)).clone(memory_format=torch.contiguous_format)
+        mark_part(parameter, part)
+        return part
+
+    def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """Return the first rank's values of a parameter."""
+        if released.is_owned(parameter):
+            return released.owner_of(parameter).hand_over(parameter)
+        if parameter.is_meta:
+            return parameter.data
+        whole = parameter.data.to(self.stage.device.torch_device).contiguous()
+        self.stage.broadcast(whole, token=f"SETUP {name}")
+        return whole
+
+    def _follow_ties(self) -> None:
+        """Cut the layers that share a cut parameter: the embedding of a vocabulary whose last layer is cut."""
+        for name, module in self.model.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, layers.CutLayer) or not isinstance(weight, nn.Parameter):
+                continue
+            part = part_of(weight)
+            if part is None or name in self.plan:
+                continue
+            if isinstance(module, nn.Embedding) and part.dim == 0:
+                self._cut_embedding(name, module, self._region(name), by_words=True)
+            else:
+                raise ShardwellError(
+                    f"tensor_parallel.plan: '{name}' shares its weight with a layer that is cut, and is not in the "
+                    "plan: add it there, or leave the other out"
+                )
+
+
+def _misfit(name: str, module: nn.Module, style: str) -> ShardwellError:
+    return ShardwellError(
+        f"tensor_parallel.plan: '{name}' is a {type(module).__name__}, and {style} does not fit it: linear layers are "
+        "cut by colwise and rowwise, embeddings by embedding_rowwise and embedding_colwise"
+    )

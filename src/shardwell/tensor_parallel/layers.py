@@ -1,0 +1,144 @@
+"""Linear layers and embeddings of which each rank of the tensor axis holds a part, on plain tensors.
+
+A layer of a model becomes one of these by a change of its class: it keeps its identity, its parameters and its hooks.
+Where a region of the forward begins and ends is in `region.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwell.tensor_parallel.functions import enter, leave
+from shardwell.tensor_parallel.region import CutRegion
+
+
+class CutLayer(nn.Module):
+    """What layers that are cut have in common."""
+
+    region: CutRegion
+    full_name: str
+    kind: type[nn.Module]  # the class that the layer had
+    sizes: list[int]  # of the parts of all ranks, along the dimension that is cut
+
+
+class ColumnLinear(CutLayer, nn.Linear):
+    """A linear layer that computes some of the outputs: its weight is cut by rows of memory (dim 0)."""
+
+    gathers: bool  # the outputs of all ranks are all-gathered
+    draws: bool  # a region with random numbers of its own begins here
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return this rank's outputs, or those of all ranks."""
+        taken = self.region.begin(values, self.full_name, draws=self.draws)
+        found = F.linear(taken, self.weight, self.bias)
+        return self.region.gather_last(found, self.full_name, self.sizes) if self.gathers else found
+
+
+class RowLinear(CutLayer, nn.Linear):
+    """A linear layer that computes with some of the inputs: its weight is cut along dim 1, and outputs are summed."""
+
+    splits_input: bool  # the input is whole
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the outputs, which all ranks have alike, or this rank's part of the sequence."""
+        if self.splits_input:
+            values = self.region.split_last(values, self.full_name)
+        found = self.region.end(F.linear(values, self.weight), self.full_name)
+        return found if self.bias is None else found + self.bias
+
+
+class ColumnConv1D(CutLayer):
+    """GPT-2's linear layer, whose weight is transposed, cut by outputs (dim 1)."""
+
+    gathers: bool
+    draws: bool
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return this rank's outputs, or those of all ranks."""
+        taken = self.region.begin(values, self.full_name, draws=self.draws)
+        found = F.linear(taken, self.weight.t(), self.bias)
+        return self.region.gather_last(found, self.full_name, self.sizes) if self.gathers else found
+
+
+class RowConv1D(CutLayer):
+    """GPT-2's linear layer, whose weight is transposed, cut by inputs (dim 0)."""
+
+    splits_input: bool
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the outputs, which all ranks have alike, or this rank's part of the sequence."""
+        if self.splits_input:
+            values = self.region.split_last(values, self.full_name)
+        return self.region.end(F.linear(values, self.weight.t()), self.full_name) + self.bias
+
+
+class VocabularyEmbedding(CutLayer, nn.Embedding):
+    """An embedding of some words of the vocabulary: words of other ranks are zeros here, and the ranks sum."""
+
+    first: int  # this rank's first word
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return the embeddings of all words, on all ranks alike."""
+        own = words - self.first
+        is_away = (own < 0) | (own >= self.weight.shape[0])
+        if self.weight.shape[0] == 0:
+            found = self.weight.new_zeros(*words.shape, self.weight.shape[1])
+            return self._sum(found + self.weight.sum())  # the gradient of no element
+        found = F.embedding(own.masked_fill(is_away, 0), self.weight, self._padding)
+        return self._sum(found.masked_fill(is_away.unsqueeze(-1), 0.0))
+
+    def _sum(self, found: Tensor) -> Tensor:
+        return leave(found, self.region.axis, f"TENSOR {self.full_name}")
+
+    @property
+    def _padding(self) -> int | None:
+        """The padding word, whose gradient is zero, if it is one of this rank's."""
+        if self.padding_idx is None:
+            return None
+        own = self.padding_idx - self.first
+        return own if 0 <= own < self.weight.shape[0] else None
+
+
+class WidthEmbedding(CutLayer, nn.Embedding):
+    """An embedding of all words in some of the dimensions: the ranks' dimensions are all-gathered."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return the embeddings of all words in all dimensions, on all ranks alike."""
+        found = F.embedding(words, self.weight, self.padding_idx)
+        return self.region.gather_last(found, self.full_name, self.sizes)
+
+
+def sum_around(module: nn.Module, region: CutRegion, name: str) -> list[Any]:
+    """Let a module with cut parameters of its own, as packed experts are, begin and end a region; return the hooks.
+
+    Gradients of all floating inputs are summed: routing weights, too, meet only a part of the experts' outputs.
+    """
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def entered(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+                return enter(value, region.axis, f"TENSOR {name}")
+            return value
+
+        return tuple(map(entered, args)), {key: entered(value) for key, value in kwargs.items()}
+
+    def end(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return leave(output, region.axis, f"TENSOR {name}")
+
+    return [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
+
+
+def restore(layer: nn.Module) -> None:
+    """Give a layer that was cut its former class back; its parameters are whole again."""
+    kind = vars(layer)["kind"]
+    layer.__class__ = kind
+    for name in ("kind", "region", "full_name", "sizes", "gathers", "draws", "splits_input", "first"):
+        vars(layer).pop(name, None)

@@ -1,0 +1,66 @@
+"""The cross entropy over a vocabulary whose logits are cut over the tensor axis: they are never whole on a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shardwell.parallel.tensor_axis import TensorAxis
+from shardwell.tensor_parallel.layers import CutLayer
+
+_TOKEN = "TENSOR loss"
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis, first: int) -> Tensor:
+        """Return the loss of each row. The softmax is kept for backward, in place of the logits."""
+        most = axis.all_reduce_max(
+            logits.amax(-1) if logits.shape[-1] else logits.new_full(targets.shape, -1e30), _TOKEN
+        )
+        shifted = (logits - most.unsqueeze(-1)).exp_()
+        own = targets - first
+        is_away = (own < 0) | (own >= logits.shape[-1])
+        own = own.masked_fill(is_away, 0)
+        there = logits.gather(-1, own.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else torch.zeros_like(most)
+        sums = torch.stack([shifted.sum(-1), there.masked_fill(is_away, 0.0)])
+        axis.all_reduce(sums, _TOKEN)
+        shifted.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(shifted, own, is_away)
+        return sums[0].log() + most - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        softmax, own, is_away = ctx.saved_tensors
+        found = softmax.clone()
+        if found.shape[-1]:
+            one = (~is_away).to(found.dtype).unsqueeze(-1)
+            found.scatter_add_(-1, own.unsqueeze(-1), -one)
+        return found.mul_(grad.unsqueeze(-1)), None, None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, layer: Any, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """Return the cross entropy of logits of which this rank has the part that `layer` computed.
+
+    `layer` is the last linear layer, cut by "colwise"; logits have its outputs as last dimension. All ranks of the
+    tensor axis get the same loss, in fp32 at least. `reduction` is "mean", "sum" or "none", as in torch.
+    """
+    if not isinstance(layer, CutLayer):
+        raise TypeError(f"layer: expected one that a plan has cut, found a {type(layer).__name__}")
+    rows = logits.reshape(-1, logits.shape[-1])
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    flat = targets.reshape(-1)
+    is_counted = flat != ignore_index
+    axis = layer.region.axis
+    first = sum(layer.sizes[: axis.rank])
+    losses: Tensor = _CrossEntropy.apply(rows, flat.masked_fill(~is_counted, 0), axis, first)  # type: ignore[no-untyped-call]
+    losses = losses.masked_fill(~is_counted, 0.0)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / is_counted.sum()

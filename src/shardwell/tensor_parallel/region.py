@@ -1,0 +1,106 @@
+"""What the cut layers of one engine share: the axis, whether sequences are split between them, and random numbers."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwell.errors import ShardwellError
+from shardwell.parallel.tensor_axis import TensorAxis
+from shardwell.tensor_parallel import functions
+from shardwell.tensor_parallel.randomness import RegionRandomness
+
+SEQUENCE_DIM = 1  # of hidden states: batch, sequence, width
+
+
+class CutRegion:
+    """The part of a forward in which each rank computes with its own parts of tensors.
+
+    It begins where a layer that is cut by columns takes its input, and ends where one that is cut by rows sums its
+    output.
+    """
+
+    def __init__(self, axis: TensorAxis, *, splits_sequences: bool, draws: bool) -> None:
+        """`draws`: random numbers (dropout) are drawn in some such regions."""
+        self._axis: TensorAxis | None = axis
+        self.splits_sequences = splits_sequences
+        self.randomness = RegionRandomness(axis.rank) if draws else None
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None  # an input, and what layers got
+
+    @property
+    def axis(self) -> TensorAxis:
+        """The ranks that hold the other parts."""
+        if self._axis is None:
+            raise ShardwellError(
+                "the engine that cut this model over ranks was destroyed: pass the model to initialize"
+            )
+        return self._axis
+
+    def close(self) -> None:
+        """Forget the axis, whose process groups end."""
+        self._axis, self._last = None, None
+
+    def begin(self, values: Tensor, name: str, *, draws: bool) -> Tensor:
+        """Return the input of a layer that is cut by columns.
+
+        Layers with the same input get the same tensor, so that its gradient is summed once. `draws`: a layer that is
+        cut by rows ends the region, and random numbers are this rank's own until then.
+        """
+        found = self._entered(values)
+        if found is None:
+            if self.splits_sequences:
+                found = functions.gather(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
+            elif values.requires_grad and torch.is_grad_enabled():
+                found = functions.enter(values, self.axis, f"TENSOR {name}")
+            else:
+                found = values
+            self._last = weakref.ref(values), weakref.ref(found)
+        if draws and self.randomness is not None and not self.splits_sequences:
+            self.randomness.begin(values.device)
+        return found
+
+    def _entered(self, values: Tensor) -> Tensor | None:
+        """Return what the last layer got if it had the same input, under the same mode of autograd."""
+        if self._last is None or self._last[0]() is not values:
+            return None
+        found = self._last[1]()
+        tracks = values.requires_grad and torch.is_grad_enabled()
+        return found if found is not None and found.requires_grad == tracks else None
+
+    def end(self, values: Tensor, name: str) -> Tensor:
+        """Return the sum over the ranks of the output of a layer that is cut by rows."""
+        self._last = None
+        if self.splits_sequences:
+            return functions.scatter(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
+        if self.randomness is not None:
+            self.randomness.end()
+        return functions.leave(values, self.axis, f"TENSOR {name}")
+
+    def split_sequence(self, values: Tensor) -> Tensor:
+        """Return this rank's part of the sequences, before the first block."""
+        if self.randomness is not None:
+            self.randomness.begin(values.device)
+        return functions.scatter(values, self.axis, SEQUENCE_DIM, "TENSOR sequences", sums=False)
+
+    def join_sequence(self, values: Tensor) -> Tensor:
+        """Return whole sequences of all ranks' parts, after the last block."""
+        if self.randomness is not None:
+            self.randomness.end()
+        return functions.gather(values, self.axis, SEQUENCE_DIM, "TENSOR sequences", sums=False)
+
+    def split_last(self, values: Tensor, name: str) -> Tensor:
+        """Return this rank's part of the last dimension of values that all ranks have."""
+        return functions.scatter(values, self.axis, -1, f"TENSOR {name} input", sums=False)
+
+    def gather_last(self, values: Tensor, name: str, sizes: list[int]) -> Tensor:
+        """Return the parts of all ranks along the last dimension, which have these sizes."""
+        most = max(sizes)
+        if min(sizes) == most:
+            return functions.gather(values, self.axis, -1, f"TENSOR {name} output", sums=False)
+        padded = F.pad(values, (0, most - values.shape[-1]))
+        found = functions.gather(padded, self.axis, -1, f"TENSOR {name} output", sums=False)
+        parts = zip(found.split(most, -1), sizes, strict=True)
+        return torch.cat([part.narrow(-1, 0, size) for part, size in parts], -1)

@@ -1,0 +1,113 @@
+"""Cut a model as its configuration says, or take one that comes cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.parallel import MeshRoles
+from shardwell.parallel.tensor_axis import TensorAxis
+from shardwell.sharding.tensor_part import check_parts, mark_part, part_of, read_megatron_marks
+from shardwell.sharding.wrap import repeated_blocks
+from shardwell.tensor_parallel import layers
+from shardwell.tensor_parallel.cut import Cutter
+from shardwell.tensor_parallel.plan import plan_of
+from shardwell.tensor_parallel.randomness import align_randomness, draws_in
+from shardwell.tensor_parallel.region import CutRegion
+from shardwell.tensor_parallel.sequence import split_sequences
+from shardwell.tensor_parallel.whole import whole_of
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a configuration says about tensor parallelism."""
+
+    plan: str | Mapping[str, str] = "auto"
+    layer_specs: Mapping[str, Any] | None = None
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model whose layers are cut, until its engine ends."""
+
+    model: nn.Module
+    regions: tuple[CutRegion, ...]
+    hooks: tuple[Any, ...]
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Make the layers that were cut whole again; parameters are plain tensors by now. All ranks must call it."""
+        axis = self.regions[0].axis
+        cut = [layer for layer in self.model.modules() if isinstance(layer, layers.CutLayer)]
+        mine = {id(parameter) for layer in cut for parameter in layer.parameters()}
+        for name, parameter in self.model.named_parameters():
+            part = part_of(parameter)
+            if part is not None and id(parameter) in mine:
+                parameter.data = whole_of(parameter.data, part, axis, f"WHOLE {name}")
+                mark_part(parameter, None)
+        for layer in cut:
+            layers.restore(layer)
+
+    def close(self) -> None:
+        """Let go of the process groups: the layers cannot run until the model is passed to `initialize` again."""
+        for hook in self.hooks:
+            hook.remove()
+        for region in self.regions:
+            region.close()
+
+
+def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutModel:
+    """Cut a model over the tensor axis, unless its parameters say that they are parts. All ranks must call it."""
+    assert roles.tensor is not None
+    axis = TensorAxis(roles.tensor)
+    align_randomness(roles.tensor)
+    draws = draws_in(model)
+    outside = CutRegion(axis, splits_sequences=False, draws=draws)
+    inside = CutRegion(axis, splits_sequences=True, draws=draws) if asked.sequence_parallel else outside
+    regions = (outside,) if inside is outside else (outside, inside)
+    check_parts(model, axis.size)
+    if read_megatron_marks(model, axis.size, axis.rank):
+        return _come_cut(model, regions, asked)
+    if asked.plan == "none" and asked.layer_specs is None:
+        raise ShardwellError(
+            f'the tensor axis has {axis.size} ranks, tensor_parallel.plan is "none", and no parameter says that it '
+            "is a part of a larger one: set tensor_model_parallel and partition_dim of those that are, or give a plan"
+        )
+    _check_heads(model, axis.size)
+    repeated = repeated_blocks(model)
+    names = [name for name, _ in model.named_modules() if name in repeated]
+    plan = plan_of(model, asked.plan, asked.layer_specs)
+    cut_blocks = tuple(name for name in names if any(one.startswith(f"{name}.") for one in plan))
+    cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks)
+    cutter.cut()
+    if asked.sequence_parallel:
+        modules = dict(model.named_modules())
+        cutter.hooks += split_sequences([(name, modules[name]) for name in cut_blocks], inside)
+    return CutModel(model, regions, tuple(cutter.hooks))
+
+
+def _come_cut(model: nn.Module, regions: tuple[CutRegion, ...], asked: PlanRequest) -> CutModel:
+    """Take a model that comes cut: by an earlier engine, or by its own layers."""
+    for module in model.modules():
+        if isinstance(module, layers.CutLayer):
+            if asked.sequence_parallel is not module.region.splits_sequences and asked.sequence_parallel:
+                raise ShardwellError(
+                    "the model was cut by an engine without sequence_parallel; build it anew, or leave the key out"
+                )
+            module.region = regions[-1] if module.region.splits_sequences else regions[0]
+    return CutModel(model, regions, ())
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    """Refuse a number of heads that the ranks cannot share, by the names that configurations of models use."""
+    config = getattr(model, "config", None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(f"tensor_parallel.autotp_size: {size} ranks cannot share {heads} heads ({name})")
