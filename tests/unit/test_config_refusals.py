@@ -179,7 +179,7 @@ def test_all_problems_come_in_one_error_sorted_by_path() -> None:
 
 ASKING = """
 zero_optimization.zenflow {"topk_ratio":0.1}  zero_optimization.zeropp_loco_param {"err_beta":0.8}
-pipeline {"stages":2}  tensor_parallel {"autotp_size":4}  tensor_parallel {"tp_size":2}  compile {"deepcompile":true}
+compile {"deepcompile":true}
 sparse_attention {"mode":"fixed"}  weight_quantization {"post_init_quant":{}}  quantize_training {"quantize_bits":{}}
 compression_training {"weight_quantization":{"shared_parameters":{"enabled":true}}}  amp true  elasticity "yes"
 """

@@ -265,9 +265,6 @@ class TensorParallelConfig(ConfigBlock):
     sequence_parallel: Flag = Field(
         default=False, description="Split activations between cut layers over the same ranks, along the sequence."
     )
-    tp_overlap_comm: Flag = Field(
-        default=False, description="Sum input gradients of cut layers while weight gradients are computed."
-    )
 
     @property
     def size(self) -> int:
