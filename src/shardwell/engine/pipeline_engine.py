@@ -117,6 +117,19 @@ class PipelinedEngine(Engine):
         finally:
             self.module.train(was_training)
 
+    @property
+    def stage_id(self) -> int:
+        """This rank's index along the pipeline."""
+        return self._plan.rank
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank has the first layers."""
+        return self._plan.rank == 0
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank has the last layers, and computes losses."""
+        return self._plan.rank == self._plan.num_ranks - 1
+
     def bubble(self) -> float | None:
         """Return the share of the last `train_batch` in which this rank's device was idle; None before the first."""
         return self._bubble

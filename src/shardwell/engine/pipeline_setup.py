@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwell import checkpointing
 from shardwell.config import Config
 from shardwell.errors import ConfigError
 from shardwell.parallel import Collectives
@@ -107,10 +108,11 @@ def plan_pipeline(
             "a pipeline of a model that was built inside zero.Init is not supported: build it on the meta device or on "
             "the host, or as a PipelineModule of LayerSpecs, of which each rank builds its own"
         )
-    if block.activation_checkpoint_interval > 1:
+    interval = block.activation_checkpoint_interval or getattr(divided, "interval", 0)
+    if interval > 1:
         raise ConfigError(
-            f"pipeline.activation_checkpoint_interval: {block.activation_checkpoint_interval} is not supported; use 1, "
-            "which recomputes one layer at a time, or 0"
+            f"pipeline.activation_checkpoint_interval: {interval} is not supported; use 1, which recomputes one layer "
+            "at a time and keeps the input of each, or 0"
         )
     num_ranks, chunks = roles.grid.pipe, block.chunks
     rank = roles.grid.position(roles.all.rank_group.rank)["pipe"]
@@ -123,6 +125,8 @@ def plan_pipeline(
         links = PointToPoint(roles.pipe, roles.grid.lines("pipe"), channels(num_ranks, chunks))
         messages = StageMessages(links, num_ranks, context.device.torch_device)
     late = LateWeights(modules) if block.schedule == "zb-h1" else None
+    if interval:
+        modules.recompute(checkpointing.checkpoint)
     loss_fn = divided.__dict__["loss_fn"]
     _say_costs(settings, context)
     context = replace(context, tied=_tie(modules, divided, context))

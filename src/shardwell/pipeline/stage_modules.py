@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 Hidden = Any  # a tensor, or a tuple of tensors
@@ -172,9 +174,25 @@ class StageModules:
         indices = range(self._borders[stage], self._borders[stage + 1])
         return [module for index in indices for module in self.layers.modules_of(index)]
 
+    def recompute(self, checkpoint: Callable[..., Any]) -> None:
+        """Let each layer of this rank keep its input only, and compute the rest again in backward."""
+        for stage in self.stages:
+            for place in self.layers.places[self._borders[stage] : self._borders[stage + 1]]:
+                layer = place.module
+                layer.forward = partial(_recomputed, checkpoint, layer, layer.forward)
+
     def layer_names(self, stage: int) -> list[str]:
         """Return the names of a stage's layers, for reports."""
         return [place.name for place in self.layers.places[self._borders[stage] : self._borders[stage + 1]]]
+
+
+def _recomputed(
+    checkpoint: Callable[..., Any], layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a layer's own forward, under a checkpoint while it is trained."""
+    if layer.training and torch.is_grad_enabled():
+        return checkpoint(forward, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def _hold(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwell.compat.deepspeed_api.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
+from shardwell.compat.deepspeed_api.names_runtime import PIPE_NAMES
 from shardwell.compat.deepspeed_api.rows import Constant, Row, SameModule, Supported, everything, refused, supported
 
 _LOGGING = supported("logging", "logger", "log_dist", "log_dist_once", "warning_once", "set_log_level_from_string")
@@ -50,7 +51,9 @@ _PACKAGE: dict[str, Row] = {
     "zero": SameModule("deepspeed.runtime.zero"),
     "checkpointing": SameModule("deepspeed.runtime.activation_checkpointing.checkpointing"),
     **refused(INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"),
-    **refused(PIPELINE, "PipelineModule", "PipelineEngine", "DualPipeVEngine", "DualPipeVModule"),
+    "PipelineModule": PIPE_NAMES["PipelineModule"],
+    "PipelineEngine": Supported("shardwell.engine.pipeline_engine:PipelinedEngine"),
+    **refused(PIPELINE, "DualPipeVEngine", "DualPipeVModule"),
     **refused(KERNELS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "replace_transformer_layer"),
     **refused(
         "generation and training share one engine here: deepspeed.zero.unwrap_model_for_generation gathers the model",
@@ -162,7 +165,7 @@ MODULES: dict[str, dict[str, Row]] = {
         },
         "PDSH_MAX_FAN_OUT": Constant(1024),
     },
-    "deepspeed.pipe": refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec", "DualPipeVModule"),
+    "deepspeed.pipe": {**PIPE_NAMES, **refused(PIPELINE, "DualPipeVModule")},
     "deepspeed.moe": {},
     "deepspeed.moe.layer": refused(MOE, "MoE"),
     "deepspeed.moe.utils": {

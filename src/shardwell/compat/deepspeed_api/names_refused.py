@@ -6,7 +6,7 @@ Each name of such a module can be imported, and its use raises the reason.
 from __future__ import annotations
 
 INFERENCE = "shardwell trains; serve the exported model (`shardwell checkpoint export`) with an inference server"
-PIPELINE = "there is no pipeline parallelism; stage 3 shards the parameters, and blocks are units"
+PIPELINE = 'the schedules of pipelines are "pipeline": {"schedule": ...}: gpipe, 1f1b, interleaved and zb-h1'
 MOE = "there is no expert parallelism; experts that are modules of the model are sharded as others are"
 MODEL_PARALLEL = "there is no tensor or sequence parallelism; stage 3 shards the parameters over all ranks"
 KERNELS = "there are no fused layers; use the model's own, and engine.compile() for speed"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER, PIPELINE
+from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER
 from shardwell.compat.deepspeed_api.rows import Constant, Row, Supported, everything, refused, supported
+
+PIPE_NAMES: dict[str, Row] = {
+    name: Supported(f"shardwell.pipeline:{name}") for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")
+}
 
 _ESTIMATES = supported(
     "estimates",
@@ -117,5 +121,10 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.tensor_parallel": refused(MODEL_PARALLEL, "TpTrainingManager", "TPTrainingConfig", "TPConfig"),
     "deepspeed.runtime.compiler": supported("modules", "is_compile_supported"),
-    "deepspeed.runtime.pipe": refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec"),
+    "deepspeed.runtime.pipe": {**PIPE_NAMES, "ProcessTopology": Supported("topology:ProcessTopology")},
+    "deepspeed.runtime.pipe.module": PIPE_NAMES,
+    "deepspeed.runtime.pipe.engine": {"PipelineEngine": Supported("shardwell.engine.pipeline_engine:PipelinedEngine")},
+    "deepspeed.runtime.pipe.topology": supported(
+        "topology", "ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology"
+    ),
 }

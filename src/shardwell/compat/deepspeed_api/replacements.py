@@ -13,8 +13,8 @@ _REPLACED: dict[str, str] = {
     "curriculum_scheduler": "order the samples in your own DataLoader",
     "progressive_layer_drop": "there is no layer dropping",
     "generate": "the model has no generate; with one, engine.module.generate works at all stages",
-    "train_batch": "there is no pipeline: call engine(batch), engine.backward(loss) and engine.step()",
-    "eval_batch": "there is no pipeline: call engine(batch) under torch.no_grad()",
+    "train_batch": "this engine has no pipeline: call engine(batch), engine.backward(loss) and engine.step()",
+    "eval_batch": "this engine has no pipeline: call engine(batch) under torch.no_grad()",
     "sparse_tensor_module_names": "gradients are dense",
     "csr_tensor_module_names": "gradients are dense",
 }

@@ -1,0 +1,261 @@
+"""Models of all kinds train in a pipeline: Transformers' decoders, PipelineModules, in mixed precision, recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwell
+from shardwell.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from tests.support.pipelines import (
+    NUM_MICRO_BATCHES,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Decoder,
+    chain,
+    micro_batches,
+    next_token_loss,
+    pipeline_config,
+    stream,
+)
+from tests.support.ranks import Ranks
+
+STEPS = 3
+SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+HEADS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS, num_key_value_heads=1)),
+    "qwen3, tied": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SMALL, **HEADS, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SMALL, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    ),
+}
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double()
+
+
+def dictionaries(steps: int, data_rank: int) -> Iterator[dict[str, Tensor]]:
+    """Yield micro-batches as Transformers has them, with padding."""
+    for ids, _ in stream(steps, data_rank):
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+        yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def plain_losses(
+    model: nn.Module, loss_of: Callable[[nn.Module, Any], Tensor], rows: Any, data_size: int
+) -> list[float]:
+    """Return the losses of plain PyTorch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    iterators = [rows(STEPS, rank) for rank in range(data_size)]
+    losses = []
+    for _ in range(STEPS):
+        batches = [next(one) for one in iterators for _ in range(NUM_MICRO_BATCHES)]
+        found = torch.stack([loss_of(model, batch) for batch in batches]).mean()
+        found.backward()
+        losses.append(float(found.detach()))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_decoders() -> dict[str, list[float]]:
+    """Train each decoder of Transformers, whose own loss counts; the model is not split by hand."""
+    found = {}
+    for number, (name, build) in enumerate(DECODERS.items()):
+        block = {
+            "stages": 2,
+            "schedule": ("1f1b", "zb-h1", "1f1b")[number],
+            "activation_checkpoint_interval": number % 2,
+        }
+        model = made(build)
+        engine, *_ = shardwell.initialize(
+            model=model, config={**pipeline_config(3 - number, "1f1b"), "pipeline": block}
+        )
+        rows = dictionaries(STEPS, engine.data_rank)
+        found[name] = [float(engine.train_batch(rows)) for _ in range(STEPS)]
+        engine.destroy()
+    return found
+
+
+def test_decoders_of_transformers_train_without_edits(ranks: Ranks) -> None:
+    expected = {
+        name: plain_losses(made(build), lambda model, batch: model(**batch, use_cache=False).loss, dictionaries, 1)
+        for name, build in DECODERS.items()
+    }
+    for found in ranks.run(2, train_decoders):
+        for name, losses in expected.items():
+            assert found[name] == pytest.approx(losses, abs=1e-6), name  # their loss is computed in fp32
+
+
+class Embedding(nn.Embedding):
+    """An embedding that is the output layer as well."""
+
+
+def output_layer(embedding: Embedding, hidden: Tensor) -> Tensor:
+    return F.linear(hidden, embedding.weight)
+
+
+def halve(hidden: Tensor) -> Tensor:
+    return hidden * 0.5
+
+
+SPECS = [
+    TiedLayerSpec("embed", Embedding, VOCABULARY, WIDTH, dtype=torch.float64),
+    *(LayerSpec(lambda: Block().double()) for _ in range(3)),
+    halve,
+    LayerSpec(nn.LayerNorm, WIDTH, dtype=torch.float64),
+    TiedLayerSpec("embed", Embedding, VOCABULARY, WIDTH, forward_fn=output_layer, dtype=torch.float64),
+]
+
+
+def train_specs(num_stages: int) -> tuple[list[float], list[str]]:
+    """Train a PipelineModule; return the losses and the names of this rank's parameters."""
+    net = PipelineModule(
+        SPECS, num_stages=num_stages, loss_fn=next_token_loss, seed_layers=True, partition_method="uniform"
+    )
+    config = {key: value for key, value in pipeline_config(1, "1f1b").items() if key != "pipeline"}
+    if num_stages == 1:
+        config["gradient_accumulation_steps"] *= 2
+    engine, *_ = shardwell.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    if num_stages == 1:
+        batches = iter([batch for step in range(STEPS) for rank in range(2) for batch in micro_batches(step, rank)])
+    else:
+        batches = stream(STEPS, engine.data_rank)
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    return losses, [name for name, _ in engine.module.named_parameters()]
+
+
+def test_layer_specs_are_built_where_they_run(ranks: Ranks) -> None:
+    ((expected, every),) = ranks.run(1, train_specs, 1)
+    found = ranks.run(4, train_specs, 2)
+    assert all(losses == pytest.approx(expected, abs=1e-10) for losses, _ in found)
+    assert found[0][1] == found[1][1] != found[2][1]
+    assert set(found[0][1]) | set(found[2][1]) == set(every)
+    assert set(found[0][1]) & set(found[2][1]) == {"tied_modules.embed.weight"}
+
+
+class Pair(nn.Module):
+    """A layer that takes and returns a tuple: a hidden state, and a mask without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, mask = pair
+        return self.block(hidden) * mask.unsqueeze(-1), mask
+
+
+class Begin(nn.Embedding):
+    """Makes the pair."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(ids), ids > 3
+
+
+class End(nn.Linear):
+    """Ends it."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(pair[0])
+
+
+def pairs() -> nn.Module:
+    return nn.Sequential(Begin(VOCABULARY, WIDTH), Pair(), Pair(), Pair(), End(WIDTH, VOCABULARY))
+
+
+def frozen() -> nn.Module:
+    """A model whose first stage has nothing to train but its norms."""
+    model = chain()
+    model[0].requires_grad_(False)
+    return model
+
+
+UNUSUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "tuples": (pairs, {}),
+    "recomputed": (chain, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}),
+    "recomputed late": (chain, {"pipeline": {"stages": 2, "schedule": "zb-h1", "activation_checkpoint_interval": 1}}),
+    "frozen": (frozen, {}),
+    "host": (lambda: Decoder(tied=True), {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
+    "names": (chain, {}),
+    "more rows": (chain, {}),
+}
+
+
+def train_unusual() -> dict[str, list[float]]:
+    found = {}
+    for name, (build, extra) in UNUSUAL.items():
+        at = ["2"] if name == "names" else "auto"
+        model = shardwell.pipeline.split(made(build), at=at, loss_fn=next_token_loss)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = {key: value for key, value in pipeline_config(3, "1f1b").items() if key != "optimizer"}
+        engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config={**config, **extra})
+        if name == "names":
+            lists = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
+            engine.use_schedule([one.split() for one in lists])
+            held = {one.partition(".")[0] for one, _ in engine.module.named_parameters()}
+            assert held == (set("01") if engine.is_first_stage() else set("23456"))
+        rows = stream(STEPS, 0)
+        found[name] = [float(engine.train_batch(rows)) for _ in range(STEPS)]
+        if name == "more rows":
+            wide = ((torch.cat([ids, ids]), torch.cat([labels, labels])) for ids, labels in stream(1, 0))
+            found["evaluated"] = [float(engine.eval_batch(wide)), float(engine.eval_batch(stream(1, 0)))]
+        engine.destroy()
+    return found
+
+
+def test_unusual_models_follow_plain_pytorch(ranks: Ranks) -> None:
+    found = ranks.run(2, train_unusual)
+    for name, (build, _) in UNUSUAL.items():
+        expected = plain_losses(made(build), lambda model, batch: next_token_loss(model(batch[0]), batch[1]), stream, 1)
+        for one in found:
+            assert one[name] == pytest.approx(expected, abs=1e-9), name
+            assert one["evaluated"][0] == pytest.approx(one["evaluated"][1])
+
+
+MIXED = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+def train_mixed(block: str) -> list[list[float]]:
+    """Train in mixed precision, as one process and as a pipeline."""
+    losses = []
+    for stages in (1, 2):
+        config = {**pipeline_config(1, "1f1b", stages=stages), block: MIXED[block]}
+        if stages == 1:
+            config["train_micro_batch_size_per_gpu"] = 1
+        torch.manual_seed(0)
+        model = shardwell.pipeline.split(Decoder(tied=True), loss_fn=next_token_loss)
+        engine, *_ = shardwell.initialize(model=model, config=config)
+        mine = dist.get_rank() if stages == 1 else 0
+        rows = (
+            (ids[mine : mine + 1], labels[mine : mine + 1]) if stages == 1 else (ids, labels)
+            for ids, labels in stream(6, 0)
+        )
+        losses.append([float(engine.train_batch(rows)) for _ in range(6)] + [engine.loss_scale])
+        engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("block", MIXED)
+def test_mixed_precision_trains_as_without_a_pipeline(ranks: Ranks, block: str) -> None:
+    first, second = ranks.run(2, train_mixed, block)
+    assert first == second
+    alone, pipeline = first
+    assert alone[-1] == pipeline[-1]  # the loss scale
+    assert pipeline == pytest.approx(alone, rel=0.02)  # other rows are summed in 16 bits
+    assert pipeline[5] < pipeline[0]
