@@ -23,7 +23,7 @@ def persistent_in(specs: list[UnitSpec], zero: ZeroConfig) -> set[int]:
     chosen, total = set(), 0
     for parameter in parameters:
         total += parameter.numel()
-        if parameter.numel() > threshold or any(total > bound for bound in bounds):
+        if parameter.numel() >= threshold or any(total > bound for bound in bounds):
             break
         chosen.add(id(parameter))
     return chosen
