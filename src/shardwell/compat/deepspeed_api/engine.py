@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwell.compat.deepspeed_api.enums import offload_block
 from shardwell.compat.deepspeed_api.files import EngineFiles
+from shardwell.compat.deepspeed_api.fragments import GRADIENT_DTYPE
 from shardwell.compat.deepspeed_api.getters import ConfigGetters
 from shardwell.compat.deepspeed_api.module_moves import leave_shards_in_place
 from shardwell.compat.deepspeed_api.monitor import SilentMonitor
@@ -21,6 +22,7 @@ from shardwell.compat.deepspeed_api.parameters import label, unlabel
 from shardwell.compat.deepspeed_api.replacements import replacement_for
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
+from shardwell.zero import is_released
 
 
 class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
@@ -52,6 +54,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def label_parameters(self) -> None:
         """Give the parameters `ds_id` and the others at stage 3, and take them off below it."""
+        for parameter in self.module.parameters():
+            setattr(parameter, GRADIENT_DTYPE, self.get_data_types()[1])
         if self.zero_optimization_stage() == 3:
             label(self.module.parameters(), self.world_size, self._persistent())
             leave_shards_in_place(self.module)
@@ -59,11 +63,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
             unlabel(self.module.parameters())
 
     def _persistent(self) -> list[nn.Parameter]:
-        """Return the small parameters that stay whole on every rank."""
-        threshold = self.zero_param_persistence_threshold()
-        if isinstance(threshold, str):
-            return []
-        return [parameter for parameter in self.module.parameters() if parameter.numel() < threshold]
+        """Return the small parameters that stay whole on every rank: those that a new engine has not released."""
+        return [parameter for parameter in self.module.parameters() if not is_released(parameter)]
 
     # ------------------------------------------------------------------------------------------------------- loop
 
@@ -85,7 +86,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
             raise _UsageError("this engine has no optimizer: pass one to initialize, or name one in the configuration")
         if self.inside_no_sync_ctxt:
             raise _UsageError(
-                "step was called inside no_sync, where gradients are held back: call it after the context"
+                "It is illegal to call Engine.step() inside no_sync context manager: gradients are held back there. "
+                "Call it after the context"
             )
         before, schedule = self.global_steps, self.lr_scheduler
         if lr_kwargs:
@@ -102,7 +104,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     def no_sync(self) -> Iterator[None]:
         """Hold gradients back on this rank, at any stage; a step inside is an error, as in DeepSpeed."""
         if self.inside_no_sync_ctxt:
-            raise _UsageError("no_sync is open already: leave it before it is entered again")
+            raise _UsageError("no_sync context manager reentry is unsupported: leave it before it is entered again")
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
@@ -133,8 +135,13 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """Return whether the last `step` changed the parameters: it was at a boundary, with finite gradients."""
         return self._has_stepped and self.optimizer is not None and not self.optimizer.has_overflowed()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss for a plain `backward()`. Gradients of a model's outputs carry the loss scale already."""
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """Return the loss for a plain `backward()`. Gradients of a model's outputs carry the loss scale already.
+
+        A graph that is kept needs nothing: parameters are gathered again for a second backward.
+        """
+        if loss.numel() != 1:
+            raise _UsageError(f"scale expects a scalar tensor, the loss; its shape is {tuple(loss.shape)}")
         return loss
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:

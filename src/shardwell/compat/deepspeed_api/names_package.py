@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from shardwell.compat.deepspeed_api.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
-from shardwell.compat.deepspeed_api.names_runtime import PIPE_NAMES
+from shardwell.compat.deepspeed_api.names_runtime import FRAGMENT_INSIDES, FRAGMENT_MODULE, FRAGMENTS, PIPE_NAMES
 from shardwell.compat.deepspeed_api.rows import Constant, Row, SameModule, Supported, everything, refused, supported
 
 _LOGGING = supported("logging", "logger", "log_dist", "log_dist_once", "warning_once", "set_log_level_from_string")
 _LEAVES = {
-    **{
-        name: Supported(f"shardwell.utils:{name}")
-        for name in ("set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules")
-    },
-    **supported("leaves", "z3_leaf_module", "z3_leaf_parameter"),
+    **{name: Supported(f"shardwell.utils:{name}") for name in ("set_z3_leaf_module", "get_z3_leaf_modules")},
+    **supported("leaves", "z3_leaf_module", "z3_leaf_parameter", "set_z3_leaf_modules", "unset_z3_leaf_modules"),
     **supported("leaves", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
 }
-_FRAGMENTS = {
-    f"safe_{verb}_{part}_{state}": Supported(f"shardwell.utils:safe_{verb}_{part}_{state}")
-    for verb in ("get", "set")
-    for part in ("full", "local")
-    for state in ("fp32_param", "grad", "optimizer_state")
-}
-_INSIDES = "the parts of a parameter are the engine's business; use safe_get_full_fp32_param and its relatives"
 
 _PACKAGE: dict[str, Row] = {
     **supported("initialization", "initialize"),
@@ -88,24 +78,19 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.utils": {
         **_LOGGING,
         **_LEAVES,
-        **_FRAGMENTS,
+        **FRAGMENTS,
         **supported("loader", "RepeatingLoader"),
         **supported("on_device", "OnDevice"),
         **supported("comm", "is_initialized"),
         **supported("modules", "recursive_getattr", "recursive_setattr", "instrument_w_nvtx"),
-        **supported("fragments", "safe_update_full_grad_vectorized"),
-        **refused(_INSIDES, "tensor_fragment", "get_full_hp_param", "get_full_hp_grad", "get_hp_fragment_mapping"),
-        **refused(_INSIDES, "fragment_address", "link_hp_params", "lazy_init_hp_params_optimizer_state"),
-        **refused(_INSIDES, "set_full_hp_param", "set_full_hp_grad", "map_to_flat_opt_states"),
+        **refused(FRAGMENT_INSIDES, "tensor_fragment", "get_full_hp_param", "get_full_hp_grad", "fragment_address"),
+        **refused(FRAGMENT_INSIDES, "get_hp_fragment_mapping", "link_hp_params", "lazy_init_hp_params_optimizer_state"),
+        **refused(FRAGMENT_INSIDES, "set_full_hp_param", "set_full_hp_grad", "map_to_flat_opt_states"),
         **refused("ranks are bound to cores by `numactl` in front of the command", "get_numactl_cmd"),
     },
     "deepspeed.utils.logging": everything("logging"),
     "deepspeed.utils.groups": everything("groups"),
-    "deepspeed.utils.tensor_fragment": {
-        **_FRAGMENTS,
-        **supported("fragments", "safe_update_full_grad_vectorized"),
-        **refused(_INSIDES, "tensor_fragment", "fragment_address", "get_full_hp_param", "get_full_hp_grad"),
-    },
+    "deepspeed.utils.tensor_fragment": FRAGMENT_MODULE,
     "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.init_on_device": supported("on_device", "OnDevice"),
     "deepspeed.utils.nvtx": supported("modules", "instrument_w_nvtx"),
@@ -137,6 +122,7 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.ops.lamb": supported("optimizers", "FusedLamb"),
     "deepspeed.ops.lamb.fused_lamb": supported("optimizers", "FusedLamb"),
     "deepspeed.ops.muon": supported("optimizers", "MuonWithAuxAdam"),
+    "deepspeed.ops.aio": supported("op_builders", "AsyncIOBuilder"),
     "deepspeed.ops.op_builder": everything("op_builders"),
     "deepspeed.ops.op_builder.all_ops": supported("op_builders", "ALL_OPS"),
     "deepspeed.ops.op_builder.builder": supported("op_builders", "OpBuilder", "CUDAOpBuilder"),

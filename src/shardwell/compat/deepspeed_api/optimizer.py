@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from shardwell.compat.deepspeed_api.fragments import safe_get_local_grad
+from shardwell.compat.deepspeed_api.loss_scaler import SETTLING
+from shardwell.compat.deepspeed_api.replacements import replacement_for
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.factory import NO_LABEL
+from shardwell.optim.loss_scale import DynamicScale
+from shardwell.utils import get_z3_leaf_modules
 
 
 class _NoModule(nn.Module):
@@ -40,6 +47,40 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         self.parameter_offload = ParameterOffload()
         self.custom_loss_scaler = False
         self.external_loss_scale: float | None = None
+        if isinstance(self.scale, DynamicScale):
+            self.scale.use(replace(self.scale.rules, settling=SETTLING))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"'DeepSpeedOptimizer' object has no attribute '{name}'{replacement_for(name)}")
+
+    def needs_scaler(self) -> bool:
+        """Return whether losses have a scale, as with fp16."""
+        return self.scale.is_on
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each leaf module of the model."""
+        engine: Any = self.trainer()
+        leaves = get_z3_leaf_modules(engine.module) if engine is not None else []
+        return {module: list(module.parameters()) for module in leaves}
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's parts of the averaged gradients (1D), by parameter group, to read."""
+        return {index: list(parts.values()) for index, parts in self.get_fp32_grad_partitions().items()}
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        """Return this rank's parts of the averaged gradients (1D) in fp32, by parameter group and number in it."""
+        engine: Any = self.trainer()
+        found: dict[int, dict[int, Tensor]] = {}
+        for parameter in engine.module.parameters() if engine is not None else ():
+            group, part = self._factory.label(parameter), None
+            if group != NO_LABEL and parameter.requires_grad:
+                numbers = found.setdefault(group, {})
+                part = safe_get_local_grad(parameter)
+            if part is not None:
+                numbers[len(numbers)] = part.float()
+        return found
 
     @property
     def cur_scale(self) -> float:
@@ -101,6 +142,18 @@ class _LossScaler:
     @property
     def dynamic_loss_scale(self) -> bool:
         return self._optimizer.dynamic_loss_scale
+
+    @property
+    def cur_iter(self) -> int:
+        return getattr(self._optimizer.scale, "num_updates", 0)
+
+    @property
+    def last_overflow_iter(self) -> int:
+        return getattr(self._optimizer.scale, "last_overflow", -1)
+
+    @property
+    def cur_hysteresis(self) -> int:
+        return getattr(self._optimizer.scale, "overflows_left", 1)
 
     @property
     def scale_window(self) -> int:
