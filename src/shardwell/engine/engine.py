@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.config import Config
+from shardwell.config import Config, OptimizerConfig
 from shardwell.engine import exit_notice
 from shardwell.engine.carried_scale import CARRIED, ModelScale, carrying
 from shardwell.engine.checkpoints import EngineCheckpoints
@@ -27,8 +27,9 @@ from shardwell.engine.units import UnitInfo, describe_units
 from shardwell.engine.unsupported_uses import StepCallWatch, prepared_by_accelerate, refuse_pickling
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
-from shardwell.memory import MemoryReport
+from shardwell.memory import Device, MemoryReport
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.factory import Factory, by_name
 from shardwell.parallel import Agreement, TrafficReport, TrafficStats
 from shardwell.runtime.budget import frozen_budget
 from shardwell.runtime.hooks import ModelFingerprint, UnitHooks
@@ -64,6 +65,11 @@ class Engine(nn.Module):
     settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
     lr_scheduler: Any
+
+    @staticmethod
+    def optimizer_named(settings: Config, block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
+        """Return the optimizer that a block of the configuration names, and its options."""
+        return by_name(block, device)
 
     def __init__(
         self,

@@ -124,7 +124,8 @@ def initialize(
         rows = [[*range(world.size)]] if mesh is None else rows_of(mesh, world.size, where)
         context, traffic_stats = make_context(home, world, settings, agreement, rows)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
-        recipe = factory_for(optimizer, model, model_parameters, block, home)
+        named = partial(engine_class.optimizer_named, settings)
+        recipe = factory_for(optimizer, model, model_parameters, block, home, named)
         engine = _engine(engine_class, model, settings, recipe, context, traffic_stats, rows)
         if recipe is not None:
             engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
