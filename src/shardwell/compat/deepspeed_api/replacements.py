@@ -16,8 +16,6 @@ _REPLACED: dict[str, str] = {
     "generate": "the model has no generate; with one, engine.module.generate works at all stages",
     "train_batch": "there is no pipeline: call engine(batch), engine.backward(loss) and engine.step()",
     "eval_batch": "there is no pipeline: call engine(batch) under torch.no_grad()",
-    "sparse_tensor_module_names": "gradients are dense",
-    "csr_tensor_module_names": "gradients are dense",
 }
 
 
