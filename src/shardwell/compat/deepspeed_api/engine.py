@@ -18,10 +18,14 @@ from shardwell.compat.deepspeed_api.module_moves import leave_shards_in_place
 from shardwell.compat.deepspeed_api.monitor import SilentMonitor
 from shardwell.compat.deepspeed_api.offload_states import StateMoves
 from shardwell.compat.deepspeed_api.optimizer import DeepSpeedOptimizer
+from shardwell.compat.deepspeed_api.optimizers import of_deepspeed
 from shardwell.compat.deepspeed_api.parameters import label, unlabel
 from shardwell.compat.deepspeed_api.replacements import replacement_for
+from shardwell.config import Config, OptimizerConfig
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
+from shardwell.memory import Device
+from shardwell.optim.factory import Factory, by_name
 from shardwell.zero import is_released
 
 
@@ -43,6 +47,16 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     enable_backward_allreduce = True
     inside_no_sync_ctxt = False
     mesh_device: Any = None
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # of embeddings whose gradients are sparse: none are
+    csr_tensor_module_names = sparse_tensor_module_names
+
+    @staticmethod
+    def optimizer_named(settings: Config, block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
+        """Return the optimizer that a block names, as the class that DeepSpeed makes of it."""
+        factory, options = by_name(block, device)
+        if device.is_meta or block.params.get("torch_adam"):
+            return factory, options
+        return of_deepspeed(factory, options, on_host=settings.zero_optimization.offload_optimizer.device != "none")
 
     def use_arguments(self, config: Any, **given: Any) -> None:
         """Keep what the user passed to `initialize`, and give the parameters DeepSpeed's attributes."""
@@ -51,6 +65,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         for name, value in given.items():
             setattr(self, name, value)
         self.label_parameters()
+        if isinstance(self.optimizer, DeepSpeedOptimizer):
+            self.optimizer.zero_stage = self.zero_optimization_stage()
 
     def label_parameters(self) -> None:
         """Give the parameters `ds_id` and the others at stage 3, and take them off below it."""

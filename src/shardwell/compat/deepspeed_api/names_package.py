@@ -62,7 +62,10 @@ MODULES: dict[str, dict[str, Row]] = {
         "version": Supported("version:VERSION"),
         "git_hash": Constant(None),
         "git_branch": Constant(None),
-        "torch_info": Constant({}),
+        **supported("version", "torch_info"),
+        "installed_ops": Supported("op_builders:__compatible_ops__"),
+        "compatible_ops": Supported("op_builders:__compatible_ops__"),
+        "accelerator_name": Constant(""),
     },
     "deepspeed.constants": {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": Constant(29500),
@@ -70,6 +73,10 @@ MODULES: dict[str, dict[str, Row]] = {
     },
     "deepspeed.comm": everything("comm"),
     "deepspeed.comm.comm": everything("comm"),
+    "deepspeed.comm.torch": {
+        **supported("comm", "known_world_size"),
+        **refused("collectives are torch.distributed's own", "TorchBackend"),
+    },
     "deepspeed.comm.utils": supported("comm", "get_local_rank"),
     "deepspeed.comm.reduce_op": supported("comm", "ReduceOp"),
     "deepspeed.accelerator": everything("accelerator"),
@@ -96,16 +103,31 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.utils.nvtx": supported("modules", "instrument_w_nvtx"),
     "deepspeed.utils.module_utils": supported("modules", "recursive_getattr", "recursive_setattr"),
     "deepspeed.utils.torch": supported("modules", "required_torch_version"),
-    "deepspeed.utils.timer": supported("timer", "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer"),
+    "deepspeed.utils.timer": {
+        **supported("timer", "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer", "trim_mean"),
+    },
+    "deepspeed.utils.bwc": everything("model_parallel_unit"),
+    "deepspeed.utils.numa": {
+        **supported("launcher", "parse_range_list"),
+        **refused("ranks are bound to cores by `numactl` in front of the command", "get_numactl_cmd", "get_numa_cores"),
+    },
     "deepspeed.utils.zero_to_fp32": everything("zero_to_fp32"),
+    "deepspeed.utils.zero_to_torch": everything("zero_to_torch"),
     "deepspeed.checkpoint": {
+        **everything("checkpoint_names"),
         **refused(
             "checkpoints of shardwell load at any number of ranks; `shardwell checkpoint` converts others",
             *("DeepSpeedCheckpoint", "ZeROCheckpoint", "reshape_meg_2d_parallel", "model_3d_desc"),
+            *("get_model_3d_descriptor", "merge_state", "enable_universal_checkpoint"),
         ),
         **refused(MODEL_PARALLEL, "SubparamShape"),
     },
-    "deepspeed.checkpoint.utils": supported("files", "clone_tensors_for_torch_save"),
+    "deepspeed.checkpoint.constants": everything("checkpoint_names"),
+    "deepspeed.checkpoint.utils": {
+        **supported("files", "clone_tensors_for_torch_save"),
+        **supported("checkpoint_names", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank"),
+        **supported("checkpoint_names", "get_layer_ckpt_name_for_rank"),
+    },
     "deepspeed.checkpoint.ds_to_universal": everything("universal"),
     "deepspeed.ops": {
         **supported("op_builders", "__compatible_ops__"),
@@ -142,8 +164,13 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": Supported("launcher:ENVIRONMENT_FILE"),
         **supported("launcher", "main", "fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion"),
+        **supported("launcher", "_parse_hostfile"),
         **refused("the launcher passes the command line on by itself", "encode_world_info", "parse_args"),
     },
+    "deepspeed.launcher.multinode_runner": refused(
+        "ranks on other nodes are started by your cluster: run `shardwell run` once on each node",
+        *(f"{name}Runner" for name in ("MultiNode", "PDSH", "OpenMPI", "MPICH", "IMPI", "Slurm", "MVAPICH")),
+    ),
     "deepspeed.launcher.constants": {
         **{
             f"{name}_LAUNCHER": Constant(name.lower())
@@ -155,11 +182,11 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.moe": {},
     "deepspeed.moe.layer": refused(MOE, "MoE"),
     "deepspeed.moe.utils": {
-        **supported("modules", "has_moe_layers", "is_moe_param", "is_moe_param_group"),
+        **supported("modules", "has_moe_layers", "is_moe_param", "is_moe_param_group", "configure_moe_param_groups"),
+        **supported("modules", "split_params_into_different_moe_groups_for_optimizer"),
         **refused(
             MOE,
-            *("split_params_into_different_moe_groups_for_optimizer", "split_params_into_shared_and_expert_params"),
-            *("split_params_grads_into_shared_and_expert_params", "configure_moe_param_groups"),
+            *("split_params_into_shared_and_expert_params", "split_params_grads_into_shared_and_expert_params"),
         ),
     },
     "deepspeed.env_report": {

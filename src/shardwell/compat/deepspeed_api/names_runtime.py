@@ -86,7 +86,11 @@ MODULES: dict[str, dict[str, Row]] = {
         "config_models",
         *("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
     ),
-    "deepspeed.runtime.utils": everything("runtime_names"),
+    "deepspeed.runtime.utils": {**everything("runtime_names"), **supported("partitioned", "PartitionedTensor")},
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        **supported("partitioned", "reduce_scatter_coalesced"),
+        **refused("quantised gradients are zero_quantized_gradients in the configuration", "all_to_all_quant_reduce"),
+    },
     "deepspeed.runtime.progressive_layer_drop": refused("there is no layer dropping", "ProgressiveLayerDrop"),
     "deepspeed.runtime.dataloader": {
         **supported("loader", "RepeatingLoader"),
@@ -145,9 +149,11 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.runtime.zero.linear": supported("zero", "zero3_linear_wrap", "LinearModuleForZeroStage3"),
     "deepspeed.runtime.zero.muon": {},
     "deepspeed.runtime.zero.muon.muon_optimizer": supported("optimizers", "MuonWithAuxAdam"),
-    "deepspeed.runtime.zero.muon.original_muon": supported(
-        "optimizers", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"
-    ),
+    "deepspeed.runtime.zero.muon.original_muon": {
+        **supported("optimizers", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"),
+        **refused("the arithmetic of Muon is inside the optimizer, which knows shards", "muon_update"),
+    },
+    "deepspeed.runtime.sparse_tensor": refused("gradients are dense", "SparseTensor"),
     "deepspeed.runtime.zero.leaf_module_config": supported("config_models", "DeepSpeedZeroLeafModuleConfig"),
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,

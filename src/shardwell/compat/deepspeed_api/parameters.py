@@ -23,7 +23,8 @@ __all__ = ["ZeroParamStatus", "ZeroParamType", "is_zero_param", "label", "unlabe
 _ids = itertools.count()
 _NAMES = (
     *("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_persist", "ds_param_type", "ds_active_sub_modules"),
-    *("all_gather", "partition", "partition_numel", "padding_size", "ds_summary", "is_external_param", "ds_tensor"),
+    *("all_gather", "all_gather_coalesced", "partition", "partition_numel", "padding_size"),
+    *("ds_summary", "is_external_param", "ds_tensor"),
 )
 
 
@@ -109,6 +110,13 @@ class LocalPart:
         return function(*values, **named)
 
 
+class Gathered:
+    """The handle of a gather that is complete."""
+
+    def wait(self, **_: Any) -> None:
+        """Return: the parameters are whole."""
+
+
 class _Partition:
     """The methods of one partitioned parameter."""
 
@@ -122,6 +130,11 @@ class _Partition:
             if one._opened is None:
                 one._opened = GatheredParameters([one._own])
                 one._opened.__enter__()
+
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter] | None = None, **_: Any) -> Gathered:
+        """Do what `all_gather` does, and return a handle whose `wait` has nothing left to wait for."""
+        self.all_gather(params)
+        return Gathered()
 
     def partition(
         self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
@@ -189,6 +202,7 @@ def label(parameters: Iterable[nn.Parameter], num_ranks: int, persistent: Iterab
             "ds_param_type": ZeroParamType.PARTITIONED,
             "ds_active_sub_modules": set(),
             "all_gather": handle.all_gather,
+            "all_gather_coalesced": handle.all_gather_coalesced,
             "partition": handle.partition,
             "partition_numel": handle.partition_numel,
             "padding_size": handle.padding_size,
