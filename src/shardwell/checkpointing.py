@@ -209,7 +209,7 @@ class _Shelf:
         return copy
 
     def let_go(self) -> None:
-        """Free what was on its way. The device goes on when it has arrived; the host does not wait."""
+        """Free what was in flight. The device goes on when it has arrived; the host does not wait."""
         leaving, self._leaving = self._leaving, []
         for source, version, mark in leaving:
             mark.wait()

@@ -145,7 +145,7 @@ def lost(folder: str, *, asynchronous: bool) -> tuple[str, float]:
     engine, store = started(), dist.distributed_c10d._get_default_store()
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwell.engine.checkpoints.LITTLE_PATIENCE", 2.0)
+        patch.setattr("shardwell.engine.checkpoints.LIMIT_AFTER_FAILURE", 2.0)
         if dist.get_rank() == 1:
             patch.setattr(Saver, "_write", lambda *_: None)
             engine.save_checkpoint(folder, tag="one", asynchronous=asynchronous)

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.errors import PeerError, ShardwellError
-from shardwell.parallel import gloo
-from shardwell.parallel.gloo import wait_all
+from shardwell.parallel import transport
 from shardwell.parallel.mesh import world_mesh
+from shardwell.parallel.transport import wait_all
 from tests.support.internals import collectives_of
 from tests.support.links import SOON, routes, waited
 from tests.support.models import Gpt, batches, share, zero
@@ -128,7 +128,7 @@ def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPat
     """Where a wait of gloo's own would go on until a message comes. What comes soon is waited for, though."""
     stuck, done, abandoned = Stuck(), Stuck(), list[BaseException]()
     done.over.set()
-    monkeypatch.setattr(gloo, "_GRACE", 0.5 if ends_after is None else 30.0)
+    monkeypatch.setattr(transport, "_GRACE", 0.5 if ends_after is None else 30.0)
     if ends_after is not None:
         threading.Timer(ends_after, stuck.over.set).start()
     with alarm_after(0.1), pytest.raises(TimeoutError) as caught:
@@ -147,7 +147,7 @@ def interrupted(late: float, grace: float) -> dict[str, Any]:
         return waited(comm, torch.full((1 << 20,), 5.0)) | waited(comm, torch.full((1 << 20,), 5.0))
     flat = torch.zeros(1 << 20)
     with pytest.MonkeyPatch.context() as patch, alarm_after(0.2):
-        patch.setattr(gloo, "_GRACE", grace)
+        patch.setattr(transport, "_GRACE", grace)
         gathering = comm.all_gather(flat, "GATHER all")
         with pytest.raises(TimeoutError):
             gathering.wait()

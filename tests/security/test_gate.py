@@ -270,13 +270,13 @@ def test_rounds_form_of_the_most_at_once_and_of_the_least_after_a_while() -> Non
     rounds.join(b)
     assert rounds.advance(0.0) is None
     assert rounds.advance(5.0) == 1
-    assert rounds.seat(b) == NodeRank(1, 0, 1)
+    assert rounds.rank_of(b) == NodeRank(1, 0, 1)
     rounds.join(a)
     assert rounds.advance(6.0) is None
     assert rounds.num_waiting(6.0) == 1
     rounds.join(b)
     assert rounds.advance(6.0) == 2
-    assert (rounds.seat(a), rounds.seat(b)) == (NodeRank(2, 0, 2), NodeRank(2, 1, 2))
+    assert (rounds.rank_of(a), rounds.rank_of(b)) == (NodeRank(2, 0, 2), NodeRank(2, 1, 2))
 
 
 def test_one_node_too_many_waits_and_disturbs_nobody() -> None:

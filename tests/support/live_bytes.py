@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwell.parallel.gloo import await_loans
+from shardwell.parallel.transport import await_loans
 
 
 def live_bytes() -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwell.checkpoint.boxes import Box, Region, order_of, reordered, stride_in_order
 from shardwell.checkpoint.rank_contents import aliases_of, buffers_of, is_part
-from shardwell.checkpoint.reader import room
+from shardwell.checkpoint.reader import allocate_flat
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, ShardwellSource, Source
 from shardwell.checkpoint.sources.base import StoredTensor
 from shardwell.checkpoint.sources.reading import into, region_into
@@ -167,9 +167,9 @@ class CheckpointLoader:
     def _places(self) -> Iterator[tuple[ReadRequest, Tensor]]:
         """Yield all read requests, each with its destination."""
         for request in self._model_requests():
-            yield request, room(request.numel, self._source.tensors[request.name].dtype, self._source.where)
+            yield request, allocate_flat(request.numel, self._source.tensors[request.name].dtype, self._source.where)
         for shard, key in self._requested_states():
-            state = prefault(room(shard.tensor.numel(), self._dtype_of(shard, key), self._source.where))
+            state = prefault(allocate_flat(shard.tensor.numel(), self._dtype_of(shard, key), self._source.where))
             self._states[shard, key] = state
             for request in self._state_requests(shard, key):
                 yield request, state[request.at : request.at + request.numel]
@@ -227,7 +227,7 @@ class CheckpointLoader:
         """Return the slice as 1D, in the parameter's own memory order."""
         stored = self._source.tensors[request.name]
         if is_part(request.slot):
-            flat = room(request.numel, stored.dtype, self._source.where)
+            flat = allocate_flat(request.numel, stored.dtype, self._source.where)
             self._read_box_into(request, stored, flat)
             return flat
         if _same_order(request.slot, stored.order):
@@ -246,7 +246,7 @@ class CheckpointLoader:
             region = Region(box, request.start, request.start + request.numel)
             region_into(self._source, request.name, region, flat)
             return
-        full, mine = (room(slot.numel, stored.dtype, self._source.where) for _ in range(2))
+        full, mine = (allocate_flat(slot.numel, stored.dtype, self._source.where) for _ in range(2))
         region_into(self._source, request.name, Region(box, 0, box.numel), full)
         mine.as_strided(slot.shape, slot.stride).copy_(full.as_strided(slot.shape, stride))
         flat.copy_(mine[request.start : request.start + request.numel])

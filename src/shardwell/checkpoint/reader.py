@@ -32,7 +32,7 @@ from shardwell.errors import CheckpointError
 from shardwell.kernels import crc32
 
 
-def room(numel: int, dtype: torch.dtype, where: str) -> Tensor:
+def allocate_flat(numel: int, dtype: torch.dtype, where: str) -> Tensor:
     """Return an uninitialised 1D tensor."""
     try:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -69,7 +69,7 @@ class Reader:
     def read(self, name: str, checksum: str | None = None) -> Tensor:
         """Return the full tensor, checked against `checksum`, or against the record if there is one."""
         entry = self._entry(name)
-        flat = room(entry.numel, entry.dtype, self._where(name))
+        flat = allocate_flat(entry.numel, entry.dtype, self._where(name))
         self._take(entry, flat, checksum or self._recorded(name))
         return flat.view(entry.shape)
 
@@ -77,7 +77,7 @@ class Reader:
         """Return elements `start` to `stop` of the flat tensor."""
         entry = self._entry(name)
         self._check_range(entry, start, stop)
-        return self.read_into(name, start, room(stop - start, entry.dtype, self._where(name)))
+        return self.read_into(name, start, allocate_flat(stop - start, entry.dtype, self._where(name)))
 
     def read_into(self, name: str, start: int, flat: Tensor) -> Tensor:
         """Fill a 1D tensor of the same dtype with elements from `start` on."""

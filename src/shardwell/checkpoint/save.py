@@ -31,7 +31,8 @@ from shardwell.errors import CheckpointError
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
 
 _OK, _RESULT = "ok", "result"
-PATIENCE, LITTLE_PATIENCE = 600.0, 6.0  # seconds without a sign of life from ranks that write; if one has failed
+SILENCE_LIMIT = 600.0  # seconds without a sign of life from ranks that write
+LIMIT_AFTER_FAILURE = 6.0  # the same, if one has failed
 _PAUSE = 0.02  # between two looks at the store, of the time waited so far
 _SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
 _LINGER, _LITTLE_LINGER = 5.0, 2.0  # seconds that rank 0 waits for the others to read the result; an error
@@ -237,17 +238,17 @@ class Saver:
         key = self._key(job, who)
         beats = [self._key(job, f"{rank}/beat") for rank in range(self._num_ranks)]
         begin = last = asked = now = time.monotonic()
-        seen, patience = "", PATIENCE
+        seen, limit = "", SILENCE_LIMIT
         while not self._store.check([key]):
             time.sleep(min(max(_PAUSE * (now - begin), _SHORTEST), _LONGEST))
             now = time.monotonic()
             if self._is_given_up.is_set():
                 raise CheckpointError(f"{job.tag}: abandoned, because a rank has exited")
-            if now - last > patience:
+            if now - last > limit:
                 whom = "rank 0" if who == _RESULT else f"rank {who}"
-                raise CheckpointError(f"{job.tag}: no word from {whom} for {patience:g} s while it was saving")
+                raise CheckpointError(f"{job.tag}: no word from {whom} for {limit:g} s while it was saving")
             if now - asked > 1.0:
-                patience = job.look()
+                limit = job.look()
                 asked, found = now, self._heartbeats(beats)
                 if found != seen:
                     last, seen = now, found

@@ -77,8 +77,8 @@ class Gate:
 
     _server: asyncio.Server
 
-    def __init__(self, rounds: Rounds, nodes: str, key: bytes, patience: timedelta) -> None:
-        self._rounds, self._nodes, self._key, self._patience = rounds, nodes, key, patience
+    def __init__(self, rounds: Rounds, nodes: str, key: bytes, timeout: timedelta) -> None:
+        self._rounds, self._nodes, self._key, self._timeout = rounds, nodes, key, timeout
         self._run = uuid.uuid4().hex
         self._stores: dict[int, TCPStore] = {}  # of the round that runs, by its number
         self._strangers: dict[asyncio.Task[Any], None] = {}  # in order of arrival
@@ -143,12 +143,12 @@ class Gate:
             self._rounds.is_closed = True
         now = time.monotonic()
         if not self._rounds.is_closed and (number := self._rounds.advance(now)) is not None:
-            self._stores = {number: host_store(self._patience)}  # no rank uses the store before it any more
-        seat = self._rounds.seat(guest)
+            self._stores = {number: host_store(self._timeout)}  # no rank uses the store before it any more
+        found = self._rounds.rank_of(guest)
         return {
             "closed": self._rounds.is_closed,
             "waiting": self._rounds.num_waiting(now),
-            "seat": None if seat is None else [seat.round, seat.rank, seat.size],
+            "seat": None if found is None else [found.round, found.rank, found.size],
         }
 
 

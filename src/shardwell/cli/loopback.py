@@ -11,7 +11,7 @@ ADDRESS = "127.0.0.1"
 _BACKLOG = 1024
 
 
-def host_store(patience: timedelta) -> TCPStore:
+def host_store(timeout: timedelta) -> TCPStore:
     """Start a new store at a free port."""
     listener = listening()
     port = listener.getsockname()[1]
@@ -20,14 +20,14 @@ def host_store(patience: timedelta) -> TCPStore:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=patience,
+        timeout=timeout,
         master_listen_fd=listener.detach(),  # the store closes it
     )
 
 
-def reach_store(port: int, patience: timedelta) -> TCPStore:
+def reach_store(port: int, timeout: timedelta) -> TCPStore:
     """Return a client of the store at a port of this machine."""
-    return TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=patience)
+    return TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def listening() -> socket.socket:

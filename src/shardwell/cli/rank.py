@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 LAUNCHER = "SHARDWELL_LAUNCHER"  # the process id of the launcher
 ENDED = "SHARDWELL_ENDED"  # a folder with a file for each rank of this node that has ended without an error
 LOCAL_RANK_ARGUMENT = "SHARDWELL_LOCAL_RANK_ARGUMENT"  # the script gets --local_rank=N
-_PATIENCE, _PAUSE = 10.0, 1.0  # seconds
+_TIMEOUT, _PAUSE = 10.0, 1.0  # seconds
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def _watch_for_ended() -> None:
 
 def _watch(folder: str, main_thread: int | None) -> None:
     waited = 0.0
-    while waited < _PATIENCE:
+    while waited < _TIMEOUT:
         time.sleep(_PAUSE)
         if _has_joined():
             return

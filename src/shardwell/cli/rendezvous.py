@@ -36,7 +36,7 @@ from shardwell.cli.rounds import Rounds
 from shardwell.errors import ShardwellError
 from shardwell.parallel.attendance import LAUNCHERS_WORDS
 
-_PATIENCE = timedelta(seconds=60)  # within which a store has to answer the launcher
+_TIMEOUT = timedelta(seconds=60)  # within which a store has to answer the launcher
 _CLOSE = 5.0  # seconds
 _RETRY = 0.2  # seconds
 _LOOK = 0.5  # seconds between questions whether other nodes wait
@@ -76,7 +76,7 @@ class SingleNodeRendezvous(_Handler):
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = host_store(_PATIENCE)
+        self._store = host_store(_TIMEOUT)
         return _info(self._store, self._store.port, 0, 1)
 
     def is_closed(self) -> bool:
@@ -109,7 +109,7 @@ class MultiNodeRendezvous(_Handler):
         listener = _listener(address, port)
         if listener is not None:
             rounds = Rounds(*nodes, times.join)
-            self._gate = Gate(rounds, self._nodes, self._key, _PATIENCE)
+            self._gate = Gate(rounds, self._nodes, self._key, _TIMEOUT)
             self._background.do(self._gate.open(listener))
         self._channel: Channel | None = None
         self._run_id = "shardwell"  # until the gate sends it
@@ -132,7 +132,7 @@ class MultiNodeRendezvous(_Handler):
             raise RendezvousClosedError
         number, rank, size = answer["seat"]
         port = self._store_port(number)
-        self._store = reach_store(port, _PATIENCE)
+        self._store = reach_store(port, _TIMEOUT)
         return _info(self._store, port, rank, size)
 
     def num_nodes_waiting(self) -> int:
@@ -242,7 +242,7 @@ class MultiNodeRendezvous(_Handler):
 
 async def _asked(channel: Channel, wish: dict[str, Any]) -> dict[str, Any]:
     await channel.send(json.dumps(wish).encode())
-    answer: dict[str, Any] = json.loads(await within(_PATIENCE.total_seconds(), channel.receive()))
+    answer: dict[str, Any] = json.loads(await within(_TIMEOUT.total_seconds(), channel.receive()))
     return answer
 
 

@@ -55,7 +55,7 @@ class Rounds:
         if node in self._waiting:
             self._waiting.remove(node)
 
-    def seat(self, node: Node) -> NodeRank | None:
+    def rank_of(self, node: Node) -> NodeRank | None:
         return self._seats.get(node)
 
     def num_waiting(self, now: float) -> int:

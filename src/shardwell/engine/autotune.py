@@ -32,7 +32,7 @@ WORTH_IT = 0.9  # of the time without the feature
 _MOST = 1 << 20  # elements of a shard
 _FIRST = 1 << 16  # elements of all shards together
 _GROWTH = 4  # factor from a probe that takes little time to the next
-_PATIENCE = 0.1  # seconds for a probe that is not quantised
+_TIMEOUT = 0.1  # seconds for a probe that is not quantised
 _ROUNDS = 3
 _ROOM = 0.5  # share of the free device memory, for secondary shards
 _TOKEN, _PROBE = "TRIAL", "(trial)"
@@ -216,7 +216,7 @@ class Autotuner:
         """Return the elements of a shard that are transferred in about the time allowed."""
         numel = min(most, max(BLOCK, _FIRST // self.context.roles.shard.rank_group.size))
         self._seconds(move, dtype, numel)  # the first collective takes longer
-        while numel < most and _GROWTH * self._slowest(self._seconds(move, dtype, numel)) < _PATIENCE:
+        while numel < most and _GROWTH * self._slowest(self._seconds(move, dtype, numel)) < _TIMEOUT:
             numel = min(most, _GROWTH * numel)
         return numel
 

@@ -23,7 +23,7 @@ from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.load import CheckpointLoader
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.rank_contents import RankContents, extra_state_of
-from shardwell.checkpoint.save import LITTLE_PATIENCE, PATIENCE, Saver
+from shardwell.checkpoint.save import LIMIT_AFTER_FAILURE, SILENCE_LIMIT, Saver
 from shardwell.checkpoint.sources import SCALAR, ShardwellSource, Source, is_foreign, locate_own, open_source
 from shardwell.checkpoint.user_folder import folder_named, nothing_in
 from shardwell.engine import hf_files
@@ -124,22 +124,22 @@ class EngineCheckpoints:
 
             temporary = Path(self._from_rank_0(begin))
             keep_last = engine.settings.shardwell.keep_last
-            look = self._patience_in_background if asynchronous else self._patience_of_all()
+            look = self._limit_in_background if asynchronous else self._limit_of_all()
             job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last, look=look)
             self.saves_in_background |= asynchronous
             (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
 
-    def _patience_in_background(self) -> float:
+    def _limit_in_background(self) -> float:
         """Return the seconds to wait for other ranks: one that has failed may still be writing, and succeed."""
-        return LITTLE_PATIENCE if self._context.roles.agreement.failures.has_failed else PATIENCE
+        return LIMIT_AFTER_FAILURE if self._context.roles.agreement.failures.has_failed else SILENCE_LIMIT
 
-    def _patience_of_all(self) -> Callable[[], float]:
+    def _limit_of_all(self) -> Callable[[], float]:
         """Return a function that raises if a rank has failed: when all ranks wait, none must wait for a failed one."""
         look_at_peers = self._all.links.poll_failures()
 
         def look() -> float:
             look_at_peers()
-            return PATIENCE
+            return SILENCE_LIMIT
 
         return look
 

@@ -149,13 +149,13 @@ def initialize(
         cut = _cut_over_tensor_axis(model, settings, context)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         named = partial(engine_class.optimizer_named, settings)
-        recipe = factory_for(optimizer, model, model_parameters, block, home, named)
-        engine = _engine(engine_class, model, settings, recipe, context)
+        factory = factory_for(optimizer, model, model_parameters, block, home, named)
+        engine = _engine(engine_class, model, settings, factory, context)
         engine._teardown.cut = cut
         if plan is not None and isinstance(engine, PipelinedEngine):
             engine.use_pipeline(plan)
-        if recipe is not None:
-            engine.optimizer = make_optimizer(recipe, engine, engine._scheduler, engine._context)
+        if factory is not None:
+            engine.optimizer = make_optimizer(factory, engine, engine._scheduler, engine._context)
         engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.roles.all, "initialize", once_built(engine))
@@ -181,36 +181,37 @@ def _engine(
     engine_class: type[Engine],
     model: nn.Module,
     settings: Config,
-    recipe: OptimizerFactory | None,
+    factory: OptimizerFactory | None,
     context: EngineContext,
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
     agreement = context.roles.agreement
-    cuts = _cut(model, settings)
-    check_alike(context.roles.stage, "initialize", before_building(settings, model, cuts, recipe))
-    persistent = persistent_in(cuts, settings.zero_optimization)
-    settings = autotune(settle_commit(settings, recipe), context, _states(cuts, settings, recipe, context, persistent))
+    specs = _unit_specs(model, settings)
+    check_alike(context.roles.stage, "initialize", before_building(settings, model, specs, factory))
+    persistent = persistent_in(specs, settings.zero_optimization)
+    states = _states(specs, settings, factory, context, persistent)
+    settings = autotune(settle_commit(settings, factory), context, states)
     context = open_nodes(context, settings)
-    offload = plan_states(_states(cuts, settings, recipe, context, persistent), cuts, settings, context)
+    offload = plan_states(_states(specs, settings, factory, context, persistent), specs, settings, context)
     context = with_tiers(context, settings, offload)
     before = ModelBefore(model)
-    units = build_units(cuts, settings, recipe, context, offload)
+    units = build_units(specs, settings, factory, context, offload)
     kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
     place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
     scheduler = _make_scheduler(units, settings, context)
     builder = UnitBuilder(
-        lambda: _cut(model, settings),
-        lambda one, cuts, trained: _groups(
+        lambda: _unit_specs(model, settings),
+        lambda one, specs, trained: _groups(
             one,
             settings,
             builder.factory,
-            _places(cuts, settings, builder.factory, context, offload, trained),
+            _places(specs, settings, builder.factory, context, offload, trained),
             context,
             trained,
         ),
-        lambda engine, recipe: make_optimizer(recipe, engine, scheduler, context),
+        lambda engine, factory: make_optimizer(factory, engine, scheduler, context),
         lambda given: factory_for(given, model, None, None, context.device),
-        recipe,
+        factory,
         offload,
     )
     engine = engine_class(model, settings, scheduler, context, builder)
@@ -278,20 +279,20 @@ def _ranks_per_loss(settings: Config, shard: Collectives) -> int:
 
 
 def build_units(
-    cuts: list[UnitSpec],
+    specs: list[UnitSpec],
     settings: Config,
-    recipe: OptimizerFactory | None,
+    factory: OptimizerFactory | None,
     context: EngineContext,
     offload: OffloadPlan,
 ) -> list[Unit]:
     """Move parameters into groups, units on the lowest tiers first: they leave memory before others allocate it."""
-    places = _places(cuts, settings, recipe, context, offload)
-    order = sorted(range(len(cuts)), key=lambda index: -offload.places[cuts[index].name].depth)
-    units = [Unit(index, cuts[index], _groups(cuts[index], settings, recipe, places, context)) for index in order]
+    places = _places(specs, settings, factory, context, offload)
+    order = sorted(range(len(specs)), key=lambda index: -offload.places[specs[index].name].depth)
+    units = [Unit(index, specs[index], _groups(specs[index], settings, factory, places, context)) for index in order]
     return sorted(units, key=lambda unit: unit.index)
 
 
-def _cut(model: nn.Module, settings: Config) -> list[UnitSpec]:
+def _unit_specs(model: nn.Module, settings: Config) -> list[UnitSpec]:
     leaf = settings.zero_optimization.leaf_module
     return wrap_model(model, LeafRules(leaf.classes, leaf.names, leaf.name_suffixes))
 
@@ -299,7 +300,7 @@ def _cut(model: nn.Module, settings: Config) -> list[UnitSpec]:
 def _groups(
     one: UnitSpec,
     settings: Config,
-    recipe: OptimizerFactory | None,
+    factory: OptimizerFactory | None,
     places: _Placements,
     context: EngineContext,
     trained: Set[int] = frozenset(),
@@ -318,7 +319,7 @@ def _groups(
         feedback=own.codecs.feedback,
     )
     groups = []
-    kinds = _kinds(one, settings, recipe, context, places.persistent, trained)
+    kinds = _kinds(one, settings, factory, context, places.persistent, trained)
     for number, (kind, members) in enumerate(kinds.items()):
         own_context = context.of_group(is_cut=kind.is_cut)
         spec = spec_for(
@@ -345,7 +346,7 @@ def _storage_codec(settings: Config) -> Codec | None:
 def _kinds(
     one: UnitSpec,
     settings: Config,
-    recipe: OptimizerFactory | None,
+    factory: OptimizerFactory | None,
     context: EngineContext,
     persistent: set[int],
     trained: Set[int] = frozenset(),
@@ -356,7 +357,7 @@ def _kinds(
     wire = _wire(settings, context.roles.data.rank_group.size)
     kinds: defaultdict[GroupKey, list[GroupMember]] = defaultdict(list)
     for name, parameter in one.parameters:
-        label = recipe.label(parameter) if recipe is not None else NO_LABEL
+        label = factory.label(parameter) if factory is not None else NO_LABEL
         dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
         precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
@@ -373,9 +374,9 @@ def _kinds(
 
 
 def _states(
-    cuts: list[UnitSpec],
+    specs: list[UnitSpec],
     settings: Config,
-    recipe: OptimizerFactory | None,
+    factory: OptimizerFactory | None,
     context: EngineContext,
     persistent: set[int],
     trained: Set[int] = frozenset(),
@@ -385,15 +386,15 @@ def _states(
     units = {
         one.name: {
             kind: sum(member.parameter.numel() for member in members)
-            for kind, members in _kinds(one, settings, recipe, context, persistent, trained).items()
+            for kind, members in _kinds(one, settings, factory, context, persistent, trained).items()
         }
-        for one in cuts
+        for one in specs
     }
     formula = StateFormula(
         settings.zero_optimization.stage,
         num_shards,
         settings.shardwell.shard_at_world_one,
-        recipe.num_states if recipe is not None else 0,
+        factory.num_states if factory is not None else 0,
         settings.shardwell.moments == "8bit",
         settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
@@ -413,15 +414,15 @@ class _Placements:
 
 
 def _places(
-    cuts: list[UnitSpec],
+    specs: list[UnitSpec],
     settings: Config,
-    recipe: OptimizerFactory | None,
+    factory: OptimizerFactory | None,
     context: EngineContext,
     offload: OffloadPlan,
     trained: Set[int] = frozenset(),
 ) -> _Placements:
-    persistent = persistent_in(cuts, settings.zero_optimization)
-    states = _states(cuts, settings, recipe, context, persistent, trained)
+    persistent = persistent_in(specs, settings.zero_optimization)
+    states = _states(specs, settings, factory, context, persistent, trained)
     return _Placements(persistent, replan_states(offload, states, settings))
 
 

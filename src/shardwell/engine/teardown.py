@@ -177,7 +177,7 @@ def _drop_gradients(scheduler: Scheduler, optimizer: ShardedOptimizer | None) ->
 
 
 def when_handed_on(engine: Engine) -> Callable[[], None]:
-    """Return a function that ends the engine for the next one, also if nobody holds the engine any more."""
+    """Return a function that ends the engine for the next one, also if the user holds the engine no more."""
     reference, teardown = weakref.ref(engine), engine._teardown
 
     def end() -> None:

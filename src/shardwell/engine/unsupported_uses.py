@@ -12,7 +12,7 @@ from shardwell.errors import ShardwellError
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
-_PATIENCE = 3  # boundaries without a step
+_MOST_BOUNDARIES = 3  # boundaries without a step
 
 
 def _is_prepared(engine: Engine) -> bool:
@@ -58,7 +58,7 @@ class StepCallWatch:
             return self
         groups = (group for unit in engine._scheduler.units for group in unit.trainable)
         self._num_waiting = self._num_waiting + 1 if any(group.gradients.has_any for group in groups) else 0
-        if self._num_waiting < _PATIENCE * engine.gradient_accumulation_steps():
+        if self._num_waiting < _MOST_BOUNDARIES * engine.gradient_accumulation_steps():
             return self
         warnings.warn(
             f"gradients have been waiting for {self._num_waiting} forwards, and engine.step() was never called: "

@@ -60,10 +60,10 @@ class ThreadQueue:
                 self._threads[-1].start()
 
     def submit(self, is_write: bool, parts: Sequence[IoPart], *, urgent: bool = False) -> ThreadRequest:
-        cuts = [(index, cut) for index, part in enumerate(parts) for cut in _cut(part, self._shape.block)]
-        request = ThreadRequest(self, len(cuts))
-        for index, cut in cuts:
-            self._lanes[cut.lane].put(_Block(request, index, is_write, cut), urgent)
+        blocks = [(index, block) for index, part in enumerate(parts) for block in _blocks(part, self._shape.block)]
+        request = ThreadRequest(self, len(blocks))
+        for index, block in blocks:
+            self._lanes[block.lane].put(_Block(request, index, is_write, block), urgent)
         return request
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def _serve(lane: _Lane) -> None:
         block.run()
 
 
-def _cut(part: IoPart, block: int) -> Iterator[IoPart]:
+def _blocks(part: IoPart, block: int) -> Iterator[IoPart]:
     """Split a part into blocks of full sectors, and the remainder at the end."""
     whole = part.size // SECTOR * SECTOR
     for at in range(0, whole, block):

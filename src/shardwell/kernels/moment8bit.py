@@ -96,7 +96,7 @@ class Moment8bit:
         each = better.repeat_interleave(BLOCK)[: values.numel()]
         before[each] = other.codes[each]
 
-    def cut(self, first: int, numel: int) -> Moment8bit:
+    def copy_range(self, first: int, numel: int) -> Moment8bit:
         """Return a slice, in new memory."""
         return Moment8bit.of(self[first : first + numel], is_second=self.is_second)
 

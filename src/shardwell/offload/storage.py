@@ -63,6 +63,8 @@ class OffloadTiers:
 class TieredStorage:
     """A storage of any form that is on the host or on disk, as a whole or in part."""
 
+    is_always_open = False
+
     def __init__(self, form: FormStorage, name: str, unit: str, masters: Tier, tiers: OffloadTiers) -> None:
         self._name, self._unit, self._tiers = name, unit, tiers
         self.wrapped = form

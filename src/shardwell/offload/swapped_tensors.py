@@ -21,7 +21,7 @@ from shardwell.memory import MemoryStats, StateKind, Tier
 from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
 from shardwell.offload.disk_file import rounded
 
-_PATIENCE = 0.002  # seconds
+_TIMEOUT = 0.002  # seconds
 
 
 @dataclass(eq=False)
@@ -225,7 +225,7 @@ class SwappedTensors:
         self._forget(self._items)
 
     def _acquire(self) -> None:
-        while not self._is_free.acquire(timeout=_PATIENCE):
+        while not self._is_free.acquire(timeout=_TIMEOUT):
             if (reclaim := self.reclaim) is not None:
                 reclaim()
 

@@ -165,7 +165,8 @@ class InlineExecutor:
                 for group in unit.trainable:
                     if group.gradients.reduced.tensor is not None and group not in self.elsewhere:
                         groups.append(group)
-                        stack.enter_context(group.storage.open(changes=True))
+                        if not group.storage.is_always_open:
+                            stack.enter_context(group.storage.open(changes=True))
             if not groups:
                 return
             if self._full_tensors is not None:

@@ -182,7 +182,7 @@ class _Swap:
         }
         for holder in ranks:
             crossing = self._crossing(holder, rank)
-            for (matrix, piece), part in zip(crossing, _cut(incoming[holder], crossing), strict=True):
+            for (matrix, piece), part in zip(crossing, _split(incoming[holder], crossing), strict=True):
                 wholes[matrix.slot.name][piece.in_parameter : piece.in_parameter + piece.numel] = part
         return wholes
 
@@ -204,7 +204,7 @@ class _Swap:
         answers = {}
         for owner in ranks:
             crossing = self._crossing(rank, owner)
-            for (matrix, _), part in zip(crossing, _cut(incoming[owner], crossing), strict=True):
+            for (matrix, _), part in zip(crossing, _split(incoming[owner], crossing), strict=True):
                 answers[matrix.slot.name] = part
         return answers
 
@@ -239,5 +239,5 @@ def _room(crossing: list[tuple[_Matrix, SlotPiece]], where: torch.device) -> Ten
     return torch.empty(sum(piece.numel for _, piece in crossing), dtype=torch.bfloat16, device=where)
 
 
-def _cut(joined: Tensor, crossing: list[tuple[_Matrix, SlotPiece]]) -> list[Tensor]:
+def _split(joined: Tensor, crossing: list[tuple[_Matrix, SlotPiece]]) -> list[Tensor]:
     return list(joined.split([piece.numel for _, piece in crossing])) if crossing else []

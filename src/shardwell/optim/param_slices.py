@@ -53,7 +53,7 @@ class ParamSlice:
         """Return the tensor that stands for the gradient and refuses every use."""
         return NoGradientLeft(self.tensor)
 
-    def cut(self) -> list[ParamSlice]:
+    def split(self) -> list[ParamSlice]:
         """Return one slice for each parameter."""
         return [
             replace(self, start=p.in_shard, tensor=self.group.slice_master(p.in_shard, p.numel), pieces=(p,))
@@ -111,7 +111,7 @@ class ParamSlices:
             for run in group.spans
         ]
         if self._one_per_parameter:
-            found = [part for shard in found for part in shard.cut()]
+            found = [part for shard in found for part in shard.split()]
         self.by_unit[unit.index] = found
         self.groups += unit.trainable
         self.labels.update({slot.name: slot.label for group in unit.trainable for slot in group.layout.slots})
@@ -160,7 +160,7 @@ class ParamSlices:
         """Split a slice into its parameters, together with its optimizer state."""
         if len(shard.pieces) == 1:
             return [shard]
-        parts = shard.cut()
+        parts = shard.split()
         if shard.label >= 0:
             tensors = inner.param_groups[shard.label]["params"]
             at = next(i for i, tensor in enumerate(tensors) if tensor is shard.tensor)
@@ -211,7 +211,7 @@ def odd_keys(shards: Iterable[ParamSlice], state: Mapping[Any, dict[str, Any]]) 
 def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
     """Return the part of one state entry that belongs to a part of a slice."""
     if isinstance(value, Moment8bit):
-        return value.cut(first, numel)
+        return value.copy_range(first, numel)
     if not isinstance(value, Tensor):
         return value
     return value[first : first + numel].clone() if value.shape == whole.shape else value.clone()

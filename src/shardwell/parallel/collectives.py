@@ -3,7 +3,7 @@
 `Collectives` announces a collective to the other ranks, counts its bytes, and has a transport move them. Backend and
 device choose the transport once:
 
-- *point-to-point* (gloo on cpu): `parallel/gloo.py`;
+- *point-to-point* (gloo on cpu): `parallel/transport.py`;
 - *torch's own collectives* (nccl, simulated ranks, gloo on cuda): `parallel/torch_transport.py`;
 - *hierarchical*, over one of these, for all-gathers and reduce-scatters over several nodes: `parallel/hierarchical.py`;
 - *replicated*, over one of these, for reduce-scatters whose results are replicated (HSDP): `parallel/replicated.py`.
@@ -24,14 +24,13 @@ from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
-from shardwell.parallel.gloo import GlooTransport, end_loans, lend
 from shardwell.parallel.hierarchical import HierarchicalTransport
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.replicated import ReplicatedTransport
 from shardwell.parallel.torch_transport import SingleRankTransport, TorchTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
-from shardwell.parallel.transport import DirectTransport, Transport, Work
+from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, end_loans, lend
 
 _MOST_TOKENS = 1 << 14  # tokens with sizes that are cached
 

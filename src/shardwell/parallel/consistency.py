@@ -17,7 +17,7 @@ from shardwell.errors import DivergenceError, PeerError
 from shardwell.parallel.collectives import Collectives
 
 _SIZE = 16  # bytes of a digest
-_PATIENCE = 10.0  # seconds to wait for the messages of other ranks, which all know that they have to send them
+_TIMEOUT = 10.0  # seconds to wait for the messages of other ranks, which all know that they have to send them
 _MOST_RANKS = 8  # in a list
 _MOST_LETTERS = 200  # of a value
 
@@ -62,10 +62,10 @@ class _Exchange:
 
     def _hear(self, key: str, rank: int) -> Any:
         """Wait for a rank's message in the store and return it."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                raise PeerError(f"rank {rank} trains something else, and did not say what within {_PATIENCE:g} s")
+                raise PeerError(f"rank {rank} trains something else, and did not say what within {_TIMEOUT:g} s")
             time.sleep(0.01)
         return json.loads(self._store.get(key))
 
@@ -73,7 +73,7 @@ class _Exchange:
         """Wait until all ranks have read: the store may end with the first rank that leaves."""
         with contextlib.suppress(RuntimeError):
             heard = self._store.add(f"{self._prefix}/heard", 1)
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + _TIMEOUT
             while heard < self._size and time.monotonic() < deadline:
                 time.sleep(0.01)
                 heard = self._store.add(f"{self._prefix}/heard", 0)

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.parallel.collectives import Collectives
-from shardwell.parallel.gloo import lend
 from shardwell.parallel.mesh import pair_group
 from shardwell.parallel.traffic import TrafficKind
-from shardwell.parallel.transport import Work
+from shardwell.parallel.transport import Work, lend
 
 Channel = tuple[int, int, str]  # the sending and the receiving rank along the pipeline, and the direction
 _FIRST_TAG, _NUM_TAGS = (1 << 30) + 16, 1 << 20  # of each channel; collectives and links use smaller tags

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.memory import Device, Event, StateKind, TemporaryBuffers
-from shardwell.parallel.gloo import sum_in_rank_order
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
-from shardwell.parallel.transport import STAGING, Work
+from shardwell.parallel.transport import STAGING, Work, sum_in_rank_order
 
 
 class TorchTransport:

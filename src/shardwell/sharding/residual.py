@@ -43,8 +43,8 @@ class QuantizationResidual:
         `was_used` may be a tensor on the device.
         """
         if self._has_begun and was_used is not True:
-            heard = was_used if isinstance(was_used, Tensor) else self._now.new_zeros((), dtype=torch.bool)
-            torch.where(heard, self._now, self._before, out=self._now)
+            is_used = was_used if isinstance(was_used, Tensor) else self._now.new_zeros((), dtype=torch.bool)
+            torch.where(is_used, self._now, self._before, out=self._now)
         self._has_begun = False
 
     def free(self) -> None:

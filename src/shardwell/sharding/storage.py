@@ -102,6 +102,10 @@ class MasterStorage(Protocol):
         """Return the form."""
 
     @property
+    def is_always_open(self) -> bool:
+        """Whether master weights may be read and changed without `open`."""
+
+    @property
     def parameters(self) -> Tensor:
         """Return this rank's part of the parameters (1D), as it is stored."""
 
@@ -132,6 +136,7 @@ class FormStorage(abc.ABC):
     """What the forms have in common; see `MasterStorage`."""
 
     form: StorageForm
+    is_always_open = False
 
     def __init__(self, part: StoredPart, master: Tensor, beside: tuple[Tier, FlatBuffer] | None = None) -> None:
         """`beside` holds what is stored of the master weights in other memory than the parameters."""
@@ -207,6 +212,7 @@ class InPlaceStorage(FormStorage):
     """Unsharded parameters that are their own master weights."""
 
     form = StorageForm.IN_PLACE
+    is_always_open = True
 
     def __init__(self, part: StoredPart) -> None:
         super().__init__(part, part.tensor)

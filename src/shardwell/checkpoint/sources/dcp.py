@@ -62,7 +62,7 @@ class _Box:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _BoxedTensor:
     """A tensor and its boxes. `starts` are their first elements, if each box is contiguous in the flat tensor."""
 
     stored: StoredTensor
@@ -84,27 +84,28 @@ class DcpSource:
         self._saved: dict[_Bytes, SavedStorage] = {}
         self._lock = threading.Lock()
         self._metadata = _Metadata(self._root)
-        self._cuts: dict[str, _Cut] = {}
+        self._boxed: dict[str, _BoxedTensor] = {}
         values: dict[str, Any] = {}
         try:
             self.ignored = self._sort(_sections(self._metadata), values)
         except BaseException:
             self.close()
             raise
-        self.tensors = {name: cut.stored for name, cut in self._cuts.items()}
+        self.tensors = {name: boxed.stored for name, boxed in self._boxed.items()}
         self.values = values
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        if name not in self._cuts:
+        if name not in self._boxed:
             raise CheckpointError(f"{self.where}: tensor {name!r}: not in this checkpoint")
-        cut = self._cuts[name]
-        if not 0 <= start <= stop <= cut.stored.numel:
+        boxed = self._boxed[name]
+        if not 0 <= start <= stop <= boxed.stored.numel:
             raise CheckpointError(
-                f"{self.where}: tensor {name!r}: has {cut.stored.numel} elements, asked for {start} to {stop}"
+                f"{self.where}: tensor {name!r}: has {boxed.stored.numel} elements, asked for {start} to {stop}"
             )
         if start == stop:
-            return torch.empty(0, dtype=cut.stored.dtype, device="cpu")
-        return self._stretches(name, cut, start, stop) if cut.starts is not None else self._rows(name, cut, start, stop)
+            return torch.empty(0, dtype=boxed.stored.dtype, device="cpu")
+        read = self._rows if boxed.starts is None else self._ranges
+        return read(name, boxed, start, stop)
 
     def close(self) -> None:
         with self._lock:
@@ -114,31 +115,31 @@ class DcpSource:
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def _stretches(self, name: str, cut: _Cut, start: int, stop: int) -> Tensor:
-        assert cut.starts is not None
+    def _ranges(self, name: str, boxed: _BoxedTensor, start: int, stop: int) -> Tensor:
+        assert boxed.starts is not None
         parts = []
-        index = bisect_right(cut.starts, start) - 1
+        index = bisect_right(boxed.starts, start) - 1
         while start < stop:
-            box, first = cut.boxes[index], cut.starts[index]
+            box, first = boxed.boxes[index], boxed.starts[index]
             last = min(stop, first + box.numel)
-            parts.append(self._take(name, cut, box, start - first, last - first))
+            parts.append(self._take(name, boxed, box, start - first, last - first))
             start, index = last, index + 1
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _rows(self, name: str, cut: _Cut, start: int, stop: int) -> Tensor:
+    def _rows(self, name: str, boxed: _BoxedTensor, start: int, stop: int) -> Tensor:
         """Assemble the rows (of the first dimension) that hold the elements from all boxes that overlap them."""
-        shape = cut.stored.shape
+        shape = boxed.stored.shape
         row = product(shape[1:])
         low, high = start // row, -(-stop // row)
-        full = torch.empty((high - low, *shape[1:]), dtype=cut.stored.dtype, device="cpu")
+        full = torch.empty((high - low, *shape[1:]), dtype=boxed.stored.dtype, device="cpu")
         filled = torch.zeros(full.shape, dtype=torch.bool, device="cpu")
-        for box in cut.boxes:
+        for box in boxed.boxes:
             top = box.offsets[0]
             first, last = max(low, top), min(high, top + box.sizes[0])
             if first >= last:
                 continue
             width = product(box.sizes[1:])
-            part = self._take(name, cut, box, (first - top) * width, (last - top) * width)
+            part = self._take(name, boxed, box, (first - top) * width, (last - top) * width)
             rest = [slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)]
             region = (slice(first - low, last - low), *rest)
             full[region] = part.view(last - first, *box.sizes[1:])
@@ -147,15 +148,15 @@ class DcpSource:
             raise CheckpointError(f"{self.where}: tensor {name!r}: some of its elements were not saved")
         return full.view(-1)[start - low * row : stop - low * row]
 
-    def _take(self, name: str, cut: _Cut, box: _Box, first: int, last: int) -> Tensor:
+    def _take(self, name: str, boxed: _BoxedTensor, box: _Box, first: int, last: int) -> Tensor:
         file = self._file(box.place.file)
         saved = self._saved.get(box.place)
         if saved is None:
             where = f"{file.path}: tensor {name!r}"
             saved = locate(file, box.place.offset, box.place.length, where)
-            if saved.shape != box.sizes or saved.dtype != cut.stored.dtype:
+            if saved.shape != box.sizes or saved.dtype != boxed.stored.dtype:
                 raise CheckpointError(
-                    f"{where}: expected {cut.stored.dtype} {show(box.sizes)}, found {saved.dtype} {show(saved.shape)}"
+                    f"{where}: expected {boxed.stored.dtype} {show(box.sizes)}, found {saved.dtype} {show(saved.shape)}"
                 )
             self._saved[box.place] = saved
         part = saved.read(file, first, last)
@@ -172,10 +173,10 @@ class DcpSource:
 
     def _sort(self, sections: dict[str, tuple[str, str]], values: dict[str, Any]) -> list[str]:
         """Map all saved keys to the names of a `Source`; return those that have none."""
-        cuts = self._metadata.tensors
+        boxed = self._metadata.tensors
         for key, (section, rest) in sections.items():
-            if section == "model" and key in cuts:
-                self._cuts[MODEL + rest] = cuts[key]
+            if section == "model" and key in boxed:
+                self._boxed[MODEL + rest] = boxed[key]
         groups: dict[int, dict[str, Any]] = {}
         ignored = []
         for key, (section, rest) in sections.items():
@@ -185,7 +186,7 @@ class DcpSource:
                 index, _, field = rest.removeprefix("param_groups.").partition(".")
                 if not index.isdecimal() or len(index) > 6 or not self._add_field(key, field, groups, int(index)):
                     ignored.append(key)
-            elif section != "model" or key not in cuts:
+            elif section != "model" or key not in boxed:
                 ignored.append(key)
         if groups:
             values["param_groups"] = [groups[index] for index in sorted(groups)]
@@ -196,31 +197,31 @@ class DcpSource:
         if name is None:
             raise CheckpointError(f"{self.where}: {key!r}: the state of no tensor of the model")
         field = rest[len(name) + 1 :]
-        cut = self._metadata.tensors.get(key)
-        if cut is None:
+        boxed = self._metadata.tensors.get(key)
+        if boxed is None:
             values[f"{SCALAR}{name}/{field}"] = self._object(key)
-        elif cut.stored.shape == () and (self._cuts[MODEL + name].stored.shape != () or field == "step"):
-            values[f"{SCALAR}{name}/{field}"] = self._take(key, cut, cut.boxes[0], 0, 1).item()
+        elif boxed.stored.shape == () and (self._boxed[MODEL + name].stored.shape != () or field == "step"):
+            values[f"{SCALAR}{name}/{field}"] = self._take(key, boxed, boxed.boxes[0], 0, 1).item()
         else:
-            self._cuts[f"{STATE}{name}/{field}"] = cut
+            self._boxed[f"{STATE}{name}/{field}"] = boxed
 
     def _owner(self, rest: str) -> str | None:
         """Return the model's tensor that `<name>.<key>` is a state of. Both may contain dots; the longest name wins."""
         name = rest
         while "." in name:
             name = name.rpartition(".")[0]
-            if MODEL + name in self._cuts:
+            if MODEL + name in self._boxed:
                 return name
         return None
 
     def _add_field(self, key: str, field: str, groups: dict[int, dict[str, Any]], index: int) -> bool:
         """Add a hyperparameter, if JSON can hold it."""
-        cut = self._metadata.tensors.get(key)
+        boxed = self._metadata.tensors.get(key)
         try:
-            if cut is None:
+            if boxed is None:
                 value = self._object(key)
-            elif cut.stored.shape == ():
-                value = self._take(key, cut, cut.boxes[0], 0, 1).item()
+            elif boxed.stored.shape == ():
+                value = self._take(key, boxed, boxed.boxes[0], 0, 1).item()
             else:
                 return False
         except CheckpointError:
@@ -300,14 +301,14 @@ class _Metadata:
         self.paths = content.get("planner_data")
         self._sizes: dict[str, int] = {}
         places = self._places(content.get("storage_data"))
-        self.tensors: dict[str, _Cut] = {}
+        self.tensors: dict[str, _BoxedTensor] = {}
         self.objects: dict[str, _Bytes] = {}
         for key, record in _mapping(content.get("state_dict_metadata"), f"{self._where}: state_dict_metadata").items():
             where = f"{self._where}: {show(key)}"
             if not isinstance(key, str):
                 raise CheckpointError(f"{where}: expected a name")
             if isinstance(record, _TensorRecord):
-                self.tensors[key] = _cut(key, record, places, where)
+                self.tensors[key] = _boxed_tensor(key, record, places, where)
             elif isinstance(record, _ObjectRecord):
                 if (key, None) not in places:
                     raise CheckpointError(f"{where}: saved in no file")
@@ -362,7 +363,7 @@ def _mapping(raw: Any, where: str) -> dict[Any, Any]:
     return raw
 
 
-def _cut(key: str, record: Record, places: Mapping[Any, _Bytes], where: str) -> _Cut:
+def _boxed_tensor(key: str, record: Record, places: Mapping[Any, _Bytes], where: str) -> _BoxedTensor:
     properties = record.get("properties")
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
@@ -402,7 +403,7 @@ def _inside(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _tiled(stored: StoredTensor, boxes: list[_Box], where: str) -> _Cut:
+def _tiled(stored: StoredTensor, boxes: list[_Box], where: str) -> _BoxedTensor:
     """Return the boxes in order, if each of them is contiguous in the flat tensor."""
     strides = contiguous_stride(stored.shape)
     starts: list[int] = []
@@ -411,7 +412,7 @@ def _tiled(stored: StoredTensor, boxes: list[_Box], where: str) -> _Cut:
         while outer < len(box.sizes) and box.sizes[outer] == 1:
             outer += 1
         if box.sizes[outer + 1 :] != stored.shape[outer + 1 :]:
-            return _Cut(stored, tuple(boxes), None)
+            return _BoxedTensor(stored, tuple(boxes), None)
         starts.append(sum(at * step for at, step in zip(box.offsets, strides, strict=True)))
     ordered = tuple(sorted(boxes, key=lambda box: box.offsets))
     reached = 0
@@ -419,7 +420,7 @@ def _tiled(stored: StoredTensor, boxes: list[_Box], where: str) -> _Cut:
         if start != reached:
             raise CheckpointError(f"{where}: elements {reached} to {start} are in no chunk, or in two")
         reached += box.numel
-    return _Cut(stored, ordered, tuple(starts))
+    return _BoxedTensor(stored, ordered, tuple(starts))
 
 
 def _sections(metadata: _Metadata) -> dict[str, tuple[str, str]]:

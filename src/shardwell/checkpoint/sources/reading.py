@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwell.checkpoint.boxes import Region, full_region, order_of, overlaps, reads, reordered
 from shardwell.checkpoint.checksums import BLOCK
-from shardwell.checkpoint.reader import room
+from shardwell.checkpoint.reader import allocate_flat
 from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import contiguous_stride
@@ -53,7 +53,7 @@ def region_into(source: Source, name: str, target: Region, flat: Tensor) -> None
     """Fill a 1D tensor on the CPU with a region of a tensor, whose dimensions are in the stored order."""
     stored = source.tensors[name]
     if flat.dtype != stored.dtype:
-        same = room(flat.numel(), stored.dtype, f"{source.where}: tensor {name!r}")
+        same = allocate_flat(flat.numel(), stored.dtype, f"{source.where}: tensor {name!r}")
         region_into(source, name, target, same)
         flat.copy_(same)
     elif isinstance(source, RegionRead):
@@ -75,7 +75,7 @@ def gather(target: Region, piece: Region, flat: Tensor, read: Callable[[int, Ten
         if len(batch) == 1 and batch[0].is_run:
             read(first, flat[batch[0].in_target :][: last - first])
             continue
-        staged = room(last - first, flat.dtype, "a region of a tensor")
+        staged = allocate_flat(last - first, flat.dtype, "a region of a tensor")
         read(first, staged)
         for one in batch:
             place = flat.as_strided(one.sizes, one.target_stride, flat.storage_offset() + one.in_target)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwell.checkpoint.boxes import Region, full_region, order_of, reordered
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.pieces import BoxPiece, TensorRecord, check_range, plan
-from shardwell.checkpoint.reader import Reader, room
+from shardwell.checkpoint.reader import Reader, allocate_flat
 from shardwell.checkpoint.sources.base import MODEL, StoredTensor
 from shardwell.checkpoint.sources.reading import gather
 from shardwell.errors import CheckpointError
@@ -46,7 +46,7 @@ class ShardwellSource:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         record = self._find(name)
         check_range(record, start, stop)
-        flat = room(stop - start, record.dtype, f"{self.where}: tensor {name!r}")
+        flat = allocate_flat(stop - start, record.dtype, f"{self.where}: tensor {name!r}")
         self.read_into(name, start, flat)
         return flat
 
