@@ -19,11 +19,11 @@ from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.engine.compilation import compile_units, uncompiled
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
-from shardwell.engine.join import Join, joined
+from shardwell.engine.join import UserLoop, joined
 from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
 from shardwell.engine.teardown import DESTROYED, Teardown
 from shardwell.engine.units import UnitInfo, describe_units
-from shardwell.engine.unsupported_uses import StepCallWatch, prepared_by_accelerate, refuse_pickling
+from shardwell.engine.unsupported_uses import prepared_by_accelerate, refuse_pickling
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import Device, MemoryReport
@@ -92,8 +92,7 @@ class Engine(nn.Module):
         scheduler.reducer.use_loss_scale(self._precision.loss_scale)
         self.use_config(config)
         self._checkpoints = EngineCheckpoints(self)
-        self._step_watch: StepCallWatch | None = StepCallWatch()
-        self._join: Join | None = None  # set inside `join()`
+        self._loop = UserLoop()
         exit_notice.watch(self)
 
     def use_config(self, config: Config) -> None:
@@ -108,12 +107,12 @@ class Engine(nn.Module):
         """Run the model. Inputs are moved to the engine's device and, in mixed precision, to the compute dtype."""
         if torch.compiler.is_compiling() and any(unit.resharding_groups for unit in self._scheduler.units):
             return uncompiled(self, args, kwargs)
-        if self._join is not None and torch.is_grad_enabled():
-            self._join.begin(args, kwargs)
+        if self._loop.join is not None and torch.is_grad_enabled():
+            self._loop.join.begin(args, kwargs)
         with torch.inference_mode(False):  # a refit makes tensors that are trained
             self.fit_to_model()
-        if self._step_watch is not None:
-            self._step_watch = self._step_watch.saw_forward(self)
+        if self._loop.step_watch is not None:
+            self._loop.step_watch = self._loop.step_watch.saw_forward(self)
         self._scheduler.reducer.set_boundary(self.is_gradient_accumulation_boundary())
         copies: list[tuple[Any, Any]] = []
         args, kwargs = map_tensors((args, kwargs), self._precision.move_input, copies)
@@ -173,7 +172,7 @@ class Engine(nn.Module):
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
         at_boundary = self.is_gradient_accumulation_boundary()
-        self._step_watch = None
+        self._loop.step_watch = None
         self._counts.micro_steps += 1
         self._counts.boundary = None
         if at_boundary:

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwell.engine.unsupported_uses import StepCallWatch
 from shardwell.errors import ShardwellError
 from shardwell.runtime.pytree import tensors_in
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
+
+
+@dataclass
+class UserLoop:
+    """The user's training loop: whether it runs inside `Engine.join`, and whether it calls `step` at all."""
+
+    join: Join | None = None
+    step_watch: StepCallWatch | None = field(default_factory=StepCallWatch)
 
 
 class Join:
@@ -88,13 +98,13 @@ def _nothing_of(output: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]:
     """Implement `Engine.join`."""
-    if engine._join is not None:
+    if engine._loop.join is not None:
         raise ShardwellError("engine.join() is open already: one loop over data is inside one of them")
-    engine._join = Join(engine, divide_by_initial_world_size)
+    engine._loop.join = Join(engine, divide_by_initial_world_size)
     try:
         with engine._context.roles.agreement.failing_together("a loop inside engine.join()"):
             yield
-        engine._join.shadow()
+        engine._loop.join.shadow()
     finally:
-        engine._join = None
+        engine._loop.join = None
         engine._scheduler.reducer.average_over(engine._context.roles.data.rank_group.size)

@@ -49,7 +49,7 @@ class PipelinedEngine(Engine):
 
     def use_pipeline(self, plan: PipelinePlan) -> None:
         """Run the stages of `plan`."""
-        self._plan, self._step_watch = plan, None
+        self._plan, self._loop.step_watch = plan, None
         device = self._context.device
         reader = BatchReader(self.module, plan.loss_fn, is_chain=plan.modules.layers.is_chain)
         move = partial(map_tensors, change=lambda tensor: tensor.to(self.device))
