@@ -114,13 +114,17 @@ def check_parts(model: nn.Module, num_parts: int) -> None:
             )
 
 
+def is_marked(parameter: Any) -> bool:
+    """Return whether Megatron's attributes say that a parameter is a part."""
+    marks = parameter.__dict__
+    return bool(marks.get("tensor_model_parallel") or marks.get("model_parallel"))
+
+
 def read_megatron_marks(model: nn.Module, num_parts: int, index: int) -> int:
     """Record the parts that Megatron's attributes name; return the number of parameters with a record."""
     count = 0
     for name, parameter in model.named_parameters():
-        marks = parameter.__dict__
-        is_cut = bool(marks.get("tensor_model_parallel") or marks.get("model_parallel"))
-        if part_of(parameter) is None and is_cut:
+        if part_of(parameter) is None and is_marked(parameter):
             mark_part(parameter, _of_marks(name, parameter, num_parts, index))
         count += part_of(parameter) is not None
     return count
