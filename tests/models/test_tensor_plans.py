@@ -39,10 +39,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
 }
 
+NORMS_IN_FP32 = ("Gemma2",)  # whatever the dtype of the model
+
 
 def built(kind: str) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(**{**COMMON, **MODELS[kind]})
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
@@ -86,4 +88,4 @@ def test_plans_of_models_follow_one_process(ranks: Ranks, stage: int, sequence: 
     found = ranks.run(4, cut, kinds, stage, {"sequence_parallel": sequence})[-1]
     for kind in kinds:
         difference, name = distance(found[kind], plainly(kind))
-        assert difference < 1e-9, f"{kind}: {name} differs by {difference}"
+        assert difference < (1e-5 if kind in NORMS_IN_FP32 else 1e-10), f"{kind}: {name} differs by {difference}"

@@ -23,6 +23,7 @@ from tests.support.tensor_models import (
     WIDTH,
     Decoder,
     TensorCase,
+    grid_config,
     on_grid,
     plainly,
     started,
@@ -184,6 +185,76 @@ def test_optimizers_of_whole_tensors_see_whole_tensors(ranks: Ranks, kind: str) 
             values = {name: torch.as_tensor(value) for name, value in expected.items()}
             # Muon orthogonalises in bf16: another order of sums shows there.
             assert distance(found, values, noise)[0] < (1e-10 if kind == "Lamb" else 2e-3)
+
+
+# ---------------------------------------------------------------------- replicas, compiled units, another engine
+
+
+def replicated(stage: int) -> dict[str, Tensor]:
+    """Train on replicas of two shards of two tensor ranks."""
+    case = TensorCase(steps=3, size=1)
+    torch.manual_seed(dist.get_rank())
+    model = case.build()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    config, optimizer = grid_config(case, stage), case.make_optimizer(model)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh).engine
+    train(engine, case)
+    return engine.state_dict()
+
+
+def test_replicas_of_tensor_ranks_follow_one_process(ranks: Ranks) -> None:
+    for stage in (0, 3):
+        for found in ranks.run(8, replicated, stage)[::7]:
+            assert distance(found, plainly(TensorCase(steps=3)))[0] < 1e-10
+
+
+def again() -> list[dict[str, Tensor]]:
+    """Train compiled units, and hand the model to a second engine, which goes on and is destroyed."""
+    case = TensorCase(steps=4, optimizer="SGD")
+    engine, model = started(case, 3)
+    engine.compile(backend="eager")
+    train(engine, case, 0, 2)
+    config, optimizer = grid_config(case, 2), case.make_optimizer(model)
+    second = shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
+    train(second, case, 2, 4)
+    trained = second.state_dict()
+    second.destroy()
+    return [trained, {name: value.detach() for name, value in model.state_dict().items()}]
+
+
+def test_a_cut_model_is_compiled_handed_on_and_made_whole(ranks: Ranks) -> None:
+    for found in ranks.run(4, again):
+        for values in found:
+            assert distance(values, plainly(TensorCase(steps=4, optimizer="SGD")))[0] < 1e-10
+
+
+# ------------------------------------------------------------------------------------------ precisions, tiers, codecs
+
+TIERS: list[tuple[str, dict[str, Any], float]] = [
+    ("bf16", {"bf16": {"enabled": True}}, 5e-2),
+    ("fp16", {"fp16": {"enabled": True, "initial_scale_power": 8}}, 5e-2),
+    ("host", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 1e-5),
+    ("qwZ and qgZ", {"zero_optimization": {"zero_quantized_weights": True, "zero_quantized_gradients": True}}, 0.2),
+]
+
+
+def norms(stage: int, configs: list[dict[str, Any]]) -> list[list[float]]:
+    found = []
+    for config in configs:
+        case = TensorCase(dtype=torch.float32, steps=3, config=config)
+        engine, _ = started(case, stage)
+        found.append(train(engine, case))
+        engine.destroy()
+    return found
+
+
+def test_precisions_tiers_and_codecs_work_on_a_grid(ranks: Ranks) -> None:
+    configs = [{}, *(config for _, config, _ in TIERS)]
+    first, *others = ranks.run(4, norms, 3, configs)
+    assert all(other == first for other in others)  # every rank of the grid has the same norm, to the bit
+    plain, *rest = first
+    for (name, _, tolerance), found in zip(TIERS, rest, strict=True):
+        assert found == pytest.approx(plain, rel=tolerance), name
 
 
 # ------------------------------------------------------------------------------------------------ bits, random numbers

@@ -111,6 +111,12 @@ class Cutter:
                 "words: leave it out of the plan"
             )
         weight: Any = module.weight
+        own = type(module).forward
+        if own is not nn.Embedding.forward and "super" not in own.__code__.co_names:
+            raise ShardwellError(
+                f"tensor_parallel.plan: embedding '{name}' is a {type(module).__name__}, whose forward looks words up "
+                "itself, so that it cannot be cut: leave it out of the plan, and what is tied to it"
+            )
         part = self._cut_tensor(f"{name}.weight", weight, 0 if by_words else 1)
         self._become(module, layers.VocabularyEmbedding if by_words else layers.WidthEmbedding, name, region, part)
         if by_words:
@@ -139,8 +145,9 @@ class Cutter:
         layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
         if type(module) in (nn.Linear, nn.Embedding) or kind.__name__.endswith("Conv1D"):
             layer.__class__ = kind
-        else:
-            layer.__class__ = type(kind.__name__, (kind, type(module)), {"__module__": kind.__module__})
+        else:  # what a subclass does around `super().forward` stays around the cut one
+            bases = (type(module), kind) if issubclass(kind, nn.Embedding) else (kind, type(module))
+            layer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
 
     def _cut_parameter(self, name: str, parameter: nn.Parameter, style: str) -> None:
         """Cut a parameter that a module uses itself, as packed experts do: the last two dims are out and in."""

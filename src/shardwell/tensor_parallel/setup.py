@@ -88,7 +88,7 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
     names = [name for name, _ in model.named_modules() if name in repeated]
     plan = plan_of(model, asked.plan, asked.layer_specs)
     cut_blocks = tuple(name for name in names if any(one.startswith(f"{name}.") for one in plan))
-    gathered = regions[2] if asked.sequence_parallel else None
+    gathered = regions[-1] if asked.sequence_parallel else None
     cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks, gathered)
     cutter.cut()
     if asked.sequence_parallel:
