@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
+from shardwell.sharding import released
 
 _RECORD, _PARTIAL = "_shardwell_part", "sequence_parallel"
 
@@ -131,6 +132,11 @@ def read_megatron_marks(model: nn.Module, num_parts: int, index: int) -> int:
 
 
 def _of_marks(name: str, parameter: nn.Parameter, num_parts: int, index: int) -> TensorPart:
+    if released.is_owned(parameter):
+        raise ShardwellError(
+            f"parameter '{name}' is marked as a part of a larger tensor, and was built in zero.Init, which gives all "
+            "ranks the values of the first: build such a model outside of it, or whole, with a tensor_parallel.plan"
+        )
     dim, stride = parameter.__dict__.get("partition_dim"), int(parameter.__dict__.get("partition_stride", 1))
     if not isinstance(dim, int) or not 0 <= dim < parameter.ndim:
         raise ShardwellError(
