@@ -21,4 +21,4 @@ def test_a_plain_step_enters_few_functions(ranks: Ranks, stage: int) -> None:
     assert len(found["functions"]) <= functions, found["functions"]
     assert len(found["files"]) <= files, found["files"]
     assert len(found["deepest"]) <= DEEPEST, found["deepest"]
-    assert not any(file.startswith("offload") for file in found["files"])
+    assert not any(file.startswith(("offload", "tensor_parallel", "pipeline")) for file in found["files"])

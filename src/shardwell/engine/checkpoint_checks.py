@@ -22,6 +22,7 @@ from shardwell.checkpoint.parsing import show
 from shardwell.engine.checkpoint_values import module_of_extra, random_state, restore_schedule, set_random_state
 from shardwell.errors import CheckpointError
 from shardwell.optim import ShardedOptimizer
+from shardwell.sharding.tensor_part import part_of
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
@@ -211,3 +212,14 @@ def _check_random_state(state: Any) -> None:
             raise CheckpointError(f"{key}: expected bytes")
     if "numpy" in state and "numpy" in sys.modules and not isinstance(state["numpy"], (tuple, dict)):
         raise CheckpointError("numpy: expected a state")
+
+
+def check_parts(engine: Engine) -> None:
+    """Raise if a parameter is packed of blocks that are cut one by one: files have no place for such parts yet."""
+    for name, parameter in engine.module.named_parameters():
+        part = part_of(parameter)
+        if part is not None and part.blocks:
+            raise CheckpointError(
+                f"'{name}' {part.shape} is packed of {len(part.blocks)} blocks that are cut over {part.num_parts} "
+                "ranks, and checkpoint files cannot hold such parts yet: use engine.state_dict() and load_state_dict()"
+            )

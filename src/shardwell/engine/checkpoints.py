@@ -27,7 +27,7 @@ from shardwell.checkpoint.save import LIMIT_AFTER_FAILURE, SILENCE_LIMIT, Saver
 from shardwell.checkpoint.sources import SCALAR, ShardwellSource, Source, is_foreign, locate_own, open_source
 from shardwell.checkpoint.user_folder import folder_named, nothing_in
 from shardwell.engine import hf_files
-from shardwell.engine.checkpoint_checks import check_names, check_scalars, check_values
+from shardwell.engine.checkpoint_checks import check_names, check_parts, check_scalars, check_values
 from shardwell.engine.checkpoint_values import (
     check_kind,
     of_optimizer,
@@ -93,6 +93,7 @@ class EngineCheckpoints:
     ) -> None:
         """Save a checkpoint. All ranks must call it."""
         with self._together("save_checkpoint", tag):
+            check_parts(engine)
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
             self._same(tag, "save_checkpoint: tag")
@@ -219,6 +220,7 @@ class EngineCheckpoints:
     ) -> tuple[str | None, Any]:
         """Load a checkpoint, and return its path and the client state. All ranks must call it."""
         with self._together("load_checkpoint", tag):
+            check_parts(engine)
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
             asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
@@ -256,6 +258,7 @@ class EngineCheckpoints:
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Load only the model's own tensors, from any source."""
         with self._together("load_model", path):
+            check_parts(engine)
             self._end_background()
             self._same(path, "load_model: path")
             source = self._open_foreign(path, None)

@@ -57,7 +57,7 @@ def _executor(
 ) -> UpdateExecutor:
     """Choose the executor that performs updates, and connect it with the scheduler."""
     units = [unit for unit in scheduler.units if unit.trainable]
-    inner, slices = make_inner(factory, units, context.roles.shard)
+    inner, slices = make_inner(factory, units, context.roles)
     rows = {group.spec for unit in scheduler.units for group in unit.groups}
     is_plain = all(spec.optimizer.tier is Tier.DEVICE and spec.commit is CommitPolicy.AFTER_NORM for spec in rows)
     if is_plain and not options.eight_bit_moments:  # these are for the host

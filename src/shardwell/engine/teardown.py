@@ -92,7 +92,10 @@ class Teardown:
         self.scheduler.discard_backward()
         resharding = [group for unit in self.scheduler.units for group in unit.resharding_groups]
         is_sharded = (
-            bool(resharding) and self.context.roles.shard.rank_group.size > 1 and not self.context.device.is_meta
+            bool(resharding)
+            and self.context.roles.shard.rank_group.size > 1
+            and not self.context.device.is_meta
+            and self.cut is None  # the registry gives all ranks the first one's values, and they hold other parts
         )
         registry = self.open_registry(resharding[0].spec.parameters.tier) if is_sharded else None
         self._give_back(optimizer, registry)

@@ -20,7 +20,7 @@ from shardwell.optim.full_tensors import ShardedFullTensors, needs_full_tensors
 from shardwell.optim.grad_norm import NonfiniteNorm, SummedNumber, norm_of
 from shardwell.optim.loss_scale import LossScale
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, SliceStates
-from shardwell.parallel import Collectives
+from shardwell.parallel import MeshRoles
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.pending_update import PendingUpdate
 
@@ -108,14 +108,14 @@ class UpdateExecutor(Protocol):
         """Move the state of the first units to the device, as much as fits into `free` bytes; return their names."""
 
 
-def make_inner(factory: OptimizerFactory, units: Sequence[Unit], comm: Collectives) -> tuple[Optimizer, ParamSlices]:
+def make_inner(factory: OptimizerFactory, units: Sequence[Unit], roles: MeshRoles) -> tuple[Optimizer, ParamSlices]:
     """Return the inner torch optimizer over this rank's slices of the units' master weights, and the slices."""
     slices = ParamSlices(units, one_per_parameter=False)
     inner = _made(factory, slices)
     if needs_full_tensors(inner):  # a tensor must not span several parameters
         slices = ParamSlices(units, one_per_parameter=True)
         inner = _made(factory, slices)
-        inner.whole = ShardedFullTensors(slices, inner, comm)  # type: ignore[attr-defined]
+        inner.whole = ShardedFullTensors(slices, inner, roles)  # type: ignore[attr-defined]
     inner.state = SliceStates(dict, inner.state)
     return inner, slices
 

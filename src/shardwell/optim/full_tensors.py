@@ -9,7 +9,7 @@ also if this rank holds no part of anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.param_slices import ParamSlice, ParamSlices
-from shardwell.parallel import Collectives
+from shardwell.parallel import Collectives, MeshRoles
 from shardwell.sharding import ShardedGroup
 from shardwell.sharding.layout import Slot, SlotPiece
+from shardwell.sharding.tensor_part import TensorPart, part_of
 
 
 def needs_full_tensors(optimizer: Optimizer) -> bool:
@@ -76,8 +77,10 @@ class LocalFullTensors:
 class ShardedFullTensors:
     """Full tensors of sharded parameters: their parts are summed, or sent to one rank each and back."""
 
-    def __init__(self, shards: ParamSlices, inner: Optimizer, comm: Collectives) -> None:
-        self._shards, self._inner, self._comm = shards, inner, comm
+    def __init__(self, shards: ParamSlices, inner: Optimizer, roles: MeshRoles) -> None:
+        self._shards, self._inner, self._roles = shards, inner, roles
+        # over the ranks that hold the parts of a tensor: shards, and if tensors are cut, parts of the tensor axis
+        self._wide = roles.shard if roles.alike is None else roles.alike.shard
         self._groups: list[ShardedGroup] = []
         self._unseen: set[str] = set()
 
@@ -90,19 +93,32 @@ class ShardedFullTensors:
         return self._by_tensor[id(tensor)]
 
     def place(self, tensor: Tensor) -> SlicePosition:
-        slot = self._shard(tensor).pieces[0].slot
-        return SlicePosition(self._shards.numbers[slot.name], slot.shape)
+        shard = self._shard(tensor)
+        slot = shard.pieces[0].slot
+        parameter = shard.group.parameters[shard.group.layout.slots.index(slot)]
+        part = part_of(parameter)
+        return SlicePosition(self._shards.numbers[slot.name], slot.shape if part is None else part.shape)
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether the data axis splits the tensors of this step."""
+        return any(group.spec.optimizer.axis for group in self._groups)
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        if not any(group.spec.optimizer.axis for group in self._groups):
+        if not self._is_split and self._roles.tensor is None:
             return [sums for _, sums in parts]
         width = _NUM_SUMS
         total = torch.zeros(len(self._shards.numbers), width, dtype=torch.float64, device=self._where)
         numbers = [self.place(tensor).index for tensor, _ in parts]
-        for number, (_, sums) in zip(numbers, parts, strict=True):
-            total[number, : len(sums)] += sums
-        self._comm.all_reduce_sum(total, "SUMS")
+        for number, (tensor, sums) in zip(numbers, parts, strict=True):
+            total[number, : len(sums)] += sums / self._num_holders(tensor)
+        self._wide.all_reduce_sum(total, "SUMS")
         return [total[number, : len(sums)].to(sums) for number, (_, sums) in zip(numbers, parts, strict=True)]
+
+    def _num_holders(self, tensor: Tensor) -> int:
+        """Return how many ranks have the same part: those of the group's axis, if it splits nothing."""
+        group = self._shard(tensor).group
+        return 1 if group.spec.optimizer.axis is not None else group.context.roles.shard.rank_group.size
 
     @property
     def _where(self) -> torch.device:
@@ -110,35 +126,48 @@ class ShardedFullTensors:
 
     def through(self, parts: list[tuple[Tensor, Tensor]], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         mine = {self._name(tensor): values.reshape(-1) for tensor, values in parts}
-        matrices = list(self._matrices())
+        comm = self._wide if self._is_split or self._roles.tensor is None else self._roles.tensor
+        matrices = list(self._matrices(comm))
         split = [matrix for matrix in matrices if matrix.is_split]
-        swap = _Swap(self._comm, split, balance([_cost(matrix.slot) for matrix in split], self._comm.rank_group.size))
+        swap = _Swap(comm, split, balance([_cost(matrix.slot) for matrix in split], comm.rank_group.size))
         wholes = swap.collect(mine, self._where)
         for matrix in matrices:
             if not matrix.is_split:  # every rank has it, and computes it redundantly
                 wholes[matrix.slot.name] = mine[matrix.slot.name].bfloat16()
             if matrix.slot.name in wholes:
-                view = wholes[matrix.slot.name].as_strided(matrix.slot.shape, matrix.slot.stride)
-                view.copy_(function(view.contiguous()))
+                matrix.apply(function, wholes[matrix.slot.name])
         answers = wholes | swap.give_back(wholes, self._where)
         return [answers[self._name(tensor)] for tensor, _ in parts]
 
     def _name(self, tensor: Tensor) -> str:
         return self._shard(tensor).pieces[0].slot.name
 
-    def _matrices(self) -> Iterator[_Matrix]:
-        """Yield the parameters of this step that are needed in full, each with the rank of every part."""
+    def _matrices(self, comm: Collectives) -> Iterator[_Matrix]:
+        """Yield the parameters of this step that are needed in full, each with what every rank holds of it."""
         wants_whole: Callable[[dict[str, object]], bool] = self._inner.wants_whole  # type: ignore[attr-defined]
         for group in self._groups:
-            is_split = group.spec.optimizer.axis is not None
-            places = [self._comm.shard_index_of(rank) for rank in range(self._comm.rank_group.size)]
-            held = [list(group.layout.pieces(place)) for place in places] if is_split else []
-            for slot in group.layout.slots:
+            for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
                 label = self._shards.labels[slot.name]
                 if label >= 0 and slot.name not in self._unseen and wants_whole(self._inner.param_groups[label]):
-                    _check_matrix(slot)
-                    parts = [[piece for piece in pieces if piece.slot is slot] for pieces in held]
-                    yield _Matrix(slot, is_split, [found[0] if found else None for found in parts])
+                    part = part_of(parameter)
+                    _check_matrix(slot, part)
+                    is_split = group.spec.optimizer.axis is not None or part is not None
+                    held = [self._held(group, slot, part, comm, rank) for rank in range(comm.rank_group.size)]
+                    yield _Matrix(slot, is_split, held if is_split else [], part)
+
+    def _held(
+        self, group: ShardedGroup, slot: Slot, part: TensorPart | None, comm: Collectives, rank: int
+    ) -> SlotPiece | None:
+        """Return what a rank of `comm` holds of a parameter; in the memory of all parts, one after the other."""
+        place, first = comm.shard_index_of(rank), 0
+        if part is not None:
+            grid = self._roles.grid
+            at = grid.position(comm.rank_group.global_rank(rank))
+            place, first = at["shard"] * grid.sequence + at["sequence"], at["tensor"] * slot.numel
+        if group.spec.optimizer.axis is None:
+            return SlotPiece(slot, slot.offset, first, slot.numel)
+        found = next((piece for piece in group.layout.pieces(place) if piece.slot is slot), None)
+        return None if found is None else replace(found, in_parameter=first + found.in_parameter)
 
 
 _NUM_SUMS = 4  # the most sums that an optimizer asks for in one call
@@ -149,6 +178,23 @@ class _Matrix:
     slot: Slot
     is_split: bool
     held: list[SlotPiece | None]  # by rank
+    part: TensorPart | None = None  # of a tensor that is cut over the tensor axis, into parts of the same shape
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all parts."""
+        return self.slot.numel * (1 if self.part is None else self.part.num_parts)
+
+    def apply(self, function: Callable[[Tensor], Tensor], flat: Tensor) -> None:
+        """Replace the flat values of all parts by those of `function` of the whole matrix."""
+        slot = self.slot
+        views = [part.as_strided(slot.shape, slot.stride) for part in flat.split(slot.numel)]
+        if self.part is None:
+            views[0].copy_(function(views[0].contiguous()))
+            return
+        found = function(self.part.join(views))
+        for index, view in enumerate(views):
+            view.copy_(replace(self.part, index=index).cut(found))
 
 
 @dataclass(frozen=True)
@@ -176,7 +222,7 @@ class _Swap:
         incoming = [_room(self._crossing(holder, rank), where) for holder in ranks]
         self.comm.all_to_all(outgoing, incoming, "MATRICES")
         wholes = {
-            matrix.slot.name: torch.empty(matrix.slot.numel, dtype=torch.bfloat16, device=where)
+            matrix.slot.name: torch.empty(matrix.numel, dtype=torch.bfloat16, device=where)
             for matrix, owner in zip(self.matrices, self.owners, strict=True)
             if owner == rank
         }
@@ -219,9 +265,14 @@ def balance(costs: list[float], num_ranks: int) -> list[int]:
     return owners
 
 
-def _check_matrix(slot: Slot) -> None:
+def _check_matrix(slot: Slot, part: TensorPart | None) -> None:
     if len(slot.shape) < 2:
         raise ShardwellError(f"'{slot.name}' has shape {list(slot.shape)} and is needed as a full matrix")
+    if part is not None and not part.is_even:
+        raise ShardwellError(
+            f"'{slot.name}' {list(part.shape)} is cut over {part.num_parts} ranks into uneven parts, and is needed as "
+            "a full matrix: leave it out of the plan, or step it with another optimizer"
+        )
 
 
 def _cost(slot: Slot) -> float:

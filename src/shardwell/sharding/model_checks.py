@@ -60,7 +60,7 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     if any(base.__name__ == "DTensor" for base in kind.__mro__):
         raise ShardwellError(
             f"parameter '{name}' is a DTensor, which is split over ranks already (tensor parallelism or fully_shard). "
-            "Hand over the model before it is split: the engine does that itself."
+            "Hand over the model before it is split: the engine does that itself, also by a tensor_parallel.plan."
         )
     if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ShardwellError(

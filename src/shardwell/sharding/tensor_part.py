@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
+from shardwell.sharding import released
 
 _RECORD, _PARTIAL = "_shardwell_part", "sequence_parallel"
 
@@ -114,19 +115,28 @@ def check_parts(model: nn.Module, num_parts: int) -> None:
             )
 
 
+def is_marked(parameter: Any) -> bool:
+    """Return whether Megatron's attributes say that a parameter is a part."""
+    marks = parameter.__dict__
+    return bool(marks.get("tensor_model_parallel") or marks.get("model_parallel"))
+
+
 def read_megatron_marks(model: nn.Module, num_parts: int, index: int) -> int:
     """Record the parts that Megatron's attributes name; return the number of parameters with a record."""
     count = 0
     for name, parameter in model.named_parameters():
-        marks = parameter.__dict__
-        is_cut = bool(marks.get("tensor_model_parallel") or marks.get("model_parallel"))
-        if part_of(parameter) is None and is_cut:
+        if part_of(parameter) is None and is_marked(parameter):
             mark_part(parameter, _of_marks(name, parameter, num_parts, index))
         count += part_of(parameter) is not None
     return count
 
 
 def _of_marks(name: str, parameter: nn.Parameter, num_parts: int, index: int) -> TensorPart:
+    if released.is_owned(parameter):
+        raise ShardwellError(
+            f"parameter '{name}' is marked as a part of a larger tensor, and was built in zero.Init, which gives all "
+            "ranks the values of the first: build such a model outside of it, or whole, with a tensor_parallel.plan"
+        )
     dim, stride = parameter.__dict__.get("partition_dim"), int(parameter.__dict__.get("partition_stride", 1))
     if not isinstance(dim, int) or not 0 <= dim < parameter.ndim:
         raise ShardwellError(

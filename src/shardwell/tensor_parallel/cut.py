@@ -36,6 +36,7 @@ class Cutter:
     inside: CutRegion  # of layers in blocks, between which sequences may be split
     outside: CutRegion  # of other layers
     blocks: tuple[str, ...]  # names of the blocks
+    gathered: CutRegion | None = None  # of layers in modules of blocks that take whole sequences
     hooks: list[Any] = field(default_factory=list)
 
     def cut(self) -> None:
@@ -49,7 +50,16 @@ class Cutter:
         self._follow_ties()
 
     def _region(self, name: str) -> CutRegion:
-        return self.inside if any(name.startswith(f"{block}.") for block in self.blocks) else self.outside
+        block = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
+        if block is None:
+            return self.outside
+        is_direct = name.rpartition(".")[0] == block
+        return self.inside if is_direct or self.gathered is None else self.gathered
+
+    def gathering(self) -> list[str]:
+        """Return the modules inside of blocks that hold layers cut by columns: they take whole sequences."""
+        found = [name.rpartition(".")[0] for name, style in self.plan.items() if style in _COLUMNS]
+        return [name for name in dict.fromkeys(found) if any(name.startswith(f"{block}.") for block in self.blocks)]
 
     def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
         region = self._region(name)
@@ -85,7 +95,7 @@ class Cutter:
         kinds = (layers.ColumnConv1D, layers.RowConv1D) if is_conv else (layers.ColumnLinear, layers.RowLinear)
         self._become(module, kinds[0] if is_column else kinds[1], name, region, part)
         if is_column:
-            module.gathers, module.draws = style == "colwise_gather_output", self._has_end(name)  # type: ignore[assignment]
+            module.gathers, module.ends = style == "colwise_gather_output", self._has_end(name)  # type: ignore[assignment]
         else:
             module.splits_input = style == "rowwise_split_input"  # type: ignore[assignment]
 
@@ -101,6 +111,12 @@ class Cutter:
                 "words: leave it out of the plan"
             )
         weight: Any = module.weight
+        own = type(module).forward
+        if own is not nn.Embedding.forward and "super" not in own.__code__.co_names:
+            raise ShardwellError(
+                f"tensor_parallel.plan: embedding '{name}' is a {type(module).__name__}, whose forward looks words up "
+                "itself, so that it cannot be cut: leave it out of the plan, and what is tied to it"
+            )
         part = self._cut_tensor(f"{name}.weight", weight, 0 if by_words else 1)
         self._become(module, layers.VocabularyEmbedding if by_words else layers.WidthEmbedding, name, region, part)
         if by_words:
@@ -129,8 +145,9 @@ class Cutter:
         layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
         if type(module) in (nn.Linear, nn.Embedding) or kind.__name__.endswith("Conv1D"):
             layer.__class__ = kind
-        else:
-            layer.__class__ = type(kind.__name__, (kind, type(module)), {"__module__": kind.__module__})
+        else:  # what a subclass does around `super().forward` stays around the cut one
+            bases = (type(module), kind) if issubclass(kind, nn.Embedding) else (kind, type(module))
+            layer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
 
     def _cut_parameter(self, name: str, parameter: nn.Parameter, style: str) -> None:
         """Cut a parameter that a module uses itself, as packed experts do: the last two dims are out and in."""

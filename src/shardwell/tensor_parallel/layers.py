@@ -29,11 +29,11 @@ class ColumnLinear(CutLayer, nn.Linear):
     """A linear layer that computes some of the outputs: its weight is cut by rows of memory (dim 0)."""
 
     gathers: bool  # the outputs of all ranks are all-gathered
-    draws: bool  # a region with random numbers of its own begins here
+    ends: bool  # a layer that is cut by rows follows
 
     def forward(self, values: Tensor) -> Tensor:
         """Return this rank's outputs, or those of all ranks."""
-        taken = self.region.begin(values, self.full_name, draws=self.draws)
+        taken = self.region.begin(values, self.full_name, ends=self.ends)
         found = F.linear(taken, self.weight, self.bias)
         return self.region.gather_last(found, self.full_name, self.sizes) if self.gathers else found
 
@@ -55,13 +55,13 @@ class ColumnConv1D(CutLayer):
     """GPT-2's linear layer, whose weight is transposed, cut by outputs (dim 1)."""
 
     gathers: bool
-    draws: bool
+    ends: bool
     weight: nn.Parameter
     bias: nn.Parameter
 
     def forward(self, values: Tensor) -> Tensor:
         """Return this rank's outputs, or those of all ranks."""
-        taken = self.region.begin(values, self.full_name, draws=self.draws)
+        taken = self.region.begin(values, self.full_name, ends=self.ends)
         found = F.linear(taken, self.weight.t(), self.bias)
         return self.region.gather_last(found, self.full_name, self.sizes) if self.gathers else found
 
@@ -140,5 +140,5 @@ def restore(layer: nn.Module) -> None:
     """Give a layer that was cut its former class back; its parameters are whole again."""
     kind = vars(layer)["kind"]
     layer.__class__ = kind
-    for name in ("kind", "region", "full_name", "sizes", "gathers", "draws", "splits_input", "first"):
+    for name in ("kind", "region", "full_name", "sizes", "gathers", "ends", "splits_input", "first"):
         vars(layer).pop(name, None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,12 +21,15 @@ class CutRegion:
     output.
     """
 
-    def __init__(self, axis: TensorAxis, *, splits_sequences: bool, draws: bool) -> None:
-        """`draws`: random numbers (dropout) are drawn in some such regions."""
+    def __init__(self, axis: TensorAxis, *, splits_sequences: bool, draws: bool, is_gathered: bool = False) -> None:
+        """`draws`: random numbers (dropout) are drawn in some such regions.
+
+        `is_gathered`: the module around the layers all-gathers the sequences.
+        """
         self._axis: TensorAxis | None = axis
-        self.splits_sequences = splits_sequences
+        self.splits_sequences, self._is_gathered = splits_sequences, is_gathered
         self.randomness = RegionRandomness(axis.rank) if draws else None
-        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None  # an input, and what layers got
+        self._last: tuple[Tensor, Tensor] | None = None  # an input, and what layers got, until the region ends
 
     @property
     def axis(self) -> TensorAxis:
@@ -43,32 +44,33 @@ class CutRegion:
         """Forget the axis, whose process groups end."""
         self._axis, self._last = None, None
 
-    def begin(self, values: Tensor, name: str, *, draws: bool) -> Tensor:
+    def begin(self, values: Tensor, name: str, *, ends: bool) -> Tensor:
         """Return the input of a layer that is cut by columns.
 
-        Layers with the same input get the same tensor, so that its gradient is summed once. `draws`: a layer that is
-        cut by rows ends the region, and random numbers are this rank's own until then.
+        `ends`: a layer that is cut by rows ends the region. Until then layers with the same input get the same tensor,
+        so that its gradient is summed once, and random numbers are this rank's own.
         """
+        if self._is_gathered:
+            return values
         found = self._entered(values)
         if found is None:
             if self.splits_sequences:
-                found = functions.gather(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
+                found = self.gather_sequence(values, name)
             elif values.requires_grad and torch.is_grad_enabled():
                 found = functions.enter(values, self.axis, f"TENSOR {name}")
             else:
                 found = values
-            self._last = weakref.ref(values), weakref.ref(found)
-        if draws and self.randomness is not None and not self.splits_sequences:
+            self._last = (values, found) if ends else None
+        if ends and self.randomness is not None and not self.splits_sequences:
             self.randomness.begin(values.device)
         return found
 
     def _entered(self, values: Tensor) -> Tensor | None:
         """Return what the last layer got if it had the same input, under the same mode of autograd."""
-        if self._last is None or self._last[0]() is not values:
+        if self._last is None or self._last[0] is not values:
             return None
-        found = self._last[1]()
-        tracks = values.requires_grad and torch.is_grad_enabled()
-        return found if found is not None and found.requires_grad == tracks else None
+        found = self._last[1]
+        return found if found.requires_grad == (values.requires_grad and torch.is_grad_enabled()) else None
 
     def end(self, values: Tensor, name: str) -> Tensor:
         """Return the sum over the ranks of the output of a layer that is cut by rows."""
@@ -78,6 +80,10 @@ class CutRegion:
         if self.randomness is not None:
             self.randomness.end()
         return functions.leave(values, self.axis, f"TENSOR {name}")
+
+    def gather_sequence(self, values: Tensor, name: str) -> Tensor:
+        """Return whole sequences, whose gradients the ranks compute in parts."""
+        return functions.gather(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
 
     def split_sequence(self, values: Tensor) -> Tensor:
         """Return this rank's part of the sequences, before the first block."""

@@ -45,3 +45,19 @@ def split_sequences(blocks: Sequence[tuple[str, nn.Module]], region: CutRegion) 
         return type(output)([region.join_sequence(output[0]), *output[1:]])
 
     return [first.register_forward_pre_hook(split, with_kwargs=True), last.register_forward_hook(join)]
+
+
+def gather_before(name: str, module: nn.Module, region: CutRegion) -> Any:
+    """Let a module inside of a block, such as its attention, take whole sequences; return the hook.
+
+    Such modules reshape by the length of their input, so it does not suffice that the layers in them gather it.
+    """
+
+    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], Tensor):
+            return (region.gather_sequence(args[0], name), *args[1:]), kwargs
+        if isinstance(kwargs.get("hidden_states"), Tensor):
+            return args, {**kwargs, "hidden_states": region.gather_sequence(kwargs["hidden_states"], name)}
+        raise ShardwellError(f"tensor_parallel.sequence_parallel: '{name}' takes no hidden states as first argument")
+
+    return module.register_forward_pre_hook(gather, with_kwargs=True)

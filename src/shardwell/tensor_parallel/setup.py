@@ -12,14 +12,15 @@ from torch import nn
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import MeshRoles
 from shardwell.parallel.tensor_axis import TensorAxis
-from shardwell.sharding.tensor_part import check_parts, mark_part, part_of, read_megatron_marks
+from shardwell.sharding.tensor_part import check_parts, is_marked, mark_part, part_of, read_megatron_marks
 from shardwell.sharding.wrap import repeated_blocks
 from shardwell.tensor_parallel import layers
 from shardwell.tensor_parallel.cut import Cutter
+from shardwell.tensor_parallel.inputs import InputCheck
 from shardwell.tensor_parallel.plan import plan_of
 from shardwell.tensor_parallel.randomness import align_randomness, draws_in
 from shardwell.tensor_parallel.region import CutRegion
-from shardwell.tensor_parallel.sequence import split_sequences
+from shardwell.tensor_parallel.sequence import gather_before, split_sequences
 from shardwell.tensor_parallel.whole import whole_of
 
 
@@ -71,9 +72,12 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
     outside = CutRegion(axis, splits_sequences=False, draws=draws)
     inside = CutRegion(axis, splits_sequences=True, draws=draws) if asked.sequence_parallel else outside
     regions = (outside,) if inside is outside else (outside, inside)
+    if asked.sequence_parallel:
+        regions = (*regions, CutRegion(axis, splits_sequences=True, draws=draws, is_gathered=True))
     check_parts(model, axis.size)
+    same = model.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True)
     if read_megatron_marks(model, axis.size, axis.rank):
-        return _come_cut(model, regions, asked)
+        return CutModel(model, _come_cut(model, regions, asked), (same,))
     if asked.plan == "none" and asked.layer_specs is None:
         raise ShardwellError(
             f'the tensor axis has {axis.size} ranks, tensor_parallel.plan is "none", and no parameter says that it '
@@ -84,24 +88,33 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
     names = [name for name, _ in model.named_modules() if name in repeated]
     plan = plan_of(model, asked.plan, asked.layer_specs)
     cut_blocks = tuple(name for name in names if any(one.startswith(f"{name}.") for one in plan))
-    cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks)
+    gathered = regions[-1] if asked.sequence_parallel else None
+    cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks, gathered)
     cutter.cut()
     if asked.sequence_parallel:
         modules = dict(model.named_modules())
+        cutter.hooks += [gather_before(name, modules[name], inside) for name in cutter.gathering()]
         cutter.hooks += split_sequences([(name, modules[name]) for name in cut_blocks], inside)
-    return CutModel(model, regions, tuple(cutter.hooks))
+    return CutModel(model, regions, (same, *cutter.hooks))
 
 
-def _come_cut(model: nn.Module, regions: tuple[CutRegion, ...], asked: PlanRequest) -> CutModel:
+def _come_cut(model: nn.Module, regions: tuple[CutRegion, ...], asked: PlanRequest) -> tuple[CutRegion, ...]:
     """Take a model that comes cut: by an earlier engine, or by its own layers."""
-    for module in model.modules():
-        if isinstance(module, layers.CutLayer):
-            if asked.sequence_parallel is not module.region.splits_sequences and asked.sequence_parallel:
-                raise ShardwellError(
-                    "the model was cut by an engine without sequence_parallel; build it anew, or leave the key out"
-                )
-            module.region = regions[-1] if module.region.splits_sequences else regions[0]
-    return CutModel(model, regions, ())
+    cut = [module for module in model.modules() if isinstance(module, layers.CutLayer)]
+    of_layers = {id(parameter) for layer in cut for parameter in layer.parameters()}
+    of_hooks = [
+        name
+        for name, parameter in model.named_parameters()
+        if part_of(parameter) is not None and id(parameter) not in of_layers and not is_marked(parameter)
+    ]
+    if of_hooks or (cut and (asked.sequence_parallel or any(layer.region.splits_sequences for layer in cut))):
+        raise ShardwellError(
+            "the model was cut by an earlier engine, with hooks that ended with it (sequence_parallel, experts): call "
+            "destroy() of that engine, which makes the model whole, before it is handed over again"
+        )
+    for layer in cut:
+        layer.region = regions[0]
+    return regions
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

@@ -1,0 +1,55 @@
+"""Adapters of cut layers are cut with them, and train as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwell
+from tests.support.models import batches, zero
+from tests.support.ranks import Ranks
+from tests.support.tensor_models import PLAN, ROWS, TensorCase
+from tests.support.training import distance
+
+peft = pytest.importorskip("peft")
+
+NAMES = {f"base_model.model.{pattern}": style for pattern, style in PLAN.items()}
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    model = TensorCase().build()
+    config = peft.LoraConfig(r=4, target_modules=["q", "out", "up", "down"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).double()
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def on_a_grid(stage: int, tensor: dict[str, Any]) -> dict[str, Tensor]:
+    model = adapted()
+    config = zero(stage, gradient_clipping=0.1, tensor_parallel={"autotp_size": 2, "plan": NAMES, **tensor})
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
+    for batch in batches(3, ROWS):
+        engine.backward(engine(batch.chunk(engine.data_size)[engine.data_rank]))
+        engine.step()
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_of_cut_layers_follow_one_process(ranks: Ranks, stage: int) -> None:
+    model = adapted()
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2)
+    for batch in batches(3, ROWS):
+        optimizer.zero_grad()
+        model(batch).backward()
+        nn.utils.clip_grad_norm_(trainable(model), 0.1)
+        optimizer.step()
+    found = ranks.run(4, on_a_grid, stage, {"sequence_parallel": stage == 1})[-1]
+    difference, name = distance(found, model.state_dict())
+    assert difference < 1e-10, f"{name} differs by {difference}"
