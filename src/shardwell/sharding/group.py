@@ -112,10 +112,6 @@ class ShardedGroup:
         self.layout = make_layout([member.spec for member in members], shard.rank_group.size)
         by_name = {member.name: member.parameter for member in members}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
-        # ranks along a pipeline that have the same parameters; the first of them counts and saves them
-        tied = context.tied if context.tied is not None and context.tied_name(self.parameters[0]) else None
-        self.num_copies = tied.comm.rank_group.size if tied is not None else 1
-        self.is_first_copy = tied is None or tied.comm.rank_group.rank == 0
         is_split = spec.optimizer.axis is not None
         self.local_range = self.layout.shard_range(shard.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
@@ -127,6 +123,18 @@ class ShardedGroup:
         if spec.reshards:
             self.all_gather = self._make_all_gather()
         self.gradients = Gradients(name, unit, self.layout, spec, precision, shard, context.temporary)
+
+    @property
+    def num_copies(self) -> int:
+        """The ranks along a pipeline that hold these parameters: one, unless stages share them."""
+        tied = self.context.tied
+        return 1 if tied is None or not tied.names.get(id(self.parameters[0])) else tied.comm.rank_group.size
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the first of those, which saves the parameters."""
+        tied = self.context.tied
+        return self.num_copies == 1 or tied is None or tied.comm.rank_group.rank == 0
 
     def _buffer(self, state: StateKind, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
         entry, is_shard = (state, self.unit, tier), state is StateKind.PARAMETERS
