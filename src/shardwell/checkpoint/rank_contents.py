@@ -134,7 +134,7 @@ class RankContents:
 
     def _share(self, group: ShardedGroup) -> Iterator[tuple[Slot, int, int, int]]:
         """Yield this rank's slices: slot, first element in its masters, first element in the parameter, length."""
-        if not group.context.roles.is_first_replica or not group.is_first_copy:
+        if not group.context.roles.is_first_replica or (group.tied is not None and group.tied.rank > 0):
             return
         place = group.context.roles.shard.shard_index
         first = group.layout.shard_range(place)[0] - group.local_range[0]

@@ -10,7 +10,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shardwell.cli import checkpoint_command, config_command, demo_command, doctor_command, run_command
+from shardwell.cli import (
+    checkpoint_command,
+    config_command,
+    demo_command,
+    doctor_command,
+    run_command,
+    train_command,
+)
 from shardwell.errors import ShardwellError
 from shardwell.version import __version__
 
@@ -24,6 +31,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo_command.demo)
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command.run)
+app.command("train")(train_command.train)
 app.command("doctor")(doctor_command.doctor)
 app.command("config")(config_command.show)
 app.add_typer(checkpoint_command.app, name="checkpoint")

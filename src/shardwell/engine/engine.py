@@ -202,7 +202,10 @@ class Engine(nn.Module):
         finally:
             self._scheduler.reducer.clear()
             self._scheduler.end_retention()
-            self._context.roles.end_step()
+            roles = self._context.roles
+            roles.all.end_step()
+            if roles.grid.has_model_axes:
+                roles.end_step_of_axes()
         counts.global_steps += 1
         counts.global_samples += counts.samples_per_step
         if counts.global_steps == 1:

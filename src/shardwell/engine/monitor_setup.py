@@ -23,7 +23,7 @@ def monitor_for(engine: Engine) -> Monitor | None:
 
     if engine.settings.steps_per_print:
         print(startup_line(engine), flush=True)
-    return Monitor(engine, engine._context.device, engine._traffic_stats)
+    return Monitor(engine, engine._context.device, engine._context.roles.all.traffic)
 
 
 def asks_for_output(config: Config) -> bool:

@@ -44,7 +44,7 @@ class _SummingScheduler:
 
     def __init__(self, scheduler: Scheduler, sums: CopiesSum) -> None:
         self._scheduler, self._sums = scheduler, sums
-        self.after_update = scheduler.after_update
+        self.after_update, self.observer = scheduler.after_update, scheduler.observer
 
     def finish_backward(self) -> None:
         """Finish everything that backward started."""
@@ -68,5 +68,5 @@ def _executor(
     executor = make_executor(inner, slices, context, options)
     scheduler.reducer.reduced = executor.reduced
     if executor.auto.is_on:
-        scheduler.observer = LoopObserver(executor.auto.backward_begins)
+        scheduler.observer = LoopObserver(executor.auto.backward_begins, executor.auto.begin_step)
     return executor

@@ -123,9 +123,6 @@ class EarlyExecutor(InlineExecutor):
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def begin_step(self) -> None:
-        self.auto.begin_step()
-
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         self.report.note(self.norms_at_once)
         for unit in self.slices.units:

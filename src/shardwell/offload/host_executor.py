@@ -195,9 +195,6 @@ class HostExecutor:
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def begin_step(self) -> None:
-        self.device.begin_step()
-
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         self.device.report.note(self._norms_at_once)
         for unit in self.slices.units:

@@ -1,4 +1,4 @@
-"""What the commit policy "auto" learns of a training loop: how each backward begins."""
+"""What the commit policy "auto" learns of a training loop: how each backward begins, and when a step does."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class StepBeginning:
 class LoopObserver:
     """Counts forwards until a backward begins, and reports what they were like."""
 
-    def __init__(self, report: Callable[[StepBeginning], None]) -> None:
+    def __init__(self, report: Callable[[StepBeginning], None], step_begins: Callable[[], None]) -> None:
         self._report = report
+        self.step_begins = step_begins
         self._num_forwards = 0  # of the engine, with gradients, since the last backward began
         self._is_partial = False  # since then, parts of the model were called outside of the engine's forwards
         self._is_chained = False  # since then, inputs of the model had a graph of their own

@@ -50,9 +50,6 @@ class UpdateExecutor(Protocol):
     def reduced(self, unit: Unit, at_boundary: bool) -> None:
         """Take averaged gradients of a unit, during backward."""
 
-    def begin_step(self) -> None:
-        """Note that a step begins, before its backward is finished."""
-
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield the norms of this rank's gradients, each with whether every rank has the same gradient."""
 
@@ -148,12 +145,10 @@ class InlineExecutor:
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def begin_step(self) -> None: ...
-
     def norms(self) -> Iterator[tuple[Tensor, bool]]:
         for unit in self.slices.units:
             for shard in self.slices.by_unit[unit.index]:
-                if shard.group.gradients.result is not None:
+                if shard.group.gradients.reduced.tensor is not None:
                     yield norm_of(shard)
 
     def step(self, norm: Tensor, clip: Tensor | None, unseen: set[str]) -> Iterator[tuple[Unit, PendingUpdate | None]]:
@@ -168,7 +163,7 @@ class InlineExecutor:
             groups: list[ShardedGroup] = []
             for unit in units:
                 for group in unit.trainable:
-                    if group.gradients.result is not None and group not in self.elsewhere:
+                    if group.gradients.reduced.tensor is not None and group not in self.elsewhere:
                         groups.append(group)
                         stack.enter_context(group.storage.open(changes=True))
             if not groups:
@@ -194,7 +189,7 @@ class InlineExecutor:
             param_group["params"] = []
         try:
             for shard in shards:
-                result = shard.group.gradients.result
+                result = shard.group.gradients.reduced.tensor
                 if result is None or shard.label < 0 or shard.group in self.elsewhere:
                     continue
                 gradient = result[shard.span].to(shard.tensor)

@@ -41,12 +41,12 @@ def norm_of(shard: ParamSlice) -> tuple[Tensor, bool]:
     If only the ranks of the group's data axis have the same, as in a grid of ranks, each brings its share of the norm.
     """
     gradients = shard.group.gradients
-    assert gradients.result is not None
-    gradient = gradients.result[shard.span]
+    assert gradients.reduced.tensor is not None
+    gradient = gradients.reduced.tensor[shard.span]
     wide = torch.promote_types(gradient.dtype, torch.float32)
     norm = torch.linalg.vector_norm(gradient, dtype=wide).double()
-    if shard.group.num_copies > 1:
-        norm = norm / math.sqrt(shard.group.num_copies)  # other pipeline stages have the same
+    if shard.group.tied is not None:
+        norm = norm / math.sqrt(shard.group.tied.size)  # other pipeline stages have the same
     is_replicated, roles = shard.group.spec.gradients.axis is None, shard.group.context.roles
     if is_replicated and roles.grid.has_model_axes:
         return norm / math.sqrt(roles.data.rank_group.size // roles.grid.replicate), False
@@ -122,7 +122,7 @@ class GradNorm:
         if not all(seen) and not device.is_meta:
             anywhere = total[1:].tolist()
             self.unseen = {name for name, number in self._slices.numbers.items() if not anywhere[number]}
-        return (total[0] + sum_of_squares(replicated, device)).sqrt()
+        return (total[0] + sum_of_squares(replicated, device) if replicated else total[0]).sqrt()
 
 
 # ------------------------------------------------------------------------------------------------ hyperparameters

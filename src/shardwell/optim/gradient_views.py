@@ -174,9 +174,9 @@ class GradientViews:
                     if not view.is_attached and (seen or all_hang) and view.parameter.grad is None:
                         view.parameter.grad = view.gradient
                         view.is_attached = self._is_attached = True
-        optimizer = self._all[0].unit.optimizer if self._all else None
-        if self._is_attached and optimizer is not None:
-            optimizer.hide_slice_gradients()
+        owner = self._all[0].unit.owner if self._all else None
+        if self._is_attached and owner is not None and owner.optimizer is not None:
+            owner.optimizer.hide_slice_gradients()
         self._norms.clear()
 
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:

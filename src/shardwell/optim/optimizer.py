@@ -26,8 +26,19 @@ from shardwell.sharding.edits import take_edits_before_step
 from shardwell.sharding.pending_update import PendingUpdate
 
 
+class StepObserver(Protocol):
+    """An object that learns when a step begins."""
+
+    def step_begins(self) -> None:
+        """Note a step, before its backward is finished."""
+
+
 class StepScheduler(Protocol):
     """The part of the scheduler that a step needs."""
+
+    @property
+    def observer(self) -> StepObserver | None:
+        """Return what learns how passes and steps begin, if anything does."""
 
     def finish_backward(self) -> None:
         """Finish everything that backward started."""
@@ -136,7 +147,8 @@ class ShardedOptimizer(Optimizer):
                 take_edits_before_step(units)
                 break
         self._mark_stepped()
-        self.executor.begin_step()
+        if self._scheduler.observer is not None:
+            self._scheduler.observer.step_begins()
         self._scheduler.finish_backward()
         for unit in units:
             for group in unit.trainable:
@@ -148,7 +160,7 @@ class ShardedOptimizer(Optimizer):
         try:
             for unit in units:
                 for group in unit.trainable:
-                    if group.gradients.result is not None:
+                    if group.gradients.reduced.tensor is not None:
                         break
                 else:
                     unit.wait()  # it was not used: nothing has waited for its last update yet

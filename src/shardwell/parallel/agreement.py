@@ -59,8 +59,10 @@ class TokenTable:
         self._revisions: dict[int, int] = {}
         self._recent: deque[int] = deque()
 
-    def advance(self, token: str) -> None:
-        """Go on to the position after a token."""
+    def follow(self, token: str, *, is_settled: bool = False) -> bool:
+        """Go on to the position after a token; return false if it is not the expected one, unless it `is_settled`."""
+        if token != self.expected and not is_settled:
+            return False
         self.num_announced += 1
         self.last = token
         code = zlib.crc32(token.encode()) + 1
@@ -70,6 +72,7 @@ class TokenTable:
             position = (position - self._recent.popleft() * _OLDEST) % _PRIME
         self.position = position
         self.expected = self._tokens.get(position)
+        return True
 
     def write(self, token: str) -> None:
         """Expect a token at this position from now on."""
@@ -107,6 +110,7 @@ class Agreement:
         """Open the table. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self.rank = mesh.global_rank(mesh.rank)
         self.ranks = mesh.ranks or tuple(range(mesh.size))  # in the default process group
+        self.size = len(self.ranks)
         self._active = mesh.size > 1 and mesh.backend != "fake"
         self.time_limit = time_limit
         self.failures = PeerFailures(self.rank, self.ranks, cut_links)
@@ -135,15 +139,11 @@ class Agreement:
         self._pulse = Heartbeats(self, number, self.rank, self.size, self.store, store)
         self.failures.use_store(self.store, self._board, self._pulse)
 
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.ranks)
-
     def announce(self, token: str) -> None:
         """Announce the next token; raise before a mismatched collective.
 
-        It returns if all ranks have announced the same token, or will.
+        It returns if all ranks have announced the same token, or will. `Collectives` calls it for tokens that are not
+        the expected ones.
         """
         if not self._active:
             return
@@ -154,7 +154,7 @@ class Agreement:
             self._settle(token)
         elif expected != token:
             self._deviate(token, expected)
-        self.tokens.advance(token)
+        self.tokens.follow(token, is_settled=True)
 
     def _settle(self, token: str) -> None:
         """Decide a new position: the first rank that reaches it writes its token down, and others compare theirs."""

@@ -312,19 +312,18 @@ class Collectives:
         """
         agreement = self.links.agreement
         if token is not None and agreement is not None:
-            if tensor is not None and self._num_issuing() == agreement.size:
+            # the ranks that issue such a collective, in this group or in one that replicates it
+            size, replicas = self.rank_group.size, self.replicate
+            num_issuing = size if replicas is None else size * replicas.rank_group.size
+            if tensor is not None and num_issuing == agreement.size:
                 key = token, tensor.numel(), tensor.dtype
                 token = self._sized.get(key) or self._with_size(key)
-            agreement.announce(token)
+            if agreement.failures.error is not None or not agreement.tokens.follow(token):
+                agreement.announce(token)
         if received.num_hops:
             self.traffic.received[kind, INSIDE] += received.intra_node * num_bytes
             self.traffic.received[kind, BETWEEN] += received.inter_node * num_bytes
             self.traffic.calls[kind] += received.num_hops
-
-    def _num_issuing(self) -> int:
-        """Return the number of ranks that issue such a collective, in this group or in one that replicates it."""
-        size = self.rank_group.size
-        return size if self.replicate is None else size * self.replicate.rank_group.size
 
     def begin(self, token: str, kind: TrafficKind, num_bytes: int) -> None:
         """Announce a collective of the caller's own, in which each other rank sends this one so many bytes."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product as combinations
 from math import prod
 
@@ -49,7 +50,7 @@ class Grid:
         """Return the number of ranks that train on rows of their own: what a batch size is multiplied by."""
         return self.replicate * self.shard
 
-    @property
+    @cached_property
     def has_model_axes(self) -> bool:
         """Whether there is another axis than those that shard and replicate."""
         return self.pipe * self.sequence * self.tensor > 1

@@ -78,9 +78,8 @@ class MeshRoles:
             roles += self.alike.collectives()
         return list(dict.fromkeys(role for role in roles if role is not None))
 
-    def end_step(self) -> None:
-        """End a step: its traffic becomes the last report, and the next token begins a new step of each agreement."""
-        self.all.end_step()
+    def end_step_of_axes(self) -> None:
+        """Let the next token begin a new step of the agreements of single axes; `all` has one of its own."""
         for collectives in (self.stage, self.tensor, self.sequence):
             if collectives is not None and collectives.agreement not in (None, self.agreement):
                 collectives.agreement.tokens.begin_step()

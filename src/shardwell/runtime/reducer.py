@@ -95,10 +95,12 @@ class Reducer:
         self.in_flight: dict[ShardedGroup, bool] = {}  # reductions in flight, and whether they are the boundary's
         self.sums_wait = False  # on some ranks, gradients of this boundary may not be averaged yet
         self.units: dict[str, Unit] = {}
+        self._starts_hops = False  # reductions have a second hop that the host starts
 
     def adopt_units(self, units: dict[str, Unit]) -> None:
         """Reduce the gradients of these units, by name, from now on."""
         self.units = units
+        self._starts_hops = any(g.context.roles.shard.host_starts_hops for u in units.values() for g in u.trainable)
         self.views.take(list(units.values()))
 
     def average_over(self, num_ranks: int) -> None:
@@ -210,7 +212,7 @@ class Reducer:
         with torch.no_grad():
             for groups in units.values():
                 goes_on = False
-                for other in groups:
+                for other in groups if self._starts_hops else ():
                     goes_on = other.gradients.start_next_hop() or goes_on  # of all groups, not only up to the first
                 if not goes_on:
                     before += groups
@@ -251,7 +253,8 @@ class Reducer:
     def ending(self) -> Iterator[None]:
         """Finish the boundary: deferred gradients are reduced inside."""
         before = self.micro_step
-        self.micro_step = replace(before, is_boundary=True, syncs=True, is_ending=True)
+        if before.paths_differ or not before.at_boundary:
+            self.micro_step = replace(before, is_boundary=True, syncs=True, is_ending=True)
         try:
             yield
         finally:

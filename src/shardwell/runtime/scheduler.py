@@ -66,6 +66,9 @@ class PassObserver(Protocol):
     def backward_begins(self) -> None:
         """Note a backward, before anything is updated."""
 
+    def step_begins(self) -> None:
+        """Note a step, before its backward is finished."""
+
 
 class Scheduler:
     """A scheduler that unshards, prefetches and reshards the units of one engine and starts their reduce-scatters."""
@@ -470,5 +473,6 @@ class Scheduler:
         if self.trace is not None:
             self.record(TraceAction.STEP, unit)
         unit.note_update()
-        if unit.publish(arrival) and self.trace is not None:
+        is_published = (arrival is not None or unit.sets.published) and unit.publish(arrival)
+        if is_published and self.trace is not None:
             self.record(TraceAction.PUBLISH, unit)

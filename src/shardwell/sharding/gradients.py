@@ -143,10 +143,10 @@ class GradientBucket:
         self._filled[index] = False
 
     def clear(self) -> None:
-        """Drop all gradients in the bucket."""
-        if self.flat is not None:
-            self._temporary.free(self.flat)
-            self.flat = None
+        """Drop the gradients in a bucket that is not empty."""
+        assert self.flat is not None
+        self._temporary.free(self.flat)
+        self.flat = None
 
 
 class ReducedGradient:
@@ -166,13 +166,16 @@ class ReducedGradient:
         own = torch.promote_types(self._precision.compute, self._precision.accumulate)
         return torch.promote_types(own, torch.float32)
 
-    def dtype_for(self, sent: torch.dtype, accumulates: bool) -> torch.dtype:
-        """Return the dtype of a result: as wide as the gradients and as what was sent."""
-        return self._precision.accumulate if accumulates else torch.promote_types(self._precision.compute, sent)
+    def may_be(self, flat: Tensor, accumulates: bool) -> bool:
+        """Return whether a buffer that one rank would send to itself can become the result as it is."""
+        is_wide = flat.dtype == torch.promote_types(self._precision.compute, flat.dtype)
+        return self.tensor is None and not accumulates and is_wide
 
-    def prepare(self, dtype: torch.dtype) -> Tensor:
-        """Return the memory that a reduce-scatter writes to, or adds to."""
+    def prepare(self, sent: torch.dtype, accumulates: bool) -> Tensor:
+        """Return the memory that a reduce-scatter writes to, or adds to: as wide as gradients and as what is sent."""
         if self.tensor is None:
+            own = self._precision
+            dtype = own.accumulate if accumulates else torch.promote_types(own.compute, sent)
             self.tensor = self._temporary.allocate(self._numel, dtype, StateKind.GRADIENTS, self._unit)
         elif self.tensor.dtype.itemsize <= 2 or self._arrive is not None:
             self._widen()
@@ -345,11 +348,11 @@ class Gradients:
         if reduced.accumulates_elsewhere and accumulates:
             self._pending = self._scatter_micro_step(flat)
             return
-        dtype, adds = reduced.dtype_for(flat.dtype, accumulates), reduced.tensor is not None
-        if comm.rank_group.size == 1 and not adds and not accumulates and bucket.scale == 1.0 and flat.dtype == dtype:
+        if comm.rank_group.size == 1 and bucket.scale == 1.0 and reduced.may_be(flat, accumulates):
             self._pending = Work(partial(reduced.add, flat))
             return
-        into, residual = reduced.prepare(dtype), self._residual_for(flat) if self.spec.feedback else None
+        adds, into = reduced.tensor is not None, reduced.prepare(flat.dtype, accumulates)
+        residual = self._residual_for(flat) if self.spec.feedback else None
         work = comm.reduce_scatter(flat, into, bucket.scale, adds, f"REDUCE {self._name}", codecs, residual=residual)
         self._pending = work.then(partial(self._temporary.free, flat))
 
@@ -460,7 +463,8 @@ class Gradients:
         self.has_gradient = [False] * len(self.has_gradient)
         self._at_boundary = [False] * len(self.has_gradient)
         self.reduced.clear()
-        self.bucket.clear()
+        if self.bucket.flat is not None:
+            self.bucket.clear()
         self.state = GradState.NONE
 
     def free(self) -> None:

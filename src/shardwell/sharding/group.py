@@ -21,6 +21,7 @@ from shardwell.kernels.quantize import Codec
 from shardwell.kernels.rounding import narrow
 from shardwell.memory import Event, FlatBuffer, StateKind, Tier
 from shardwell.parallel import TrafficKind, Work
+from shardwell.parallel.mesh import RankGroup
 from shardwell.sharding import edits, released
 from shardwell.sharding.assembled_storage import QuantizedStorage, SplitStorage
 from shardwell.sharding.context import EngineContext
@@ -88,8 +89,6 @@ class QuantizedAllGather(DefaultAllGather):
 class ShardedGroup:
     """The buffers of some parameters of one unit, placed as their spec says."""
 
-    parameters: list[nn.Parameter]  # in slot order
-    views: ParameterViews  # views of `flat`
     storage: FormStorage | OffloadedStorage
     all_gather: AllGather  # of a group that is resharded
     gradients: Gradients
@@ -111,10 +110,14 @@ class ShardedGroup:
         shard = context.roles.shard
         self.layout = make_layout([member.spec for member in members], shard.rank_group.size)
         by_name = {member.name: member.parameter for member in members}
-        self.parameters = [by_name[slot.name] for slot in self.layout.slots]
+        parameters = [by_name[slot.name] for slot in self.layout.slots]
+        # ranks along a pipeline that have the same parameters; the first of them counts and saves them
+        tied = context.tied if context.tied_name(parameters[0]) else None
+        self.tied: RankGroup | None = None if tied is None else tied.comm.rank_group
         is_split = spec.optimizer.axis is not None
         self.local_range = self.layout.shard_range(shard.shard_index) if is_split else (0, self.layout.padded)
         self.flat = self._buffer(StateKind.PARAMETERS, self.layout.padded, precision.compute)
+        self.views = ParameterViews(self.flat, self.layout, parameters)
         self.storage = form = self._make_storage()
         self._take_over(context)
         is_below = spec.parameters.tier is not Tier.DEVICE or Tier.DISK in form.master_bytes()
@@ -123,18 +126,6 @@ class ShardedGroup:
         if spec.reshards:
             self.all_gather = self._make_all_gather()
         self.gradients = Gradients(name, unit, self.layout, spec, precision, shard, context.temporary)
-
-    @property
-    def num_copies(self) -> int:
-        """The ranks along a pipeline that hold these parameters: one, unless stages share them."""
-        tied = self.context.tied
-        return 1 if tied is None or not tied.names.get(id(self.parameters[0])) else tied.comm.rank_group.size
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank is the first of those, which saves the parameters."""
-        tied = self.context.tied
-        return self.num_copies == 1 or tied is None or tied.comm.rank_group.rank == 0
 
     def _buffer(self, state: StateKind, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
         entry, is_shard = (state, self.unit, tier), state is StateKind.PARAMETERS
@@ -194,7 +185,6 @@ class ShardedGroup:
         if self.precision.is_mixed:
             whole = context.device.empty(self.layout.padded, self.precision.master)
         whole[self.layout.numel :].zero_()
-        self.views = ParameterViews(self.flat, self.layout, self.parameters)
         for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
             kept = released.is_owned(parameter)
             values = released.owner_of(parameter).hand_over(parameter) if kept else parameter.data
@@ -208,6 +198,11 @@ class ShardedGroup:
         if self.spec.reshards:
             self.flat.free()
             released.release(self.parameters)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, in slot order; they are views of the flat buffer, or released."""
+        return self.views.parameters
 
     @property
     def _form(self) -> FormStorage:

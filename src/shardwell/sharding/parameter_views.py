@@ -46,7 +46,7 @@ class ParameterViews:
     """The views of a group's flat buffer that its parameters are, in slot order."""
 
     def __init__(self, flat: FlatBuffer, layout: Layout, parameters: list[nn.Parameter]) -> None:
-        self._flat, self._layout, self._parameters = flat, layout, parameters
+        self._flat, self._layout, self.parameters = flat, layout, parameters
         self.tensors: list[Tensor] = []
         self.num_aliases = 0  # tensors that share the memory while no other code has a view: these and the flat buffer
         used = [index for index, slot in enumerate(layout.slots) if slot.numel]  # empty ones have no address
@@ -62,13 +62,13 @@ class ParameterViews:
         slot = self._layout.slots[index]
         view = self._flat.tensor.as_strided(slot.shape, slot.stride, slot.offset)
         self.tensors[index : index + 1] = [view]
-        self._parameters[index].data = view
+        self.parameters[index].data = view
         return view
 
     def make_all(self) -> None:
         """Make all parameters views of the flat buffer, whose memory has changed."""
         self.tensors = []
-        for index in range(len(self._parameters)):
+        for index in range(len(self.parameters)):
             self.make_view(index)
 
     def replaced(self, *, quickly: bool = False) -> list[int]:
@@ -86,7 +86,7 @@ class ParameterViews:
                 if list(map(Tensor.data_ptr, self._used)) == self._addresses[1]:
                     return found
             is_meta = self._flat.tensor.is_meta  # meta tensors have no memory to compare
-            for index, (parameter, view) in enumerate(zip(self._parameters, self.tensors, strict=True)):
+            for index, (parameter, view) in enumerate(zip(self.parameters, self.tensors, strict=True)):
                 if is_meta:
                     is_view = parameter.shape == view.shape
                 else:

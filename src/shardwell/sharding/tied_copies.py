@@ -41,4 +41,4 @@ class CopiesSum:
 
 
 def _tied(units: Sequence[Unit]) -> Iterator[ShardedGroup]:
-    return (group for unit in units for group in unit.trainable if group.num_copies > 1)
+    return (group for unit in units for group in unit.trainable if group.tied is not None)
