@@ -39,6 +39,7 @@ def train_stages() -> list[dict[str, Any]]:
     return [trained(pipeline_config(stage, "1f1b", **tensor)) for stage in (1, 3)]
 
 
+@pytest.mark.slow
 def test_three_axes_follow_plain_pytorch(ranks: Ranks) -> None:
     expected = plain(made(), STEPS, data_size=2)
     for found in ranks.run(8, train_stages):
