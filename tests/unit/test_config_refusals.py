@@ -203,7 +203,6 @@ def test_one_bit_optimizers_are_removed(kind: str) -> None:
 
 
 NOT_YET = """
-torch_autocast.lower_precision_safe_modules ["torch.nn.Linear"]  torch_autocast.lower_precision_safe_modules []
 aio.use_gds true  checkpoint.use_node_local_storage true
 """
 
@@ -233,11 +232,6 @@ def test_all_three_precisions_together_are_two_problems() -> None:
     text = refusal(switched_on("bf16", "fp16", "torch_autocast"))
     assert "2 problems" in text
     assert "torch_autocast.enabled: contradicts bf16.enabled and fp16.enabled" in text
-
-
-def test_modules_for_autocast_are_refused_because_torch_decides() -> None:
-    text = refusal({"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear"]}})
-    assert "torch's own list of operations decides" in text
 
 
 def test_two_divisions_before_the_sum_contradict() -> None:

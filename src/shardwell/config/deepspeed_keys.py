@@ -91,7 +91,6 @@ _ONE_AHEAD = "the next unit is prefetched whatever its size"
 _BESIDE = "host updates always overlap the backward pass"
 _SIXTEEN = _not_yet("16-bit masters and optimizer state", f'{_OFF}; shardwell.moments "8bit" saves host memory')
 # The classes whose parameters DeepSpeed sends in the lower precision by default.
-_LOWER = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 
 _INERT: dict[str, Inert] = {
     # reporting
@@ -183,6 +182,11 @@ _INERT: dict[str, Inert] = {
     f"{_OPTIMIZER}superoffload": Inert(_BESIDE),
     f"{_OPTIMIZER}cpuadam_cores_perc": Inert("host updates use the cores near the GPU"),
     f"{_OPTIMIZER}convert_grad_on_cpu": Inert("host kernels convert gradients as they read them"),
+    "torch_autocast.lower_precision_safe_modules": Inert(
+        "torch's own list of operations decides what computes in lower precision, and parameters are communicated in "
+        "their own dtype",
+        "strings",
+    ),
     f"{_PARAM}pin_memory": Inert("shards in host memory are always pinned", "flag", False),
     f"{_PARAM}buffer_size": Inert("staging buffers are as large as the largest shard", "size", 100_000_000),
 }
@@ -220,11 +224,6 @@ _LIMITED: dict[str, Limited] = {
     "bf16.bf16_master_weights_and_grads": Limited((False,), _SIXTEEN),
     "bf16.bf16_optimizer_states": Limited((False,), _SIXTEEN),
     "bf16.loss_scale": Limited((0, 1), f"{_NO_SCALE}; use 1 or remove it", _NO_SCALE),
-    "torch_autocast.lower_precision_safe_modules": Limited(
-        (None, _LOWER),
-        _not_yet("a choice of modules for autocast", "remove it: torch's own list of operations decides"),
-        type="strings",
-    ),
     "data_types.param_dtype": Limited((None,), _not_yet("a dtype for parameters alone", "use the bf16 or fp16 block")),
     "data_types.buffer_dtype": Limited((None,), _not_yet("a dtype for buffers", "cast them in the model")),
     "data_types.keep_in_fp32_modules": Limited(

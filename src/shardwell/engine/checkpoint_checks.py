@@ -110,9 +110,10 @@ def _check_scale(saved: Any) -> None:
     state = saved if isinstance(saved, Mapping) else {}
     if not _is_number(state.get("value")) or state["value"] <= 0:
         raise CheckpointError(f"values.loss_scale: expected a value above 0, found {show(state.get('value'))}")
-    for key in ("left", "clean"):
-        if not isinstance(state.get(key, 0), int) or isinstance(state.get(key), bool) or state.get(key, 0) < 0:
-            raise CheckpointError(f"values.loss_scale.{key}: expected a count, found {show(state[key])}")
+    for key, least in (("left", 0), ("clean", -1), ("updates", 0), ("last_overflow", -1)):
+        count = state.get(key, 0)
+        if not isinstance(count, int) or isinstance(count, bool) or not least <= count < _MOST:
+            raise CheckpointError(f"values.loss_scale.{key}: expected a count, found {show(count)}")
 
 
 def _check_groups(optimizer: ShardedOptimizer, saved: Any) -> None:

@@ -18,6 +18,7 @@ from shardwell.checkpoint.sources import Source
 from shardwell.errors import CheckpointError
 from shardwell.json_values import encode
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.elementwise import kind_by_step
 from shardwell.sharding import Unit
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def of_optimizer(optimizer: ShardedOptimizer | None, model: nn.Module, put: Call
     names = in_order_of_model(labels, model)
     for index, group in enumerate(kept):
         group["params"] = [name for name in names if labels[name] == index]
-    return {"kind": type(optimizer.inner).__name__, "param_groups": kept}
+    return {"kind": kind_by_step(type(optimizer.inner)).__name__, "param_groups": kept}
 
 
 def frozen_names(units: Sequence[Unit], model: nn.Module) -> list[str]:
@@ -97,7 +98,7 @@ def check_kind(optimizer: ShardedOptimizer | None, source: Source) -> None:
     kind = saved.get("kind") if isinstance(saved, dict) else None
     if optimizer is None or kind is None:
         return
-    mine = type(optimizer.inner).__name__
+    mine = kind_by_step(type(optimizer.inner)).__name__
     if kind != mine and {kind, mine} != {"Adam", "AdamW"}:
         raise CheckpointError(
             f"{source.where}: holds the state of {kind}, and this engine's optimizer is {mine}. "

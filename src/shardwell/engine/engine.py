@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.config import Config
+from shardwell.config import Config, OptimizerConfig
 from shardwell.engine import exit_notice
 from shardwell.engine.carried_scale import CARRIED, ModelPrecision, carrying
 from shardwell.engine.checkpoints import EngineCheckpoints
@@ -26,8 +26,9 @@ from shardwell.engine.units import UnitInfo, describe_units
 from shardwell.engine.unsupported_uses import StepCallWatch, prepared_by_accelerate, refuse_pickling
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
-from shardwell.memory import MemoryReport
+from shardwell.memory import Device, MemoryReport
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.factory import Factory, by_name
 from shardwell.parallel import TrafficReport
 from shardwell.runtime.budget import frozen_budget
 from shardwell.runtime.hooks import ModelFit
@@ -65,6 +66,11 @@ class Engine(nn.Module):
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`
     monitor: Monitor | None = None  # what prints and writes progress, on rank 0 if the configuration asks for it
     lr_scheduler: Any
+
+    @staticmethod
+    def optimizer_named(settings: Config, block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
+        """Return the optimizer that a block of the configuration names, and its options."""
+        return by_name(block, device)
 
     def __init__(
         self,

@@ -148,7 +148,8 @@ def initialize(
             engine_class = pipelined(engine_class)
         cut = _cut_over_tensor_axis(model, settings, context)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
-        recipe = factory_for(optimizer, model, model_parameters, block, home)
+        named = partial(engine_class.optimizer_named, settings)
+        recipe = factory_for(optimizer, model, model_parameters, block, home, named)
         engine = _engine(engine_class, model, settings, recipe, context)
         engine._teardown.cut = cut
         if plan is not None and isinstance(engine, PipelinedEngine):

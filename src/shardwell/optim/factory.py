@@ -30,6 +30,7 @@ _OWN: dict[str, type[Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}
 _WITH_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 Factory = Callable[..., Optimizer]
+Named = Callable[[OptimizerConfig, Device], tuple[Factory, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,12 @@ def factory_for(
     model_parameters: Iterable[Any] | None,
     block: OptimizerConfig | None,
     device: Device,
+    named: Named | None = None,
 ) -> OptimizerFactory | None:
-    """Return how to make the optimizer, or None for a model that is only evaluated."""
+    """Return how to make the optimizer, or None for a model that is only evaluated.
+
+    `named` says what the name in a configuration block means, by default `by_name`.
+    """
     if isinstance(optimizer, torch.optim.Muon):
         return _from_torch_muon(optimizer)
     if isinstance(optimizer, Optimizer):
@@ -73,7 +78,7 @@ def factory_for(
         check_factory(found.make, groups, device)
         return found
     if block is not None:
-        factory, options = by_name(block, device)
+        factory, options = (named or by_name)(block, device)
         if factory is Muon:
             groups = _groups_for_muon(model, groups, options)
         found = _from_factory(_made(factory, options, block.type), groups, device)

@@ -41,6 +41,7 @@ class ScaleRules:
     hysteresis: int = 2  # overflows, the last one included, before it halves
     consecutive: bool = False  # any finite boundary resets the count of overflows
     smallest: float = 1.0
+    settling: int = 0  # finite boundaries at the start and after an overflow that do not count for the window
 
 
 class DynamicScale(LossScale):
@@ -48,14 +49,27 @@ class DynamicScale(LossScale):
 
     def __init__(self, value: float, rules: ScaleRules) -> None:
         super().__init__(value)
+        self._warned = False
+        self.num_updates = 0
+        self.last_overflow = -1  # the number of the update that overflowed last, from 0
+        self.use(rules)
+
+    def use(self, rules: ScaleRules) -> None:
+        """Follow these rules from now on; the value stays."""
         self.rules = rules
         self._left = rules.hysteresis
-        self._clean = 0  # boundaries since the last overflow or growth
-        self._warned = False
+        self._clean = -rules.settling  # boundaries since the last overflow or growth
+
+    @property
+    def overflows_left(self) -> int:
+        """The overflows, the last one included, until the scale halves."""
+        return self._left
 
     def update(self, overflow: bool) -> None:
+        self.num_updates += 1
         if overflow:
-            self._clean = 0
+            self.last_overflow = self.num_updates - 1
+            self._clean = -self.rules.settling
             if self._left > 1:
                 self._left -= 1
             else:
@@ -81,9 +95,12 @@ class DynamicScale(LossScale):
         self.value = max(self.value / 2.0, self.rules.smallest)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "left": self._left, "clean": self._clean}
+        counts = {"left": self._left, "clean": self._clean, "updates": self.num_updates}
+        return {"value": self.value, **counts, "last_overflow": self.last_overflow}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._left = int(state.get("left", self.rules.hysteresis))
         self._clean = int(state.get("clean", 0))
+        self.num_updates = int(state.get("updates", 0))
+        self.last_overflow = int(state.get("last_overflow", -1))

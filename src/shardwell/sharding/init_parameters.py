@@ -305,6 +305,15 @@ class InitParameter:
             self._shard.free()
             self._shard = None
 
+    def local_part(self) -> Tensor:
+        """Return a copy of this rank's part of the values (1D), without padding; no collective runs."""
+        start, end = self._local.start, self._local.stop
+        num_own = max(min(end, self._layout.numel) - start, 0)
+        if self._shard is None or not self._is_sharded:
+            return self._flat.tensor[start : start + num_own].clone()
+        with self._fetched(changes=False):
+            return self._shard.tensor[:num_own].clone()
+
     def unshard(self, *, meet: bool) -> None:
         """All-gather the parameter if it is sharded."""
         if not self._is_sharded:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -65,6 +65,16 @@ class TiledLinear(nn.Module):
                 tile.bias.requires_grad_(bias.requires_grad)
         return tiled.train(linear.training)
 
+    @property
+    def in_parts(self) -> list[int]:
+        """The first input of each column of tiles, and the number of inputs."""
+        return [0, *accumulate(self.in_sizes)]
+
+    @property
+    def out_parts(self) -> list[int]:
+        """The first output of each row of tiles, and the number of outputs."""
+        return [0, *accumulate(self.out_sizes)]
+
     def tiles(self) -> list[Any]:
         """Return all tiles, in the order in which forward uses them."""
         return [tile for row in self._rows() for tile in row]
@@ -74,18 +84,16 @@ class TiledLinear(nn.Module):
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """Apply the layer; the output is a list of parts unless `combine_out_splits` is set."""
-        outputs = []
+        outputs = [sum(products[1:], products[0]) for products in self._products(input_)]
+        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+
+    def _products(self, input_: Tensor | Sequence[Tensor]) -> Iterator[list[Any]]:
+        """Yield what the tiles of each row return."""
         inputs = self._parts(input_)
         for row in self._rows():
-            output: Tensor | None = None
-            for tile, part in zip(row, inputs, strict=True):
-                # Each tile gets a view of its own: the gradient of the view is known as soon as the tile's backward is
-                # over, and the tile can be resharded. The gradient of `part` is known only after the last row.
-                product = tile(part.view_as(part))
-                output = product if output is None else output + product
-            assert output is not None
-            outputs.append(output)
-        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+            # Each tile gets a view of its own: the gradient of the view is known as soon as the tile's backward is
+            # over, and the tile can be resharded. The gradient of `part` is known only after the last row.
+            yield [tile(part.view_as(part)) for tile, part in zip(row, inputs, strict=True)]
 
     def _parts(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         parts = [input_] if isinstance(input_, Tensor) and self.in_splits == 1 else input_

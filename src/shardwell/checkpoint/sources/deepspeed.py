@@ -48,7 +48,7 @@ OWN = {  # entries of the model states that are DeepSpeed's; all others are the 
     *COUNTERS,
     *("module", "buffer_names", "optimizer", "param_shapes", "shared_params"),
     *("frozen_param_shapes", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
-    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info"),
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
     *("sparse_tensor_module_names", "csr_tensor_module_names", "ds_config", "ds_version"),
 }
 

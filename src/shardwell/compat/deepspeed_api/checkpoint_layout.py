@@ -11,7 +11,7 @@ from contextlib import closing
 
 from shardwell.checkpoint.export import to_deepspeed
 from shardwell.checkpoint.sources import open_source
-from shardwell.compat.deepspeed_api.zero_to_fp32 import write_zero_to_fp32
+from shardwell.compat.deepspeed_api.zero_to_fp32 import write_scripts
 
 
 def write_deepspeed_layout(
@@ -21,7 +21,7 @@ def write_deepspeed_layout(
     ranks: int | None = None,
     stage: int | None = None,
 ) -> None:
-    """Convert a checkpoint to DeepSpeed's files, with `latest` and the script `zero_to_fp32.py` beside them."""
+    """Convert a checkpoint to DeepSpeed's files, with `latest` and the scripts that write weights beside them."""
     with closing(open_source(checkpoint_dir, tag)) as source:
         to_deepspeed(source, output_dir, ranks, stage)
-    write_zero_to_fp32(output_dir)
+    write_scripts(output_dir)

@@ -131,6 +131,14 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
             return
 
 
+def known_world_size(world_size: int | None) -> int | None:
+    """Return the number of ranks as it was passed or as the launcher says; None where neither says it."""
+    if world_size is not None and world_size > 0:
+        return world_size
+    told = os.environ.get("WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) > 0 else None
+
+
 def is_initialized() -> bool:
     """Tell whether there is a process group."""
     return dist.is_available() and dist.is_initialized()

@@ -85,8 +85,7 @@ _PIPELINE: dict[str, Any] = {
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class DeepSpeedConfigError(Exception):
-    """DeepSpeed's error about a configuration."""
+DeepSpeedConfigError = ConfigError  # an error about a configuration, whoever finds it
 
 
 class BatchSizeError(ConfigError, AssertionError):

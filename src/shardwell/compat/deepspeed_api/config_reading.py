@@ -21,6 +21,7 @@ from shardwell.config.field_types import flag, number
 from shardwell.config.schedules import checked
 from shardwell.config.suggestions import is_known_at_top, suggest
 from shardwell.errors import ConfigError
+from shardwell.runtime.precision import mixed_dtype
 
 # What DeepSpeed warns about, and goes on: its sentence is in `lr_schedules`.
 _FORGIVEN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_type")
@@ -38,6 +39,9 @@ _FROM_STAGE: dict[str, tuple[int, Any]] = {
 }
 
 
+_HALF = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+
+
 class EngineArguments(NamedTuple):
     """Arguments of `shardwell.initialize`."""
 
@@ -53,6 +57,8 @@ def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) ->
     block = read_as.pop("scheduler", None)
     if block and lr_scheduler is None and (optimizer is not None or read_as.get("optimizer")):
         lr_scheduler = schedule_of(block)
+    if isinstance(rule := read_as.get("optimizer"), Mapping):
+        read_as["optimizer"] = _known_of_optimizer(rule)
     if isinstance(zero := read_as.get("zero_optimization"), Mapping):
         read_as["zero_optimization"] = _of_its_stage(zero)
     if flag(read_as.get("prescale_gradients")) is True and "gradient_predivide_factor" in read_as:
@@ -65,6 +71,25 @@ def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) ->
     if isinstance(own, Mapping):  # the engine reports what is none
         read_as["shardwell"] = {"nonfinite": "skip", **own}
     return EngineArguments(read_as, lr_scheduler)
+
+
+def _known_of_optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block of the optimizer without keys that DeepSpeed does not read."""
+    for key in block:
+        if key not in ("type", "params", "legacy_fusion"):
+            logger.warning("optimizer.%s has no effect: arguments of the optimizer belong to optimizer.params", key)
+    return {key: value for key, value in block.items() if key in ("type", "params", "legacy_fusion")}
+
+
+def dtype_of_model(config: Any) -> torch.dtype | None:
+    """Return the 16-bit dtype that a configuration computes in, or None."""
+    if isinstance(config, Config):
+        return mixed_dtype(config)
+    for key, dtype in _HALF.items():
+        block = config.get(key) if isinstance(config, Mapping) else None
+        if isinstance(block, Mapping) and flag(number(block.get("enabled"))) is True:
+            return dtype
+    return None
 
 
 def _of_its_stage(zero: Mapping[str, Any]) -> dict[str, Any]:

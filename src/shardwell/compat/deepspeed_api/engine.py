@@ -12,15 +12,21 @@ from torch import Tensor, nn
 
 from shardwell.compat.deepspeed_api.enums import offload_block
 from shardwell.compat.deepspeed_api.files import EngineFiles
+from shardwell.compat.deepspeed_api.fragments import GRADIENT_DTYPE
 from shardwell.compat.deepspeed_api.getters import ConfigGetters
 from shardwell.compat.deepspeed_api.module_moves import leave_shards_in_place
 from shardwell.compat.deepspeed_api.monitor import SilentMonitor
 from shardwell.compat.deepspeed_api.offload_states import StateMoves
 from shardwell.compat.deepspeed_api.optimizer import DeepSpeedOptimizer
+from shardwell.compat.deepspeed_api.optimizers import of_deepspeed
 from shardwell.compat.deepspeed_api.parameters import label, unlabel
 from shardwell.compat.deepspeed_api.replacements import replacement_for
+from shardwell.config import Config, OptimizerConfig
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
+from shardwell.memory import Device
+from shardwell.optim.factory import Factory, by_name
+from shardwell.zero import is_released
 
 
 class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
@@ -41,6 +47,16 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     enable_backward_allreduce = True
     inside_no_sync_ctxt = False
     mesh_device: Any = None
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # of embeddings whose gradients are sparse: none are
+    csr_tensor_module_names = sparse_tensor_module_names
+
+    @staticmethod
+    def optimizer_named(settings: Config, block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, Any]]:
+        """Return the optimizer that a block names, as the class that DeepSpeed makes of it."""
+        factory, options = by_name(block, device)
+        if device.is_meta or block.params.get("torch_adam"):
+            return factory, options
+        return of_deepspeed(factory, options, on_host=settings.zero_optimization.offload_optimizer.device != "none")
 
     def use_arguments(self, config: Any, **given: Any) -> None:
         """Keep what the user passed to `initialize`, and give the parameters DeepSpeed's attributes."""
@@ -49,9 +65,13 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         for name, value in given.items():
             setattr(self, name, value)
         self.label_parameters()
+        if isinstance(self.optimizer, DeepSpeedOptimizer):
+            self.optimizer.zero_stage = self.zero_optimization_stage()
 
     def label_parameters(self) -> None:
         """Give the parameters `ds_id` and the others at stage 3, and take them off below it."""
+        for parameter in self.module.parameters():
+            setattr(parameter, GRADIENT_DTYPE, self.get_data_types()[1])
         if self.zero_optimization_stage() == 3:
             label(self.module.parameters(), self.world_size, self._persistent())
             leave_shards_in_place(self.module)
@@ -59,11 +79,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
             unlabel(self.module.parameters())
 
     def _persistent(self) -> list[nn.Parameter]:
-        """Return the small parameters that stay whole on every rank."""
-        threshold = self.zero_param_persistence_threshold()
-        if isinstance(threshold, str):
-            return []
-        return [parameter for parameter in self.module.parameters() if parameter.numel() < threshold]
+        """Return the small parameters that stay whole on every rank: those that a new engine has not released."""
+        return [parameter for parameter in self.module.parameters() if not is_released(parameter)]
 
     # ------------------------------------------------------------------------------------------------------- loop
 
@@ -85,7 +102,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
             raise _UsageError("this engine has no optimizer: pass one to initialize, or name one in the configuration")
         if self.inside_no_sync_ctxt:
             raise _UsageError(
-                "step was called inside no_sync, where gradients are held back: call it after the context"
+                "It is illegal to call Engine.step() inside no_sync context manager: gradients are held back there. "
+                "Call it after the context"
             )
         before, schedule = self.global_steps, self.lr_scheduler
         if lr_kwargs:
@@ -102,7 +120,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     def no_sync(self) -> Iterator[None]:
         """Hold gradients back on this rank, at any stage; a step inside is an error, as in DeepSpeed."""
         if self.inside_no_sync_ctxt:
-            raise _UsageError("no_sync is open already: leave it before it is entered again")
+            raise _UsageError("no_sync context manager reentry is unsupported: leave it before it is entered again")
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
@@ -133,8 +151,13 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """Return whether the last `step` changed the parameters: it was at a boundary, with finite gradients."""
         return self._has_stepped and self.optimizer is not None and not self.optimizer.has_overflowed()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss for a plain `backward()`. Gradients of a model's outputs carry the loss scale already."""
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """Return the loss for a plain `backward()`. Gradients of a model's outputs carry the loss scale already.
+
+        A graph that is kept needs nothing: parameters are gathered again for a second backward.
+        """
+        if loss.numel() != 1:
+            raise _UsageError(f"scale expects a scalar tensor, the loss; its shape is {tuple(loss.shape)}")
         return loss
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
+from shardwell.compat.deepspeed_api import checkpoint_names as names
 from shardwell.compat.deepspeed_api.data import DeepSpeedDataLoader
 from shardwell.compat.deepspeed_api.module_moves import returned_to
 from shardwell.errors import CheckpointError, ShardwellError
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     _Base = Engine
 else:
     _Base = object
+
+
+class TagError(CheckpointError, AssertionError):
+    """Ranks save under different tags; an AssertionError, as DeepSpeed raises with `tag_validation: "Fail"`."""
 
 
 class NotAtStage3Error(ShardwellError, ValueError):
@@ -41,19 +46,23 @@ class EngineFiles(_Base):
         """Save the state of training under `save_dir/tag`, by default `global_step<N>`. All ranks must call it."""
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): expected the name of a folder")
-        with returned_to(self.device, self.module):
-            saved = super().save_checkpoint(
-                save_dir,
-                tag=tag,
-                client_state=dict(client_state or {}),
-                save_latest=save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
-        if self.global_rank == 0:
-            from shardwell.compat.deepspeed_api.zero_to_fp32 import write_zero_to_fp32
+        if self.global_rank == 0:  # before the ranks meet in the save: then each of them finds the scripts
+            from shardwell.compat.deepspeed_api.zero_to_fp32 import write_scripts
 
-            write_zero_to_fp32(save_dir)
-        return saved
+            write_scripts(save_dir)
+        try:
+            with returned_to(self.device, self.module):
+                return super().save_checkpoint(
+                    save_dir,
+                    tag=tag,
+                    client_state=dict(client_state or {}),
+                    save_latest=save_latest,
+                    exclude_frozen_parameters=exclude_frozen_parameters,
+                )
+        except CheckpointError as error:
+            if "save_checkpoint: tag: rank" in str(error):
+                raise TagError(str(error)) from None
+            raise
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -123,6 +132,29 @@ class EngineFiles(_Base):
                 custom_load_fn(src=values, dst=self.module)
             return
         self.load_state_dict(values, strict=strict)
+
+    # The names of files in DeepSpeed's own layout, which `shardwell checkpoint export --format deepspeed` writes.
+
+    def _get_ckpt_name(self, checkpoints_path: Any, tag: Any, mp_placeholder: str | None = None) -> str:
+        folder, model = os.path.join(checkpoints_path, str(tag)), mp_placeholder or "00"
+        if self.zero_optimization_stage() < 3:
+            return names.get_model_ckpt_name_for_rank(folder, model)
+        prefix = f"{names.ZERO_FILE_PREFIX}{self.global_rank}_{names.MODEL_FILE_PREFIX}{model}"
+        return os.path.join(folder, prefix + names.MODEL_FILE_SUFFIX)
+
+    def _get_zero_ckpt_name(self, checkpoints_path: Any, tag: Any) -> str:
+        prefix = "bf16_" if self.settings.bf16.enabled else ""
+        name = names.get_zero_ckpt_name_for_rank("", self.global_rank, 0)
+        return os.path.join(checkpoints_path, str(tag), prefix + name)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: Any, expp_rank: int) -> str:
+        name = f"expp_rank_{expp_rank}_{names.MODEL_FILE_PREFIX}00{names.OPTIM_FILE_SUFFIX}"
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def _change_recovery_script_permissions(self, dst: Any) -> None:
+        from shardwell.compat.deepspeed_api.zero_to_fp32 import make_executable
+
+        make_executable(dst)
 
     def _all_names(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters(remove_duplicate=False))

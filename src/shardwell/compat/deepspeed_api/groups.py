@@ -194,3 +194,38 @@ def _create_expert_and_data_parallel(
 
 def _zero_param_parallel_is_initialized() -> bool:
     return False
+
+
+def _ensure_divisibility(numerator: int, denominator: int) -> None:
+    if denominator == 0:
+        raise ValueError(f"denominator must be non-zero, to divide {numerator}")
+    if numerator % denominator:
+        raise AssertionError(f"{numerator} is not divisible by {denominator}")
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return who would share experts, and who would hold copies of them; a computation, for which no group is made."""
+    model_size = tensor_parallel_size_ * pipeline_parallel_size_
+    _ensure_divisibility(world_size, model_size)
+    data_size = world_size // model_size
+    _ensure_divisibility(data_size, expert_parallel_size_)
+    per_stage = world_size // pipeline_parallel_size_
+    first_of_rows = [
+        begin + place for begin in range(0, world_size, per_stage) for place in range(tensor_parallel_size_)
+    ]
+    together, copies = [], []
+    for first in first_of_rows:
+        row = [first + number * tensor_parallel_size_ for number in range(data_size)]
+        if use_data_before_expert_parallel_:
+            stride = data_size // expert_parallel_size_
+            row = [row[number] for begin in range(stride) for number in range(begin, data_size, stride)]
+        parts = [row[begin : begin + expert_parallel_size_] for begin in range(0, data_size, expert_parallel_size_)]
+        together += parts
+        copies += [list(column) for column in zip(*parts, strict=True)]
+    return together, copies

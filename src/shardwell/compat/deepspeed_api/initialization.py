@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -12,7 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 import shardwell
 from shardwell.compat.deepspeed_api import configuration
 from shardwell.compat.deepspeed_api.engine import DeepSpeedEngine
+from shardwell.compat.deepspeed_api.zero import is_zero_supported_optimizer
+from shardwell.config.field_types import flag, number
 from shardwell.errors import ConfigError, ShardwellError
+from shardwell.zero import is_released
 
 
 class ArgumentError(ShardwellError, AssertionError):
@@ -50,10 +54,12 @@ def initialize(
             "rates that nothing reads. Pass that optimizer too, or a function of the optimizer as lr_scheduler"
         )
     from shardwell.compat.deepspeed_api import comm
-    from shardwell.compat.deepspeed_api.config_reading import for_engine
+    from shardwell.compat.deepspeed_api.config_reading import dtype_of_model, for_engine
 
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     read_as, schedule = for_engine(user, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    _check_tested(optimizer, user)
+    _round_parameters(model, dtype_of_model(read_as))
     made = shardwell.initialize(
         model=model,
         optimizer=optimizer,
@@ -77,6 +83,26 @@ def initialize(
         collate_fn=collate_fn,
     )
     return engine, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+def _round_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Round the values of a model to 16 bits where it computes in them: DeepSpeed's master weights begin with those."""
+    for parameter in model.parameters() if dtype is not None else ():
+        is_here = not parameter.is_meta and not is_released(parameter)
+        if is_here and parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data.copy_(parameter.data.to(dtype))
+
+
+def _check_tested(optimizer: Any, config: Any) -> None:
+    """Refuse an optimizer that DeepSpeed does not list, if the configuration asks for that."""
+    is_asked = isinstance(config, dict) and flag(number(config.get("zero_allow_untested_optimizer"))) is False
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    shards = isinstance(zero, dict) and number(zero.get("stage", 0)) != 0
+    if is_asked and shards and isinstance(optimizer, Optimizer) and not is_zero_supported_optimizer(optimizer):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} is not one of the optimizers that DeepSpeed has tested with ZeRO, and "
+            "zero_allow_untested_optimizer is false: set it to true, or remove it"
+        )
 
 
 def _configuration(args: Any, config: Any, config_params: Any) -> Any:

@@ -11,6 +11,11 @@ from pathlib import Path
 
 from shardwell.errors import ShardwellError
 
+
+class LauncherError(ShardwellError, ValueError):
+    """The command line or the hostfile is wrong; a ValueError, as DeepSpeed raises."""
+
+
 ENVIRONMENT_FILE = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 DEFAULT_HOSTFILE = "/job/hostfile"
 _SLOTS = re.compile(r"^(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*$")
@@ -63,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Start the ranks that DeepSpeed's launcher would start on this node."""
-    asked = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    asked = _parser().parse_args(sys.argv[1:] if args is None else list(args))
     command = [sys.executable, "-m", "shardwell", *command_of(asked)]
     os.execv(sys.executable, command)  # this process becomes the launcher: signals and the exit code are its own
 
@@ -75,9 +80,9 @@ def command_of(asked: argparse.Namespace) -> list[str]:
     _check(asked)
     resources = fetch_hostfile(asked.hostfile)
     if asked.include and asked.exclude:
-        raise ShardwellError("--include and --exclude contradict one another; keep one")
+        raise LauncherError("--include and --exclude contradict one another; keep one")
     if (asked.include or asked.exclude) and (asked.num_nodes != -1 or asked.num_gpus != -1):
-        raise ShardwellError(
+        raise LauncherError(
             "--include and --exclude choose devices, and so do --num_nodes and --num_gpus; keep one kind"
         )
     chosen: dict[str, list[int]] = {}
@@ -86,7 +91,7 @@ def command_of(asked: argparse.Namespace) -> list[str]:
     names = list(chosen or resources or {})[: asked.num_nodes if asked.num_nodes > 0 else None]
     num_nodes = len(names) if resources and len(names) > 1 else max(asked.num_nodes, 1)
     if num_nodes > 1 and not asked.master_addr and not names:
-        raise ShardwellError(f"--num_nodes {num_nodes}: pass --master_addr too, the host name of one node")
+        raise LauncherError(f"--num_nodes {num_nodes}: pass --master_addr too, the host name of one node")
     found = ["run", "--as-deepspeed"]
     if chosen:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(one) for one in chosen[names[0]])
@@ -108,13 +113,11 @@ def command_of(asked: argparse.Namespace) -> list[str]:
 def _check(asked: argparse.Namespace) -> None:
     for name, reason in _REFUSED.items():
         if getattr(asked, name):
-            raise ShardwellError(f"--{name} is not supported: {reason}")
+            raise LauncherError(f"--{name} is not supported: {reason}")
     if asked.no_python:
-        raise ShardwellError("--no_python is not supported: the ranks are Python scripts or modules")
+        raise LauncherError("--no_python is not supported: the ranks are Python scripts or modules")
     if asked.bind_cores_to_rank or asked.bind_core_list:
-        raise ShardwellError(
-            "--bind_cores_to_rank is not supported: put `numactl` or `taskset` in front of the command"
-        )
+        raise LauncherError("--bind_cores_to_rank is not supported: put `numactl` or `taskset` in front of the command")
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
@@ -122,21 +125,26 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     path = Path(hostfile_path)
     if not path.is_file():
         if hostfile_path != DEFAULT_HOSTFILE:
-            raise ShardwellError(f"--hostfile {hostfile_path}: no such file")
+            raise LauncherError(f"--hostfile {hostfile_path}: no such file")
         return None
+    return _parse_hostfile(path.read_text().splitlines(), hostfile_path)
+
+
+def _parse_hostfile(hostfile_lines: Sequence[str], hostfile_path: str = "hostfile") -> dict[str, int]:
+    """Return the slots of each host that the lines of a hostfile name."""
     found: dict[str, int] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(hostfile_lines, 1):
         text = line.split("#")[0].strip()
         if not text:
             continue
         match = _SLOTS.match(text)
         if match is None:
-            raise ShardwellError(f"{hostfile_path}, line {number}: expected 'host slots=N', found '{text}'")
+            raise LauncherError(f"{hostfile_path}, line {number}: expected 'host slots=N', found '{text}'")
         if match["host"] in found:
-            raise ShardwellError(f"{hostfile_path}, line {number}: host '{match['host']}' is named twice")
+            raise LauncherError(f"{hostfile_path}, line {number}: host '{match['host']}' is named twice")
         found[match["host"]] = int(match["slots"])
     if not found:
-        raise ShardwellError(f"{hostfile_path}: no hosts in it")
+        raise LauncherError(f"{hostfile_path}: no hosts in it")
     return found
 
 
@@ -171,3 +179,17 @@ def parse_resource_filter(
         return {host: named[host] for host in host_info if host in named}
     left = {host: [slot for slot in slots if slot not in named.get(host, [])] for host, slots in host_info.items()}
     return {host: slots for host, slots in left.items() if slots}
+
+
+def parse_range_list(rng_str: str) -> list[int]:
+    """Return the numbers of a text such as `0,2-4,6`, which must ascend."""
+    found: list[int] = []
+    for part in rng_str.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
+            raise LauncherError(f"{rng_str!r}: expected numbers and ranges such as 0,2-4, found {part!r}")
+        numbers = range(int(first), int(last or first) + 1)
+        if not numbers or (found and numbers[0] <= found[-1]):
+            raise LauncherError(f"{rng_str!r}: numbers must ascend, without overlaps, at {part!r}")
+        found += numbers
+    return found

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
+from shardwell import utils
 from shardwell.errors import ShardwellError
 from shardwell.utils import get_z3_leaf_modules, set_z3_leaf_module
+
+
+class LeafError(ShardwellError, ValueError):
+    """No module is one of those that were named; DeepSpeed raises a ValueError."""
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Make each module of these classes (or class names) one unit, gathered as a whole; call it before `initialize`."""
+    return _found(utils.set_z3_leaf_modules, model, leaf_module_classes)
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Take `set_z3_leaf_modules` back."""
+    return _found(utils.unset_z3_leaf_modules, model, leaf_module_classes)
+
+
+def _found(mark: Callable[..., list[nn.Module]], model: nn.Module, classes: Iterable[Any]) -> list[nn.Module]:
+    try:
+        return mark(model, classes)
+    except ShardwellError as error:
+        raise LeafError(str(error)) from error
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -49,7 +72,7 @@ def _mark(
 ) -> tuple[list[nn.Module], list[str]]:
     left = [name for name in asked if name not in found] if missing is None else missing
     if raise_if_not_found and not found:
-        raise ShardwellError(f"the model has no module called {', '.join(asked)}")
+        raise LeafError(f"the model has no module called {', '.join(asked)}")
     for name in found:
         set_z3_leaf_module(known[name])
     return [known[name] for name in found], left

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from shardwell.optim.loss_scale import DynamicScale, LossScale, ScaleRules
 
+SETTLING = 1  # DeepSpeed's window begins with the second step after an overflow
+
 
 class LossScalerBase:
     """A loss scale with DeepSpeed's methods."""
@@ -63,7 +65,7 @@ class DynamicLossScaler(LossScalerBase):
     ) -> None:
         if scale_factor != 2.0:
             raise ValueError(f"DynamicLossScaler(scale_factor={scale_factor}): expected 2")
-        rules = ScaleRules(scale_window, delayed_shift, consecutive_hysteresis, float(min_scale))
+        rules = ScaleRules(scale_window, delayed_shift, consecutive_hysteresis, float(min_scale), SETTLING)
         super().__init__(DynamicScale(float(init_scale), rules))
 
 

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shardwell.compat.deepspeed_api.names_refused import MOE
+from shardwell.errors import ShardwellError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -60,3 +63,23 @@ def is_moe_param(param: Any) -> bool:
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
     """Return whether a parameter group is one of experts."""
     return bool(param_group.get("moe", False))
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]],
+    max_group_size: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return the parameter groups as a list: without experts that only some ranks have, there is nothing to split."""
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    for group in groups:
+        group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        if any(is_moe_param(one) for one in group["params"]):
+            raise ShardwellError(f"a parameter group has parameters with allreduce=False: {MOE}")
+    return groups
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
+    """Return parameter groups for an optimizer, of parameters or of groups."""
+    if model_parameters and isinstance(model_parameters[0], torch.Tensor):
+        model_parameters = [{"params": model_parameters, "name": "dense-params"}]
+    return split_params_into_different_moe_groups_for_optimizer(model_parameters)

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from shardwell.compat.deepspeed_api.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
-from shardwell.compat.deepspeed_api.names_runtime import PIPE_NAMES
+from shardwell.compat.deepspeed_api.names_runtime import FRAGMENT_INSIDES, FRAGMENT_MODULE, FRAGMENTS, PIPE_NAMES
 from shardwell.compat.deepspeed_api.rows import Constant, Row, SameModule, Supported, everything, refused, supported
 
 _LOGGING = supported("logging", "logger", "log_dist", "log_dist_once", "warning_once", "set_log_level_from_string")
 _LEAVES = {
-    **{
-        name: Supported(f"shardwell.utils:{name}")
-        for name in ("set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules")
-    },
-    **supported("leaves", "z3_leaf_module", "z3_leaf_parameter"),
+    **{name: Supported(f"shardwell.utils:{name}") for name in ("set_z3_leaf_module", "get_z3_leaf_modules")},
+    **supported("leaves", "z3_leaf_module", "z3_leaf_parameter", "set_z3_leaf_modules", "unset_z3_leaf_modules"),
     **supported("leaves", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
 }
-_FRAGMENTS = {
-    f"safe_{verb}_{part}_{state}": Supported(f"shardwell.utils:safe_{verb}_{part}_{state}")
-    for verb in ("get", "set")
-    for part in ("full", "local")
-    for state in ("fp32_param", "grad", "optimizer_state")
-}
-_INSIDES = "the parts of a parameter are the engine's business; use safe_get_full_fp32_param and its relatives"
 
 _PACKAGE: dict[str, Row] = {
     **supported("initialization", "initialize"),
@@ -72,7 +62,10 @@ MODULES: dict[str, dict[str, Row]] = {
         "version": Supported("version:VERSION"),
         "git_hash": Constant(None),
         "git_branch": Constant(None),
-        "torch_info": Constant({}),
+        **supported("version", "torch_info"),
+        "installed_ops": Supported("op_builders:__compatible_ops__"),
+        "compatible_ops": Supported("op_builders:__compatible_ops__"),
+        "accelerator_name": Constant(""),
     },
     "deepspeed.constants": {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": Constant(29500),
@@ -80,6 +73,10 @@ MODULES: dict[str, dict[str, Row]] = {
     },
     "deepspeed.comm": everything("comm"),
     "deepspeed.comm.comm": everything("comm"),
+    "deepspeed.comm.torch": {
+        **supported("comm", "known_world_size"),
+        **refused("collectives are torch.distributed's own", "TorchBackend"),
+    },
     "deepspeed.comm.utils": supported("comm", "get_local_rank"),
     "deepspeed.comm.reduce_op": supported("comm", "ReduceOp"),
     "deepspeed.accelerator": everything("accelerator"),
@@ -88,39 +85,49 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.utils": {
         **_LOGGING,
         **_LEAVES,
-        **_FRAGMENTS,
+        **FRAGMENTS,
         **supported("loader", "RepeatingLoader"),
         **supported("on_device", "OnDevice"),
         **supported("comm", "is_initialized"),
         **supported("modules", "recursive_getattr", "recursive_setattr", "instrument_w_nvtx"),
-        **supported("fragments", "safe_update_full_grad_vectorized"),
-        **refused(_INSIDES, "tensor_fragment", "get_full_hp_param", "get_full_hp_grad", "get_hp_fragment_mapping"),
-        **refused(_INSIDES, "fragment_address", "link_hp_params", "lazy_init_hp_params_optimizer_state"),
-        **refused(_INSIDES, "set_full_hp_param", "set_full_hp_grad", "map_to_flat_opt_states"),
+        **refused(FRAGMENT_INSIDES, "tensor_fragment", "get_full_hp_param", "get_full_hp_grad", "fragment_address"),
+        **refused(FRAGMENT_INSIDES, "get_hp_fragment_mapping", "link_hp_params", "lazy_init_hp_params_optimizer_state"),
+        **refused(FRAGMENT_INSIDES, "set_full_hp_param", "set_full_hp_grad", "map_to_flat_opt_states"),
         **refused("ranks are bound to cores by `numactl` in front of the command", "get_numactl_cmd"),
     },
     "deepspeed.utils.logging": everything("logging"),
     "deepspeed.utils.groups": everything("groups"),
-    "deepspeed.utils.tensor_fragment": {
-        **_FRAGMENTS,
-        **supported("fragments", "safe_update_full_grad_vectorized"),
-        **refused(_INSIDES, "tensor_fragment", "fragment_address", "get_full_hp_param", "get_full_hp_grad"),
-    },
+    "deepspeed.utils.tensor_fragment": FRAGMENT_MODULE,
     "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.init_on_device": supported("on_device", "OnDevice"),
     "deepspeed.utils.nvtx": supported("modules", "instrument_w_nvtx"),
     "deepspeed.utils.module_utils": supported("modules", "recursive_getattr", "recursive_setattr"),
     "deepspeed.utils.torch": supported("modules", "required_torch_version"),
-    "deepspeed.utils.timer": supported("timer", "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer"),
+    "deepspeed.utils.timer": {
+        **supported("timer", "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer", "trim_mean"),
+    },
+    "deepspeed.utils.bwc": everything("model_parallel_unit"),
+    "deepspeed.utils.numa": {
+        **supported("launcher", "parse_range_list"),
+        **refused("ranks are bound to cores by `numactl` in front of the command", "get_numactl_cmd", "get_numa_cores"),
+    },
     "deepspeed.utils.zero_to_fp32": everything("zero_to_fp32"),
+    "deepspeed.utils.zero_to_torch": everything("zero_to_torch"),
     "deepspeed.checkpoint": {
+        **everything("checkpoint_names"),
         **refused(
             "checkpoints of shardwell load at any number of ranks; `shardwell checkpoint` converts others",
             *("DeepSpeedCheckpoint", "ZeROCheckpoint", "reshape_meg_2d_parallel", "model_3d_desc"),
+            *("get_model_3d_descriptor", "merge_state", "enable_universal_checkpoint"),
         ),
         **refused(MODEL_PARALLEL, "SubparamShape"),
     },
-    "deepspeed.checkpoint.utils": supported("files", "clone_tensors_for_torch_save"),
+    "deepspeed.checkpoint.constants": everything("checkpoint_names"),
+    "deepspeed.checkpoint.utils": {
+        **supported("files", "clone_tensors_for_torch_save"),
+        **supported("checkpoint_names", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank"),
+        **supported("checkpoint_names", "get_layer_ckpt_name_for_rank"),
+    },
     "deepspeed.checkpoint.ds_to_universal": everything("universal"),
     "deepspeed.ops": {
         **supported("op_builders", "__compatible_ops__"),
@@ -137,6 +144,7 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.ops.lamb": supported("optimizers", "FusedLamb"),
     "deepspeed.ops.lamb.fused_lamb": supported("optimizers", "FusedLamb"),
     "deepspeed.ops.muon": supported("optimizers", "MuonWithAuxAdam"),
+    "deepspeed.ops.aio": supported("op_builders", "AsyncIOBuilder"),
     "deepspeed.ops.op_builder": everything("op_builders"),
     "deepspeed.ops.op_builder.all_ops": supported("op_builders", "ALL_OPS"),
     "deepspeed.ops.op_builder.builder": supported("op_builders", "OpBuilder", "CUDAOpBuilder"),
@@ -156,8 +164,13 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": Supported("launcher:ENVIRONMENT_FILE"),
         **supported("launcher", "main", "fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion"),
+        **supported("launcher", "_parse_hostfile"),
         **refused("the launcher passes the command line on by itself", "encode_world_info", "parse_args"),
     },
+    "deepspeed.launcher.multinode_runner": refused(
+        "ranks on other nodes are started by your cluster: run `shardwell run` once on each node",
+        *(f"{name}Runner" for name in ("MultiNode", "PDSH", "OpenMPI", "MPICH", "IMPI", "Slurm", "MVAPICH")),
+    ),
     "deepspeed.launcher.constants": {
         **{
             f"{name}_LAUNCHER": Constant(name.lower())
@@ -169,11 +182,11 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.moe": {},
     "deepspeed.moe.layer": refused(MOE, "MoE"),
     "deepspeed.moe.utils": {
-        **supported("modules", "has_moe_layers", "is_moe_param", "is_moe_param_group"),
+        **supported("modules", "has_moe_layers", "is_moe_param", "is_moe_param_group", "configure_moe_param_groups"),
+        **supported("modules", "split_params_into_different_moe_groups_for_optimizer"),
         **refused(
             MOE,
-            *("split_params_into_different_moe_groups_for_optimizer", "split_params_into_shared_and_expert_params"),
-            *("split_params_grads_into_shared_and_expert_params", "configure_moe_param_groups"),
+            *("split_params_into_shared_and_expert_params", "split_params_grads_into_shared_and_expert_params"),
         ),
     },
     "deepspeed.env_report": {

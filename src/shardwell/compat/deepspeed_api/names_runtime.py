@@ -17,13 +17,16 @@ _ESTIMATES = supported(
         for kind in ("", "_all_live", "_all_cold")
     ),
 )
+_MICS = "a DeviceMesh of two dimensions shards over a part of the ranks: shardwell.initialize(mesh=...)"
 _INIT_INSIDES = "zero.Init needs no replaced constructors here"
 _PARTITION = {
     **supported("zero", "Init", "GatheredParameters", "register_external_parameter", "unregister_external_parameter"),
     **supported("parameters", "ZeroParamStatus", "ZeroParamType"),
     **supported("zero", "shutdown_init_context", "restore_init_context"),
     **refused(_INIT_INSIDES, "InsertPostInitMethodToModuleSubClasses", "DeepSpeedTensorOverride", "free_param"),
-    **refused(_INIT_INSIDES, "AllGatherHandle", "AllGatherCoalescedHandle", "partitioned_param_data_shape"),
+    **refused(_INIT_INSIDES, "AllGatherHandle", "AllGatherCoalescedHandle", "MultipleAllGatherHandles"),
+    **refused("sharded parameters keep their shape; p.ds_status says that they are", "partitioned_param_data_shape"),
+    **refused(_MICS, "MiCS_Init"),
 }
 _CHECKPOINTING = supported(
     "activation_checkpointing",
@@ -31,6 +34,23 @@ _CHECKPOINTING = supported(
     *("partition_activations_in_checkpoint", "CheckpointFunction", "get_cuda_rng_tracker"),
     *("model_parallel_cuda_manual_seed",),
 )
+_OF_PARAMETERS = ("fp32_param", "grad", "optimizer_state")
+FRAGMENTS = supported(
+    "fragments",
+    *(
+        f"safe_{verb}_{part}_{state}"
+        for verb in ("get", "set")
+        for part in ("full", "local")
+        for state in _OF_PARAMETERS
+    ),
+    "safe_update_full_grad_vectorized",
+)
+FRAGMENT_INSIDES = "the parts of a parameter are the engine's business; use safe_get_full_fp32_param and its relatives"
+FRAGMENT_MODULE = {
+    **FRAGMENTS,
+    **refused(FRAGMENT_INSIDES, "tensor_fragment", "fragment_address", "get_full_hp_param", "get_full_hp_grad"),
+}
+_SWAP_SIZES: dict[str, Row] = {"MIN_AIO_BYTES": Constant(1024**2), "MIN_SWAPPABLE_BYTES": Constant(1024**2)}
 _STATE_MOVES = "engine.offload_states and engine.reload_states move states"
 
 MODULES: dict[str, dict[str, Row]] = {
@@ -49,6 +69,7 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.runtime.fp16.unfused_optimizer": refused(ONE_OPTIMIZER, "FP16_UnfusedOptimizer"),
     "deepspeed.runtime.fp16.loss_scaler": {
         **supported("loss_scaler", "LossScaler", "DynamicLossScaler", "LossScalerBase", "CreateLossScaler"),
+        **refused("the fp16 block of the configuration sets the loss scale", "LossScaleConfig", "LossScaleProfile"),
         "INITIAL_LOSS_SCALE": Constant("init_scale"),
         "SCALE_WINDOW": Constant("scale_window"),
         "DELAYED_SHIFT": Constant("delayed_shift"),
@@ -65,7 +86,12 @@ MODULES: dict[str, dict[str, Row]] = {
         "config_models",
         *("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
     ),
-    "deepspeed.runtime.utils": everything("runtime_names"),
+    "deepspeed.runtime.utils": {**everything("runtime_names"), **supported("partitioned", "PartitionedTensor")},
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        **supported("partitioned", "reduce_scatter_coalesced"),
+        **refused("quantised gradients are zero_quantized_gradients in the configuration", "all_to_all_quant_reduce"),
+    },
+    "deepspeed.runtime.progressive_layer_drop": refused("there is no layer dropping", "ProgressiveLayerDrop"),
     "deepspeed.runtime.dataloader": {
         **supported("loader", "RepeatingLoader"),
         **supported("data", "DeepSpeedDataLoader"),
@@ -78,6 +104,11 @@ MODULES: dict[str, dict[str, Row]] = {
         **refused(ONE_OPTIMIZER, "DeepSpeedZeRoOffload"),
     },
     "deepspeed.runtime.zero.partition_parameters": _PARTITION,
+    "deepspeed.runtime.zero.mics": refused(_MICS, "MiCS_Init", "MiCS_Optimizer", "MiCS_Offload"),
+    "deepspeed.runtime.torch_autocast": refused(
+        "parameters are communicated in their own dtype under autocast",
+        *("PARAM_COMM_DTYPE_ATTR_NAME", "get_comm_dtype", "has_comm_dtype", "init_autocast_params"),
+    ),
     "deepspeed.runtime.zero.parameter_offload": refused(ONE_OPTIMIZER, "DeepSpeedZeRoOffload"),
     "deepspeed.runtime.zero.tiling": {
         "TiledLinear": Supported("shardwell.zero:TiledLinear"),
@@ -104,18 +135,25 @@ MODULES: dict[str, dict[str, Row]] = {
     },
     "deepspeed.runtime.zero.config": {
         **supported("config_models", "ZeroStageEnum", "DeepSpeedZeroConfig", "get_zero_config"),
+        **supported("config_models", "OffloadDeviceEnum", "DeepSpeedZeroOffloadParamConfig"),
+        **supported("config_models", "DeepSpeedZeroOffloadOptimizerConfig"),
         "ZERO_OPTIMIZATION": Constant("zero_optimization"),
     },
     "deepspeed.runtime.zero.utils": {
         **supported("parameters", "is_zero_param"),
         **supported("zero", "is_zero_supported_optimizer", "ZeRORuntimeException"),
     },
+    "deepspeed.runtime.zero.tensor_fragment": FRAGMENT_MODULE,
+    "deepspeed.runtime.swap_tensor": _SWAP_SIZES,
+    "deepspeed.runtime.swap_tensor.utils": {**_SWAP_SIZES, "AIO_ALIGNED_BYTES": Constant(1024)},
     "deepspeed.runtime.zero.linear": supported("zero", "zero3_linear_wrap", "LinearModuleForZeroStage3"),
     "deepspeed.runtime.zero.muon": {},
     "deepspeed.runtime.zero.muon.muon_optimizer": supported("optimizers", "MuonWithAuxAdam"),
-    "deepspeed.runtime.zero.muon.original_muon": supported(
-        "optimizers", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"
-    ),
+    "deepspeed.runtime.zero.muon.original_muon": {
+        **supported("optimizers", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"),
+        **refused("the arithmetic of Muon is inside the optimizer, which knows shards", "muon_update"),
+    },
+    "deepspeed.runtime.sparse_tensor": refused("gradients are dense", "SparseTensor"),
     "deepspeed.runtime.zero.leaf_module_config": supported("config_models", "DeepSpeedZeroLeafModuleConfig"),
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,

@@ -14,7 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from shardwell.errors import ShardwellError
 
 _SERVED = {  # name -> what serves it here
-    "async_io": "offload to NVMe has its own queues (the aio block of the configuration)",
+    "async_io": "threads read and write; offload to NVMe has queues of its own",
     "cpu_adagrad": "DeepSpeedCPUAdagrad is stepped by the engine's host kernels",
     "cpu_adam": "DeepSpeedCPUAdam is stepped by the engine's host kernels",
     "cpu_lion": "DeepSpeedCPULion is stepped by the engine's host kernels",
@@ -66,9 +66,13 @@ class OpBuilder:
         return self.NAME in _SERVED
 
     def load(self, verbose: bool = False) -> Any:
-        """Return the functions of the extension, of which only those that flatten tensors exist by themselves."""
+        """Return the functions of the extension; only those that flatten tensors or move files exist by themselves."""
         if self.NAME == "utils":
             return SimpleNamespace(flatten=_flatten_dense_tensors, unflatten=_unflatten_dense_tensors)
+        if self.NAME == "async_io":
+            from shardwell.compat.deepspeed_api import aio
+
+            return aio
         why = _SERVED.get(self.NAME, "shardwell has nothing in its place")
         raise ShardwellError(f"{type(self).__name__}().load(): DeepSpeed's extension {self.NAME} is not built: {why}")
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from shardwell.compat.deepspeed_api.fragments import safe_get_local_grad
+from shardwell.compat.deepspeed_api.loss_scaler import SETTLING
+from shardwell.compat.deepspeed_api.names_refused import ONE_OPTIMIZER
+from shardwell.compat.deepspeed_api.refusal import UnsupportedNameError
+from shardwell.compat.deepspeed_api.replacements import replacement_for
+from shardwell.engine import Engine
 from shardwell.optim import ShardedOptimizer
+from shardwell.optim.factory import NO_LABEL
+from shardwell.optim.loss_scale import DynamicScale
+from shardwell.utils import get_z3_leaf_modules, safe_get_local_fp32_param
 
 
 class _NoModule(nn.Module):
@@ -40,6 +51,41 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         self.parameter_offload = ParameterOffload()
         self.custom_loss_scaler = False
         self.external_loss_scale: float | None = None
+        self.zero_stage = 0  # the engine sets it, for `isinstance` against the classes of the stages
+        if isinstance(self.scale, DynamicScale):
+            self.scale.use(replace(self.scale.rules, settling=SETTLING))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"'DeepSpeedOptimizer' object has no attribute '{name}'{replacement_for(name)}")
+
+    def needs_scaler(self) -> bool:
+        """Return whether losses have a scale, as with fp16."""
+        return self.scale.is_on
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each leaf module of the model."""
+        engine: Any = self.trainer()
+        leaves = get_z3_leaf_modules(engine.module) if engine is not None else []
+        return {module: list(module.parameters()) for module in leaves}
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's parts of the averaged gradients (1D), by parameter group, to read."""
+        return {index: list(parts.values()) for index, parts in self.get_fp32_grad_partitions().items()}
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        """Return this rank's parts of the averaged gradients (1D) in fp32, by parameter group and number in it."""
+        engine: Any = self.trainer()
+        found: dict[int, dict[int, Tensor]] = {}
+        for parameter in engine.module.parameters() if engine is not None else ():
+            group, part = self._factory.label(parameter), None
+            if group != NO_LABEL and parameter.requires_grad:
+                numbers = found.setdefault(group, {})
+                part = safe_get_local_grad(parameter)
+            if part is not None:
+                numbers[len(numbers)] = part.float()
+        return found
 
     @property
     def cur_scale(self) -> float:
@@ -69,6 +115,28 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     @property
     def _global_grad_norm(self) -> float | None:
         return self.get_global_norm()
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """Copies of this rank's part of the master weights, flat, one for each parameter group."""
+        engine, labels = self.trainer(), self.shards.labels
+        found: list[list[Tensor]] = [[] for _ in self.param_groups]
+        for name, parameter in engine.module.named_parameters() if isinstance(engine, Engine) else ():
+            part = safe_get_local_fp32_param(parameter) if labels.get(name, NO_LABEL) != NO_LABEL else None
+            if part is not None:
+                found[labels[name]].append(part.detach().reshape(-1).float())
+        return [torch.cat(parts) if parts else torch.zeros(0) for parts in found]
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """The name that `fp32_partitioned_groups_flat` has at stages 1 and 2."""
+        return self.fp32_partitioned_groups_flat
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Do nothing: the inner optimizer's groups always hold this rank's master weights."""
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Do nothing: see `_set_fp32_optimizer_param_groups`."""
 
     def refresh_fp32_params(self) -> None:
         """Do nothing: a change of a parameter reaches its master weights by itself."""
@@ -103,6 +171,18 @@ class _LossScaler:
         return self._optimizer.dynamic_loss_scale
 
     @property
+    def cur_iter(self) -> int:
+        return getattr(self._optimizer.scale, "num_updates", 0)
+
+    @property
+    def last_overflow_iter(self) -> int:
+        return getattr(self._optimizer.scale, "last_overflow", -1)
+
+    @property
+    def cur_hysteresis(self) -> int:
+        return getattr(self._optimizer.scale, "overflows_left", 1)
+
+    @property
     def scale_window(self) -> int:
         return int(self._rule("window", 1000))
 
@@ -119,5 +199,27 @@ class _LossScaler:
 
 
 ZeROOptimizer = DeepSpeedOptimizer
-DeepSpeedZeroOptimizer = DeepSpeedOptimizer
-DeepSpeedZeroOptimizer_Stage3 = DeepSpeedOptimizer
+
+
+class _OfStages(type):
+    """The class of DeepSpeed's optimizers by stage: an engine's optimizer is an instance of the one of its stage."""
+
+    stages: tuple[int, ...]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, DeepSpeedOptimizer) and instance.zero_stage in cls.stages
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedNameError(f"{cls.__name__} cannot be made by itself: {ONE_OPTIMIZER}")
+
+
+class DeepSpeedZeroOptimizer(metaclass=_OfStages):
+    """What the optimizer of an engine at stage 1 or 2 is an instance of."""
+
+    stages = (1, 2)
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_OfStages):  # noqa: N801 - DeepSpeed's name
+    """What the optimizer of an engine at stage 3 is an instance of."""
+
+    stages = (3,)

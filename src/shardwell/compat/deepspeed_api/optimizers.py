@@ -208,6 +208,26 @@ class MuonWithAuxAdam(Muon):
 
 SingleDeviceMuonWithAuxAdam = MuonWithAuxAdam
 
+# What a configuration names: DeepSpeed's class for a device, and for states in host memory.
+_CLASSES: dict[Any, tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]]] = {
+    torch.optim.Adam: (FusedAdam, DeepSpeedCPUAdam),
+    torch.optim.AdamW: (FusedAdam, DeepSpeedCPUAdam),
+    Lion: (FusedLion, DeepSpeedCPULion),
+}
+_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
+
+
+def of_deepspeed(factory: Any, options: dict[str, Any], *, on_host: bool) -> tuple[Any, dict[str, Any]]:
+    """Return DeepSpeed's class for an optimizer of torch's or of the engine's, if it has one for these options."""
+    asked = {name: value for name, value in options.items() if name not in ("fused", "amsgrad")}
+    if factory not in _CLASSES or options.get("amsgrad") or options.get("fused") is False or asked.keys() - _OPTIONS:
+        return factory, options
+    kind = _CLASSES[factory][on_host]
+    if issubclass(kind, _Adam):
+        asked["adamw_mode" if on_host else "adam_w_mode"] = factory is torch.optim.AdamW
+    return kind, asked
+
+
 __all__ = [
     "COMPATIBLE_OPS",
     "DeepSpeedCPUAdagrad",
@@ -219,4 +239,5 @@ __all__ = [
     "Muon",
     "MuonWithAuxAdam",
     "SingleDeviceMuonWithAuxAdam",
+    "of_deepspeed",
 ]

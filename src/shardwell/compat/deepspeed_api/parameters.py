@@ -1,7 +1,8 @@
 """The attributes that DeepSpeed gives to parameters that are partitioned: `ds_id`, `ds_numel`, `ds_status` and others.
 
 They are set at stage 3, when `zero.Init` sees a parameter and again at `initialize`, until the engine is destroyed.
-`ds_tensor` is not among them: the engine's shards are of units, and a part of one is `safe_get_local_fp32_param`.
+`ds_tensor` is what this rank stores of the parameter. Shards are of units, whose sizes are rounded up, so ranks may
+have parts of different sizes, and some none.
 """
 
 from __future__ import annotations
@@ -11,27 +12,31 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwell.compat.deepspeed_api.enums import ZeroParamStatus, ZeroParamType
-from shardwell.zero import GatheredParameters, is_released
+from shardwell.utils import safe_set_local_fp32_param
+from shardwell.zero import GatheredParameters, is_released, local_shard
 
 __all__ = ["ZeroParamStatus", "ZeroParamType", "is_zero_param", "label", "unlabel"]
 
 _ids = itertools.count()
 _NAMES = (
     *("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_persist", "ds_param_type", "ds_active_sub_modules"),
-    *("all_gather", "partition", "partition_numel", "padding_size", "ds_summary", "is_external_param"),
+    *("all_gather", "all_gather_coalesced", "partition", "partition_numel", "padding_size"),
+    *("ds_summary", "is_external_param", "ds_tensor"),
 )
 
 
 class LiveStatus:
     """The status of a parameter at the moment of the comparison; it equals a member of `ZeroParamStatus`."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = weakref.ref(parameter)
+
+    def __hash__(self) -> int:
+        """Return the hash of the status now, so that `status in {...}` works; it is no key to keep."""
+        return hash(self.now)
 
     @property
     def now(self) -> ZeroParamStatus:
@@ -60,6 +65,58 @@ class LiveStatus:
         return self.now
 
 
+class LocalPart:
+    """This rank's part of a parameter, as `ds_tensor`: each use reads the shard, and `data = ...` writes to it.
+
+    It stands for a tensor (1D) in torch's functions; what they return, and its methods return, are plain tensors.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        object.__setattr__(self, "_parameter", weakref.ref(parameter))
+
+    @property
+    def data(self) -> Tensor:
+        """A copy of the values."""
+        parameter = self._parameter()
+        if parameter is None:
+            raise ReferenceError("the parameter that this belongs to is gone")
+        return local_shard(parameter)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "data":
+            raise AttributeError(f"ds_tensor.{name} cannot be set: write ds_tensor.data = values")
+        safe_set_local_fp32_param(self._parameter(), value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.data, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.data[index]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __repr__(self) -> str:
+        return repr(self.data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.data
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply a function of torch's to the values."""
+        values = [one.data if isinstance(one, cls) else one for one in args]
+        named = {key: one.data if isinstance(one, cls) else one for key, one in (kwargs or {}).items()}
+        return function(*values, **named)
+
+
+class Gathered:
+    """The handle of a gather that is complete."""
+
+    def wait(self, **_: Any) -> None:
+        """Return: the parameters are whole."""
+
+
 class _Partition:
     """The methods of one partitioned parameter."""
 
@@ -73,6 +130,11 @@ class _Partition:
             if one._opened is None:
                 one._opened = GatheredParameters([one._own])
                 one._opened.__enter__()
+
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter] | None = None, **_: Any) -> Gathered:
+        """Do what `all_gather` does, and return a handle whose `wait` has nothing left to wait for."""
+        self.all_gather(params)
+        return Gathered()
 
     def partition(
         self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
@@ -140,11 +202,13 @@ def label(parameters: Iterable[nn.Parameter], num_ranks: int, persistent: Iterab
             "ds_param_type": ZeroParamType.PARTITIONED,
             "ds_active_sub_modules": set(),
             "all_gather": handle.all_gather,
+            "all_gather_coalesced": handle.all_gather_coalesced,
             "partition": handle.partition,
             "partition_numel": handle.partition_numel,
             "padding_size": handle.padding_size,
             "ds_summary": handle.summary,
             "is_external_param": False,
+            "ds_tensor": LocalPart(parameter),
         }
         if values["ds_id"] is None:
             values["ds_id"] = next(_ids)

@@ -15,16 +15,13 @@ class UnsupportedNameError(ShardwellError, NotImplementedError):
 
 
 class _Refusing(type):
-    """The class of refused names: a call, a subclass and an attribute raise the reason."""
+    """The class of refused names: a call and an attribute raise the reason.
+
+    A subclass can be defined, because scripts define classes that they do not use in every run; a call of it raises.
+    """
 
     reason: str
     full_name: str
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
-        for base in bases:
-            if isinstance(base, _Refusing):
-                raise UnsupportedNameError(base._sentence())
-        return super().__new__(mcs, name, bases, namespace)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedNameError(cls._sentence())

@@ -384,29 +384,35 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Return where each part begins, and the end, of parts whose heaviest one is as light as possible."""
+    """Return where each part begins, and the end, of parts whose heaviest one is as light as possible.
+
+    No part is empty, and among these the others are as even as they can be.
+    """
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
-    low, high = max(weights), sum(weights)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_parts(weights, middle)) - 1 <= num_parts:
-            high = middle
-        else:
-            low = middle + 1
-    found = _parts(weights, low)
-    return found[:-1] + [len(weights)] * (num_parts + 2 - len(found))
+    sums = [0, *accumulate(weights)]
+    limit = _best(sums, num_parts, max, float("inf"))[0]
+    return _best(sums, num_parts, lambda before, load: before + load * load, limit)[1]
 
 
-def _parts(weights: Sequence[int], heaviest: int) -> list[int]:
-    """Return where parts begin, and the end, if each takes what it can carry."""
-    begins, load = [0], 0
-    for index, weight in enumerate(weights):
-        if load + weight > heaviest:
-            begins.append(index)
-            load = 0
-        load += weight
-    return [*begins, len(weights)]
+def _best(
+    sums: Sequence[float], num_parts: int, join: Callable[[float, float], float], limit: float
+) -> tuple[float, list[int]]:
+    """Return the least cost of parts that have items and weigh no more than `limit`, and where they begin and end."""
+    num_items = len(sums) - 1
+    row: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    for part in range(1, num_parts + 1):
+        before, row = row, {}
+        for end in range(part, num_items - (num_parts - part) + 1):
+            fitting = [
+                (join(cost, sums[end] - sums[begin]), begins)
+                for begin, (cost, begins) in before.items()
+                if begin < end and sums[end] - sums[begin] <= limit
+            ]
+            if fitting:
+                cost, begins = min(fitting, key=lambda one: one[0])
+                row[end] = cost, [*begins, end]
+    return row[num_items]
 
 
 # --- small things -----------------------------------------------------------------------------------------------

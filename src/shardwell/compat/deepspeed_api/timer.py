@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,8 +102,16 @@ class NoopTimer:
 class ThroughputTimer:
     """Samples per second over the steps after the first ones."""
 
-    def __init__(self, config: Any = None, batch_size: int = 1, start_step: int = 2, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int = 1,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        **_: Any,
+    ) -> None:
         self.batch_size, self.start_step = max(batch_size, 1), start_step
+        self.steps_per_output = _checked(steps_per_output)
         self.global_step_count, self.total_elapsed_time = 0, 0.0
         self._began: float | None = None
 
@@ -119,7 +128,32 @@ class ThroughputTimer:
             self.total_elapsed_time += time.perf_counter() - self._began
         self._began = None
 
+    def _is_report_boundary(self) -> bool:
+        every = _checked(self.steps_per_output)
+        return every is not None and self.global_step_count % every == 0
+
     def avg_samples_per_sec(self) -> float:
         """Return the samples per second, or -inf before there is a measurement."""
         steps = self.global_step_count - self.start_step + 1
         return self.batch_size * steps / self.total_elapsed_time if self.total_elapsed_time else float("-inf")
+
+
+def _checked(steps: Any) -> int | None:
+    """Return the steps between two reports; None is never."""
+    if steps is None:
+        return None
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise ValueError(f"steps_per_output must be a positive integer or None, found {steps!r}")
+    if steps <= 0:
+        raise ValueError(f"steps_per_output must be greater than 0, a positive integer or None, found {steps}")
+    return steps
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Return the mean without this share of the smallest and of the largest numbers; 0 of nothing."""
+    if not 0.0 <= trim_percent <= 1.0:
+        raise AssertionError(f"trim_percent must be between 0 and 1, found {trim_percent}")
+    ordered = sorted(data)
+    left_out = round(trim_percent * len(ordered))
+    kept = ordered[left_out : len(ordered) - left_out]
+    return sum(kept) / len(kept) if kept else 0.0

@@ -10,12 +10,22 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 import shardwell.zero
 from shardwell.compat.deepspeed_api import configuration
-from shardwell.compat.deepspeed_api.parameters import label
+from shardwell.compat.deepspeed_api.optimizers import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLion,
+)
+from shardwell.compat.deepspeed_api.parameters import is_zero_param, label
 from shardwell.errors import ShardwellError
 from shardwell.zero import GatheredParameters, TiledLinear
 
@@ -73,7 +83,7 @@ class Init(shardwell.zero.Init):
             "sequence_data_parallel_group": sequence_data_parallel_group,
             "param_swapper": param_swapper,
         }
-        self._labels: RemovableHandle | None = None
+        self._labels: list[RemovableHandle] = []
         super().__init__(
             module,
             config_dict_or_path=None if given is None else configuration.as_deepspeed_reads(given),
@@ -88,21 +98,27 @@ class Init(shardwell.zero.Init):
     def __enter__(self) -> Self:
         super().__enter__()
         if self.is_enabled:
-            self._labels = register_module_parameter_registration_hook(self._label)
+            self._labels.append(register_module_parameter_registration_hook(self._label))
+            self._labels.append(register_module_module_registration_hook(self._label_all))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._labels is not None:
-            self._labels.remove()
-            self._labels = None
+        while self._labels:
+            self._labels.pop().remove()
         super().__exit__(kind, error, trace)
 
     @staticmethod
     def _label(module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, nn.Parameter) and not parameter.is_meta:
             label([parameter], _num_ranks())
+
+    @staticmethod
+    def _label_all(module: nn.Module, name: str, attached: Any) -> None:
+        """Label what was not registered here: parameters that were built on meta, or outside."""
+        found = list(attached.parameters()) if isinstance(attached, nn.Module) else []
+        label([one for one in found if not one.is_meta and not is_zero_param(one)], _num_ranks())
 
 
 def _num_ranks() -> int:
@@ -140,19 +156,24 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Return whether the optimizer can be sharded: all torch optimizers can, or are refused with a reason."""
-    return isinstance(optimizer, torch.optim.Optimizer)
+    """Return whether DeepSpeed lists the optimizer as tested with ZeRO; here others can be sharded, too."""
+    listed = torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion
+    return isinstance(optimizer, (*listed, FusedLion))
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """A tiled layer whose tiles return `(output, bias)`, as Megatron's linear layers do."""
+    """A tiled layer whose tiles return `(output, bias)`, as Megatron's linear layers do; biases are not added."""
 
     def forward(self, input_: Any) -> Any:
-        """Return the output and the bias, which is not added."""
-        raise ShardwellError(
-            "TiledLinearReturnBias is not supported: tiles here are layers that return a tensor. Use TiledLinear, and "
-            "add the bias where it is used."
-        )
+        """Return the output and the bias, or lists of their parts; the bias is None if the tiles have none."""
+        outputs, biases = [], []
+        for products in self._products(input_):
+            outputs.append(sum((output for output, _ in products[1:]), products[0][0]))
+            biases.append(products[-1][1])
+        has_bias = all(bias is not None for bias in biases)
+        if not self.combine_out_splits:
+            return outputs, biases if has_bias else None
+        return torch.cat(outputs, dim=-1), torch.cat(biases, dim=-1) if has_bias else None
 
 
 LinearModuleForZeroStage3 = nn.Linear

@@ -28,6 +28,7 @@ from shardwell.checkpoint.fp32_weights import StoredWeight, fp32_weights, write_
 from shardwell.checkpoint.parsing import parse_byte_size
 from shardwell.checkpoint.sources import Source, is_foreign, locate_own, open_source
 from shardwell.checkpoint.sources.deepspeed import is_deepspeed
+from shardwell.compat.deepspeed_api.logging import logger
 
 __all__ = [
     "GatheredTensor",
@@ -207,20 +208,20 @@ def _open(checkpoint_dir: _Path, tag: str | None) -> Source:
 def _dtype(given: torch.dtype | str) -> torch.dtype:
     found = DTYPES.get(given.removeprefix("torch.").lower()) if isinstance(given, str) else given
     if found is None or found not in DTYPES.values():
-        raise ValueError(f"dtype: found {given!r}, expected one of {', '.join(sorted(DTYPES))}")
+        raise ValueError(f"Unsupported output dtype {given!r}: expected one of {', '.join(sorted(DTYPES))}")
     return found
 
 
 # --- the script -------------------------------------------------------------------------------------------------
 
 
-SCRIPT = '''\
+_SCRIPT = '''\
 #!/usr/bin/env python
-"""Writes the weights of the checkpoints in this folder in fp32, for use without shardwell or DeepSpeed.
+"""Writes the weights of the checkpoints in this folder {what}, for use without shardwell or DeepSpeed.
 
-    python zero_to_fp32.py . output_dir [--safe_serialization] [-t TAG] [--exclude_frozen_parameters]
+    python {file} . output_dir {options}[--safe_serialization] [-t TAG] [--exclude_frozen_parameters]
 
-It is the same as `python -m shardwell checkpoint zero-to-fp32`, which needs shardwell in this Python.
+It is the same as `python {command}`, which needs shardwell in this Python.
 """
 
 import importlib.util
@@ -229,17 +230,35 @@ import sys
 
 if __name__ == "__main__":
     if importlib.util.find_spec("shardwell") is None:
-        sys.exit(f"zero_to_fp32.py: {sys.executable} has no shardwell; run this with a Python that has it")
-    sys.exit(subprocess.call([sys.executable, "-m", "shardwell", "checkpoint", "zero-to-fp32", *sys.argv[1:]]))
+        sys.exit(f"{file}: {{sys.executable}} has no shardwell; run this with a Python that has it")
+    sys.exit(subprocess.call([sys.executable, *{command!r}.split(), *sys.argv[1:]]))
 '''
+_SCRIPTS = {
+    "zero_to_fp32.py": ("in fp32", "", "-m shardwell checkpoint zero-to-fp32"),
+    "zero_to_torch.py": ("in a dtype", "--dtype bf16 ", "-m shardwell.compat.deepspeed_api.zero_to_torch"),
+}
+SCRIPTS = {
+    file: _SCRIPT.format(file=file, what=what, options=options, command=command)
+    for file, (what, options, command) in _SCRIPTS.items()
+}
 
 
-def write_zero_to_fp32(folder: _Path) -> None:
-    """Put the script into a folder of checkpoints, unless it is there."""
-    path = Path(folder) / "zero_to_fp32.py"
-    if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == SCRIPT:
-        return
-    partial = path.with_name(f".zero_to_fp32.{os.getpid()}.py")
-    partial.write_text(SCRIPT, encoding="utf-8")
-    partial.chmod(0o755)
-    os.replace(partial, path)
+def write_scripts(folder: _Path) -> None:
+    """Put the scripts into a folder of checkpoints, unless they are there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for file, text in SCRIPTS.items():
+        path = Path(folder) / file
+        if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
+            continue
+        partial = path.with_name(f".{path.stem}.{os.getpid()}.py")
+        partial.write_text(text, encoding="utf-8")
+        make_executable(partial)
+        os.replace(partial, path)
+
+
+def make_executable(path: _Path) -> None:
+    """Let everyone execute a script; where the storage knows no permissions, say so and go on."""
+    try:
+        os.chmod(path, 0o755)
+    except OSError as error:
+        logger.info("%s: cannot be made executable: %s", path, error)
