@@ -7,7 +7,6 @@ pipeline knows nothing of it.
 from __future__ import annotations
 
 import contextlib
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -44,8 +43,8 @@ class PipelinedEngine(Engine):
     _plan: PipelinePlan
     _runner: PipelineRunner
     _schedule: Schedule | None = None  # that the user gave
+    _whole_time: Stopwatch  # of the last batch, up to where all ranks know its loss
     _in_batch = False
-    _bubble: float | None = None
 
     def use_pipeline(self, plan: PipelinePlan) -> None:
         """Run the stages of `plan`."""
@@ -56,6 +55,7 @@ class PipelinedEngine(Engine):
         self._runner = PipelineRunner(
             plan.modules, reader, plan.messages, self, Stopwatch(on_cuda=device.is_cuda), move
         )
+        self._whole_time = Stopwatch(on_cuda=device.is_cuda)
         self._orders: dict[int, tuple[ExecutionOrder, ExecutionOrder]] = {}  # by stage
         if plan.messages is not None:
             names = [name for stage in plan.modules.stages for name in plan.modules.layer_names(stage)]
@@ -132,7 +132,8 @@ class PipelinedEngine(Engine):
 
     def bubble(self) -> float | None:
         """Return the share of the last `train_batch` in which this rank's device was idle; None before the first."""
-        return self._bubble
+        total = self._whole_time.seconds()
+        return 1.0 - self._runner.stopwatch.seconds() / total if total else None
 
     def _run_batch(self, data_iter: Iterator[Any] | None, *, trains: bool) -> Tensor:
         """Run this rank's operations; return the average loss, which is the same on all ranks."""
@@ -143,22 +144,24 @@ class PipelinedEngine(Engine):
         shapes = [signature_of(batch, trains=trains) for batch in batches]
         # Ranks that read micro-batches of other shapes would wait for messages that are never sent.
         roles.agreement.announce(f"BATCH {zlib.crc32(repr(shapes).encode()):x}")
-        self._runner.stopwatch.reset()
-        begin, self._in_batch = time.perf_counter(), True
+        if trains:
+            self._runner.stopwatch.reset()
+            self._whole_time.reset()
+        self._in_batch = True
         try:
-            run = self._runner.run(schedule, self._plan.rank, batches, trains=trains)
+            with self._whole_time:
+                run = self._runner.run(schedule, self._plan.rank, batches, trains=trains)
+                total = self._context.device.scalar(0.0, torch.float64).view(1)
+                for loss in run.losses:
+                    total += loss.double()
+                roles.all.all_reduce_sum(total, "LOSS")
         finally:
             self._in_batch, self._counts.boundary = False, None
-        total = self._context.device.scalar(0.0, torch.float64).view(1)
-        for loss in run.losses:
-            total += loss.double()
-        roles.all.all_reduce_sum(total, "LOSS")
         copies = self.world_size // (self.data_size * self._plan.num_ranks)  # ranks with the same rows and stage
         total /= schedule.num_micro_batches * self.data_size * copies
-        if trains:
-            total.sum().item() if not total.is_meta else None
-            self._bubble = 1.0 - self._runner.stopwatch.seconds() / (time.perf_counter() - begin)
-        return total.to(torch.float32 if total.dtype != torch.float64 else total.dtype).squeeze(0)
+        if trains and self.monitor is not None:
+            self.monitor.batch_ends(batches, total)
+        return total.squeeze(0)
 
     def _next_batches(self, data_iter: Iterator[Any] | None, number: int) -> list[Any]:
         if data_iter is None and self.training_dataloader is not None:

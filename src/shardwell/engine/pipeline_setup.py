@@ -114,6 +114,11 @@ def plan_pipeline(
             f"pipeline.activation_checkpoint_interval: {interval} is not supported; use 1, which recomputes one layer "
             "at a time and keeps the input of each, or 0"
         )
+    if block.schedule == "zb-h1" and roles.grid.tensor > 1:
+        raise ConfigError(
+            "pipeline.schedule: zb-h1 does not work with tensor parallelism: weight gradients of cut layers are not "
+            "computed late. Use 1f1b or interleaved."
+        )
     num_ranks, chunks = roles.grid.pipe, block.chunks
     rank = roles.grid.position(roles.all.rank_group.rank)["pipe"]
     borders = divided.borders(num_ranks * chunks, block.partition)

@@ -44,6 +44,8 @@ class WatchedEngine(Protocol):
     @property
     def world_size(self) -> int: ...
     @property
+    def data_size(self) -> int: ...
+    @property
     def skipped_steps(self) -> int: ...
     @property
     def loss_scale(self) -> float: ...
@@ -110,6 +112,13 @@ class Monitor:
     def backward_ends(self) -> None:
         """Note the end of `engine.backward`."""
         self._mark("backward")
+
+    def batch_ends(self, batches: Iterable[Any], loss: Tensor) -> None:
+        """Note the micro-batches of a pipeline's step and their average loss, when all its passes have ended."""
+        for batch in batches:
+            self._size = self._size.plus(size_of((batch,), {}))
+        self._losses.append(loss.detach().reshape(()))
+        self._mark("forward and backward")
 
     def step_begins(self) -> None:
         """Note that gradients are applied. After a plain `loss.backward()` this is the end of the backward, too."""
@@ -193,9 +202,9 @@ class Monitor:
     def _speed(self, engine: WatchedEngine, seconds: float) -> dict[str, float]:
         """Return samples and tokens a second over all ranks; TFLOP/s and their share of the peak on this one."""
         found, size = {}, self._size
-        found["samples_per_sec"] = size.samples * engine.world_size / seconds
+        found["samples_per_sec"] = size.samples * engine.data_size / seconds
         if size.tokens:
-            found["tokens_per_sec"] = size.tokens * engine.world_size / seconds
+            found["tokens_per_sec"] = size.tokens * engine.data_size / seconds
             if self._flops is None:
                 self._flops = flops_per_token(engine.module, size.length) or 0.0
         per_second = self._flops_done(size) / seconds
