@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwell.compat.deepspeed_api.config_functions import READERS
 from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER
 from shardwell.compat.deepspeed_api.rows import Constant, Row, Supported, everything, refused, supported
 
@@ -77,7 +78,11 @@ MODULES: dict[str, dict[str, Row]] = {
         "MIN_LOSS_SCALE": Constant("min_scale"),
     },
     "deepspeed.runtime.lr_schedules": everything("lr_schedules"),
-    "deepspeed.runtime.config": {**everything("config_object"), **supported("config_models", "HybridEngineConfig")},
+    "deepspeed.runtime.config": {
+        **everything("config_object"),
+        **supported("config_models", "HybridEngineConfig"),
+        **supported("config_functions", *READERS),
+    },
     "deepspeed.runtime.config_utils": {
         **supported("config_models", "DeepSpeedConfigModel", "pp_int", "get_config_default"),
         **everything("config_object"),
