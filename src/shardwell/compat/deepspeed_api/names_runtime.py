@@ -91,7 +91,11 @@ MODULES: dict[str, dict[str, Row]] = {
         "config_models",
         *("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
     ),
-    "deepspeed.runtime.utils": {**everything("runtime_names"), **supported("partitioned", "PartitionedTensor")},
+    "deepspeed.runtime.utils": {
+        **everything("runtime_names"),
+        **supported("partitioned", "PartitionedTensor"),
+        **refused("the engine knows which gradients arrived", "count_used_parameters_in_backward"),
+    },
     "deepspeed.runtime.comm.coalesced_collectives": {
         **supported("partitioned", "reduce_scatter_coalesced"),
         **refused("quantised gradients are zero_quantized_gradients in the configuration", "all_to_all_quant_reduce"),
