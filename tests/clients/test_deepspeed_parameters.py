@@ -172,12 +172,12 @@ def test_ds_tensor_is_what_this_rank_stores(ranks: Ranks) -> None:
 
 def modules_built_on_meta_have_labels() -> list[bool]:
     with Init(config_dict_or_path=config(3)):
-        model = nn.Sequential(nn.utils.skip_init(nn.Linear, 4, 4))
+        model = nn.Sequential(nn.utils.skip_init(nn.Linear, 4, 4), nn.Linear(4, 0))
     return [hasattr(parameter, "ds_id") for parameter in model.parameters()]
 
 
-def test_parameters_that_were_built_on_meta_get_deepspeeds_attributes(ranks: Ranks) -> None:
-    assert ranks.run(1, modules_built_on_meta_have_labels) == [[True, True]]
+def test_parameters_with_elements_get_deepspeeds_attributes_also_if_they_were_built_on_meta(ranks: Ranks) -> None:
+    assert ranks.run(1, modules_built_on_meta_have_labels) == [[True, True, False, False]]
 
 
 # ----------------------------------------------------------------------------------------- backwards and their numbers

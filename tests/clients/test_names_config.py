@@ -196,3 +196,16 @@ def test_constants_are_keys_that_the_configuration_knows() -> None:
     config = DeepSpeedConfig({"train_batch_size": 1})
     assert config.gradient_clipping == constants.GRADIENT_CLIPPING_DEFAULT
     assert config.steps_per_print == constants.STEPS_PER_PRINT_DEFAULT
+
+
+def test_functions_read_one_key_with_deepspeeds_default() -> None:
+    from shardwell.compat.deepspeed_api import config_functions as read
+
+    given = {"optimizer": {"type": "Adam", "params": {"lr": 1.0}}, "gradient_clipping": 0.0}
+    functions: Any = read
+    assert functions.get_gradient_clipping(given) == 0.0
+    assert functions.get_gradient_clipping({}) == 1.0
+    assert functions.get_optimizer_name(given) == "Adam"
+    assert functions.get_optimizer_params(given) == {"lr": 1.0}
+    assert functions.get_scheduler_name(given) is None
+    assert len(read.READERS) == len(read.__all__)

@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "flag": (True, False, "on"),
     "count": (0, 3, "5"),
     "size": (0, 5e8, 0.9 * 1025 * 1025),
+    "strings": ([], ["torch.nn.Linear"]),
     "flags by name": ({}, {"pipeline_stage": True}),
     "tag validation": ("Warn", "ignore", "FAIL"),
 }

@@ -63,7 +63,7 @@ from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
 from shardwell.sharding.model_states import GroupKey, ModelStates, OffloadPlan, StateFormula
 from shardwell.sharding.parameter_views import GroupMember
-from shardwell.sharding.spec import CommPrecision, SpecOverrides
+from shardwell.sharding.spec import CommPrecision, SpecOverrides, casts
 from shardwell.sharding.tensor_part import check_parts, is_partial, part_of
 from shardwell.sharding.wrap import LeafRules
 
@@ -358,7 +358,7 @@ def _kinds(
     kinds: defaultdict[GroupKey, list[GroupMember]] = defaultdict(list)
     for name, parameter in one.parameters:
         label = factory.label(parameter) if factory is not None else NO_LABEL
-        dtype = mixed if mixed is not None and parameter.dtype.is_floating_point else parameter.dtype
+        dtype = mixed if mixed is not None and casts(parameter.dtype) else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
         precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
         kind = GroupKey(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwell.sharding import EngineContext
+from shardwell.sharding.spec import casts
 
 
 def place_buffers(
@@ -22,8 +23,8 @@ def place_buffers(
     for name, buffer in model.named_buffers():
         suffixes = {suffix for suffix in kept if f".{name}".endswith(f".{suffix}")}
         found |= suffixes
-        casts = dtype is not None and buffer.is_floating_point() and not suffixes
-        buffer.data = buffer.data.to(context.device.torch_device, dtype if casts else None)
+        is_cast = dtype is not None and casts(buffer.dtype) and not suffixes
+        buffer.data = buffer.data.to(context.device.torch_device, dtype if is_cast else None)
         context.roles.data.broadcast(buffer.data, token=f"SETUP {name}")
     missed = [suffix for suffix in kept if suffix not in found]
     if dtype is not None and kept_by_user and missed and context.roles.all.rank_group.rank == 0:

@@ -158,7 +158,7 @@ class Collectives:
             self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.rank_group.size), self._from_shards)
             return quantized.all_gather(self, flat, codec, self._temporary)
         self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.rank_group.size, self._from_shards)
-        return self.transport.all_gather(flat)
+        return self.transport.all_gather(_sendable(flat))
 
     def all_gather_codes(
         self,
@@ -254,7 +254,7 @@ class Collectives:
             return
         is_text = tensor.dtype is torch.uint8  # text has any length, which the ranks were sent before
         self._begin(token, None if is_text else tensor, kind, tensor.nbytes, self._received_from(source))
-        self._complete(dist.broadcast, tensor, src=self.rank_group.global_rank(source))
+        self._complete(dist.broadcast, _sendable(tensor), src=self.rank_group.global_rank(source))
 
     def scatter(self, flat: Tensor, into: Tensor, token: str, source: int = 0) -> None:
         """Copy this rank's shard of `source`'s `flat` to `into`; `flat` may be overwritten on the other ranks."""
@@ -264,7 +264,8 @@ class Collectives:
             return
         received = into if self.direct.sends_shards else flat
         self._begin(token, into, TrafficKind.SETUP, received.nbytes, self._received_from(source))
-        self.direct.scatter(flat, into, source, [self.shard_index_of(rank) for rank in range(self.rank_group.size)])
+        indices = [self.shard_index_of(rank) for rank in range(self.rank_group.size)]
+        self.direct.scatter(_sendable(flat), _sendable(into), source, indices)
 
     def all_reduce_sum(self, value: Tensor, token: str) -> None:
         """Sum a small tensor over the ranks, in place."""
@@ -396,3 +397,9 @@ def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: Tem
     if mesh.backend == "gloo" and device.torch_device.type == "cpu":
         return GlooTransport(mesh, links, temporary)
     return TorchTransport(mesh, device, links, temporary)
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return a view that every backend can send: quantised values of one byte (fp8) go as bytes."""
+    is_quantized = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.view(torch.uint8) if is_quantized else tensor

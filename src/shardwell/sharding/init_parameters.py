@@ -26,6 +26,7 @@ from shardwell.parallel.mesh import world_mesh
 from shardwell.sharding import released
 from shardwell.sharding.context import EngineContext
 from shardwell.sharding.layout import Layout, TensorSpec, make_layout
+from shardwell.sharding.spec import casts
 from shardwell.sharding.tiers import SwappedOut, TierFactory
 
 _ADVICE = (
@@ -193,7 +194,7 @@ class InitParameter:
     @property
     def _rest_dtype(self) -> torch.dtype:
         made = self._flat.tensor.dtype
-        return self._registry.rest.dtype or made if made.is_floating_point else made
+        return self._registry.rest.dtype or made if casts(made) else made
 
     @property
     def _is_watched(self) -> bool:

@@ -185,6 +185,11 @@ class CommPrecision:
     predivide: float = 1.0
 
 
+def casts(dtype: torch.dtype) -> bool:
+    """Return whether values of a dtype are cast to the compute dtype: not integers, nor quantised ones as in fp8."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 @dataclass(frozen=True)
 class GroupPrecision:
     """The dtypes in which a group computes, is stored and accumulates gradients, and how its gradients are sent."""
@@ -208,7 +213,7 @@ class GroupPrecision:
         `mixed` is None if the model computes in the dtypes of its parameters.
         """
         wire = wire or CommPrecision()
-        compute = mixed if mixed is not None and dtype.is_floating_point else dtype
+        compute = mixed if mixed is not None and casts(dtype) else dtype
         if not trainable or not compute.is_floating_point:
             return cls(compute, compute, compute, wire)
         is_narrow = compute.itemsize <= 2

@@ -89,7 +89,7 @@ def _round_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Round the values of a model to 16 bits where it computes in them: DeepSpeed's master weights begin with those."""
     for parameter in model.parameters() if dtype is not None else ():
         is_here = not parameter.is_meta and not is_released(parameter)
-        if is_here and parameter.is_floating_point() and parameter.dtype != dtype:
+        if is_here and parameter.is_floating_point() and parameter.dtype.itemsize > 2:
             parameter.data.copy_(parameter.data.to(dtype))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwell.compat.deepspeed_api.config_functions import READERS
 from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER
 from shardwell.compat.deepspeed_api.rows import Constant, Row, Supported, everything, refused, supported
 
@@ -77,7 +78,11 @@ MODULES: dict[str, dict[str, Row]] = {
         "MIN_LOSS_SCALE": Constant("min_scale"),
     },
     "deepspeed.runtime.lr_schedules": everything("lr_schedules"),
-    "deepspeed.runtime.config": {**everything("config_object"), **supported("config_models", "HybridEngineConfig")},
+    "deepspeed.runtime.config": {
+        **everything("config_object"),
+        **supported("config_models", "HybridEngineConfig"),
+        **supported("config_functions", *READERS),
+    },
     "deepspeed.runtime.config_utils": {
         **supported("config_models", "DeepSpeedConfigModel", "pp_int", "get_config_default"),
         **everything("config_object"),
@@ -86,7 +91,11 @@ MODULES: dict[str, dict[str, Row]] = {
         "config_models",
         *("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
     ),
-    "deepspeed.runtime.utils": {**everything("runtime_names"), **supported("partitioned", "PartitionedTensor")},
+    "deepspeed.runtime.utils": {
+        **everything("runtime_names"),
+        **supported("partitioned", "PartitionedTensor"),
+        **refused("the engine knows which gradients arrived", "count_used_parameters_in_backward"),
+    },
     "deepspeed.runtime.comm.coalesced_collectives": {
         **supported("partitioned", "reduce_scatter_coalesced"),
         **refused("quantised gradients are zero_quantized_gradients in the configuration", "all_to_all_quant_reduce"),

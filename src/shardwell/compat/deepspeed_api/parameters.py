@@ -189,9 +189,9 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def label(parameters: Iterable[nn.Parameter], num_ranks: int, persistent: Iterable[nn.Parameter] = ()) -> None:
-    """Give parameters DeepSpeed's attributes; those that have an id keep it."""
+    """Give parameters DeepSpeed's attributes; those that have an id keep it, and those without elements get none."""
     kept = {id(parameter) for parameter in persistent}
-    for parameter in parameters:
+    for parameter in (one for one in parameters if one.numel()):
         handle = _Partition(parameter, num_ranks)
         values: dict[str, Any] = {
             "ds_id": parameter.__dict__.get("ds_id", None),

@@ -12,6 +12,7 @@ _REPLACED: dict[str, str] = {
     **dict.fromkeys(("fp32_partitioned_groups_flat", "parallel_partitioned_bit16_groups"), _NO_PARTS),
     **dict.fromkeys(("fp16_partitioned_groups_flat", "bit16_groups_flat", "fp32_groups_flat"), _NO_PARTS),
     "nccl_start_alignment_factor": "shards begin at multiples of 8 elements",
+    "_get_norm_groups": "the norm of all gradients is engine.get_global_grad_norm(), after a step",
     "unscale_and_clip_grads": "the norm is engine.get_global_grad_norm(), and clipping is part of engine.step()",
     "random_ltd_scheduler": "there is no token dropping",
     "curriculum_scheduler": "order the samples in your own DataLoader",
