@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwell.checkpoint import export_deepspeed
 from shardwell.checkpoint.export import to_deepspeed, to_own, to_safetensors, to_universal
 from shardwell.checkpoint.sources import DeepSpeedSource, open_source
 from shardwell.checkpoint.sources.reading import read_full
@@ -25,6 +26,7 @@ from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("no_deepspeed")
 RANKS = (1, 2, 3, 7)
+SCALERS = [f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler")]
 
 
 def everything(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -172,12 +174,54 @@ def test_the_universal_format_as_deepspeed_writes_it_at_stage_3_is_read(tmp_path
     assert_same(everything(tmp_path / "universal")[0], truth("stage3-bf16")[0])
 
 
-def test_files_are_plain_for_every_reader(tmp_path: Path) -> None:
+def test_files_are_plain_for_every_reader_but_for_the_scaler_that_stage_3_demands(tmp_path: Path) -> None:
     save(tmp_path / "own", 3)
+    for stage in (2, 3):
+        with closing(open_source(tmp_path / "own")) as source:
+            to_deepspeed(source, tmp_path / str(stage), 2, stage)
+        for file in (tmp_path / str(stage) / "global_step3").iterdir():
+            has_scaler = stage == 3 and file.name.endswith("_optim_states.pt")
+            load(file, SCALERS if has_scaler else ())  # raises if a pickle names anything else
+            if has_scaler:
+                with pytest.raises(CheckpointError, match="loss_scaler"):
+                    load(file)
+
+
+def test_deepspeed_finds_its_loss_scaler_at_stage_3(tmp_path: Path, ranks: Ranks) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 3, "loss_scale_window": 7}
+    ranks.run(1, save, tmp_path / "own", 3, fp16=fp16)
+    with closing(open_source(tmp_path / "own")) as source:
+        saved = dict(source.values["loss_scale"])
+        to_deepspeed(source, tmp_path / "out")
+    scaler = vars(Layout(tmp_path / "out").states[0]["loss_scaler"])
+    assert (scaler["dynamic"], scaler["cur_scale"], scaler["cur_iter"]) == (True, saved["value"], saved["clean"])
+    assert (scaler["delayed_shift"], scaler["scale_window"], scaler["dtype"]) == (3, 7, torch.float16)
+    assert everything(tmp_path / "out")[1]["loss_scale"]["value"] == saved["value"]
+    save(tmp_path / "plain", 3)
+    with closing(open_source(tmp_path / "plain")) as source:
+        to_deepspeed(source, tmp_path / "without")
+    assert vars(Layout(tmp_path / "without").states[0]["loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
+
+
+def test_large_groups_are_cut_as_deepspeed_cuts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "own", 3)
+    tensors, values = everything(tmp_path / "own")
+    monkeypatch.setattr(export_deepspeed, "SUB_GROUP_SIZE", 40)
     with closing(open_source(tmp_path / "own")) as source:
         to_deepspeed(source, tmp_path / "out", 2)
-    for file in (tmp_path / "out" / "global_step3").iterdir():
-        load(file)  # raises if a pickle names anything but tensors and plain values
+    layout = Layout(tmp_path / "out")
+    shapes = layout.main["param_shapes"]
+    assert len(shapes) > 1
+    for group in shapes:  # all but its last parameter are less than the limit
+        sizes = [-(-size.numel() // 2) for size in group.values()]
+        assert sum(sizes[:-1]) < 40
+    optimizer = layout.states[0]["optimizer_state_dict"]
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    assert sorted(numbers) == list(range(len(shapes))) == sorted(optimizer["state"])
+    assert all(group["bias_correction"] for group in optimizer["param_groups"])
+    assert_layout_is(layout, tensors, values)
+    held = {name: tensor for name, tensor in tensors.items() if not name.startswith("other/")}
+    assert_same(everything(tmp_path / "out")[0], held)
 
 
 def test_what_the_layout_cannot_hold_is_told(tmp_path: Path) -> None:

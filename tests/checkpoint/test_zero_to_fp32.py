@@ -153,7 +153,7 @@ def test_what_is_missing_has_the_errors_that_callers_expect(tmp_path: Path) -> N
     saved(tmp_path)
     with pytest.raises(FileNotFoundError, match="doesn't exist"):
         z.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "global_step9")
-    with pytest.raises(ValueError, match="dtype: found 'int8', expected one of"):
+    with pytest.raises(ValueError, match="Unsupported output dtype 'int8': expected one of"):
         z.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "out", "int8")
     with pytest.warns(UserWarning, match=r"is not in the checkpoint|is not in the model"):
         z.load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), tmp_path)
@@ -200,9 +200,13 @@ def test_signatures_are_deepspeeds() -> None:
 
 def test_the_script_beside_checkpoints_and_the_command_do_the_same(tmp_path: Path) -> None:
     expected = saved(tmp_path)
-    z.write_zero_to_fp32(tmp_path)
-    z.write_zero_to_fp32(tmp_path)
+    z.write_scripts(tmp_path)
+    z.write_scripts(tmp_path)
     arguments = [".", "out", "--exclude_frozen_parameters", "-t", "global_step3"]
+    other = [sys.executable, "zero_to_torch.py", ".", "half", "--dtype", "fp16", "-t", "global_step3"]
+    subprocess.run(other, cwd=tmp_path, env=environment(), check=True, timeout=120)
+    half = torch.load(tmp_path / "half" / "pytorch_model.bin", weights_only=True)
+    assert {tensor.dtype for name, tensor in half.items() if expected[name].is_floating_point()} == {torch.float16}
     script = [sys.executable, "zero_to_fp32.py", *arguments]
     out = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert (out.returncode, out.stderr) == (0, "")

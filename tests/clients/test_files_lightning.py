@@ -12,7 +12,7 @@ import torch
 
 from shardwell.checkpoint.export import to_deepspeed
 from shardwell.checkpoint.sources import open_source
-from shardwell.compat.deepspeed_api import zero_to_fp32
+from shardwell.compat.deepspeed_api import loss_scaler, zero_to_fp32
 from tests.support.odd_model import Odd, save
 
 converter = pytest.importorskip("lightning.pytorch.utilities.deepspeed")
@@ -20,11 +20,11 @@ converter = pytest.importorskip("lightning.pytorch.utilities.deepspeed")
 
 @pytest.fixture
 def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `import deepspeed.utils.zero_to_fp32` mean shardwell's in this process, as the compat layer does."""
-    package, tools = ModuleType("deepspeed"), ModuleType("deepspeed.utils")
-    for name, module in (("deepspeed", package), ("deepspeed.utils", tools)):
-        monkeypatch.setitem(sys.modules, name, module)
+    """Let the modules of DeepSpeed's that the converter and its files name be shardwell's, as the compat layer does."""
+    for name in ("deepspeed", "deepspeed.utils", "deepspeed.runtime", "deepspeed.runtime.fp16"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "deepspeed.utils.zero_to_fp32", zero_to_fp32)
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.fp16.loss_scaler", loss_scaler)
     monkeypatch.setattr(converter, "_DEEPSPEED_AVAILABLE", True)
 
 

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 
+class LossScaler:
+    """What DeepSpeed's loss scalers become: the only objects that a file may hold besides plain values and tensors."""
+
+
+_SCALERS = [(LossScaler, f"deepspeed.runtime.fp16.loss_scaler.{name}") for name in ("LossScaler", "DynamicLossScaler")]
+
+
 def opened(path: Path) -> dict[str, Any]:
-    """The content of a file, which must hold plain values and tensors only, each in storage of its own size."""
-    content = torch.load(path, weights_only=True)
+    """The content of a file; each tensor has a storage of its own size."""
+    with torch.serialization.safe_globals(_SCALERS):  # type: ignore[arg-type]
+        content: dict[str, Any] = torch.load(path, weights_only=True)
     for tensor in tensors_in(content):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, path
     return content

@@ -5,9 +5,9 @@
     <out>/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt stage 3: the same, with a rank's part of frozen parameters
     <out>/<tag>/zero_pp_rank_<r>_mp_rank_00_optim_states.pt a rank's part of masters and state; bf16_zero_... in bf16
 
-These files are pickles by nature. They are made by `torch.save` of dictionaries, lists, numbers, strings and tensors
-only; DeepSpeed's own objects in them (its loss scaler, its addresses of fragments) are left out. What belongs to one
-rank is in memory while its file is written.
+These files are pickles by nature. They are made by `torch.save` of dictionaries, lists, numbers, strings and tensors,
+and at stage 3 of DeepSpeed's loss scaler, which its reader demands there; its addresses of fragments are left out.
+What belongs to one rank is in memory while its file is written.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from shardwell.checkpoint.contents import (
     step_of,
     value_of,
 )
+from shardwell.checkpoint.deepspeed_objects import PICKLING, loss_scaler
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.checkpoint.parsing import failing
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source
@@ -43,6 +44,7 @@ from shardwell.version import __version__
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose files these are
 MAX_RANKS = 2**16
+SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's default of that key; engines with another one refuse the files
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,23 @@ class Plan:
         grouped = {name for group in groups for name in group.names}
         others = tuple(name for name in (*contents.trained, *contents.frozen) if name not in grouped)
         return Plan(stage, ranks, contents, groups, others, compute_dtype(source))
+
+    def flat_groups(self, source: Source) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the parameters that are joined to one flat tensor, each with the number of its parameter group.
+
+        They are the parameter groups; at stage 3 DeepSpeed ends one after `sub_group_size` elements of a rank.
+        """
+        if self.stage < 3:
+            return [(index, group.names) for index, group in enumerate(self.groups)]
+        found: list[tuple[int, tuple[str, ...]]] = []
+        for index, group in enumerate(self.groups):
+            begin, load = 0, 0
+            for place, name in enumerate(group.names):
+                load += -(-source.tensors[MODEL + name].numel // self.ranks)
+                if load >= SUB_GROUP_SIZE or place == len(group.names) - 1:
+                    found.append((index, group.names[begin : place + 1]))
+                    begin, load = place + 1, 0
+        return found or [(0, ())]
 
     def optim_file(self, rank: int) -> str:
         prefix = "bf16_" if self.dtype is torch.bfloat16 else ""
@@ -112,7 +131,7 @@ def tag_of(source: Source) -> str:
 def save(path: Path, content: Any) -> None:
     """Write a file of plain values and tensors."""
     with failing(f"{path}: cannot be written"), path.open("xb") as file:
-        torch.save(content, file)
+        torch.save(content, file, pickle_module=PICKLING)
         file.flush()
         os.fsync(file.fileno())
 
@@ -149,7 +168,7 @@ def model_values(source: Source, plan: Plan) -> dict[str, Any]:
     return {
         "buffer_names": list(plan.contents.buffers),
         "optimizer": None,
-        "param_shapes": [_shapes(source, group.names) for group in plan.groups],
+        "param_shapes": [_shapes(source, names) for _, names in plan.flat_groups(source)],
         "shared_params": dict(plan.contents.aliases),
         "lr_scheduler": value_of(source, "scheduler") or None,
         "data_sampler": None,
@@ -194,22 +213,23 @@ def optim_states(source: Source, plan: Plan, rank: int, progress: Progress | Non
     """Return the content of a rank's file of optimizer states."""
     content: dict[str, Any] = optim_values(source, plan)
     states, masters, paddings = {}, [], []
-    for index, group in enumerate(plan.groups):
-        numels = {name: source.tensors[MODEL + name].numel for name in group.names}
+    for index, (_, names) in enumerate(plan.flat_groups(source)):
+        numels = {name: source.tensors[MODEL + name].numel for name in names}
         if plan.stage == 3:
             (spans, _), size = cut_each(numels, plan.ranks), sum(-(-numel // plan.ranks) for numel in numels.values())
             lean = size
         else:
             spans, sizes = cut_together(numels, [0] * len(numels), plan.ranks)
             size, lean = max(sizes[0]), min(sizes[rank])
-        mine = [(name, span) for name in group.names for span in spans[name] if span.rank == rank]
-        masters.append(_Flat(source, group.names, MODEL, "").read(mine, size, progress)[:lean].clone())
-        states[index] = _state(source, group, mine, size, progress)
+        mine = [(name, span) for name in names for span in spans[name] if span.rank == rank]
+        masters.append(_Flat(source, names, MODEL, "").read(mine, size, progress)[:lean].clone())
+        states[index] = _state(source, names, mine, size, progress)
         paddings.append(size - lean)
-    options = [{**group.options, "params": [index]} for index, group in enumerate(plan.groups)]
-    optimizer = {"state": states, "param_groups": options}
+    optimizer = {"state": states, "param_groups": group_options(source, plan)}
     if plan.stage == 3:
-        content |= {"optimizer_state_dict": optimizer, "fp32_flat_groups": masters}
+        fp16 = (value_of(source, "config") or {}).get("fp16")
+        scaler = loss_scaler(source.values.get("loss_scale"), fp16)
+        content |= {"optimizer_state_dict": optimizer, "fp32_flat_groups": masters, "loss_scaler": scaler}
     else:
         content |= {
             "base_optimizer_state": optimizer,
@@ -236,16 +256,26 @@ def optim_values(source: Source, plan: Plan) -> dict[str, Any]:
     return {**content, LOSS_SCALE: float(scale["value"])} if isinstance(scale, Mapping) else content
 
 
+def group_options(source: Source, plan: Plan) -> list[dict[str, Any]]:
+    """Return the parameter groups with the options that DeepSpeed's optimizers read besides torch's."""
+    saved = source.values.get("optimizer")
+    kind = saved.get("kind") if isinstance(saved, Mapping) else None
+    more = {"bias_correction": True} if kind in ("Adam", "AdamW") else {}
+    flat = [index for index, _ in plan.flat_groups(source)]
+    numbers = [[place for place, owner in enumerate(flat) if owner == index] for index in range(len(plan.groups))]
+    return [{**more, **group.options, "params": own} for group, own in zip(plan.groups, numbers, strict=True)]
+
+
 def _state(
-    source: Source, group: ParamGroup, mine: list[tuple[str, FlatSpan]], size: int, progress: Progress | None
+    source: Source, names: tuple[str, ...], mine: list[tuple[str, FlatSpan]], size: int, progress: Progress | None
 ) -> dict[str, Any]:
     """Return the optimizer's state of a rank's part of a group; what a parameter has none of is zero there."""
     found: dict[str, Any] = {}
-    step = step_of(source, group.names)
+    step = step_of(source, names)
     if step is not None:
         found["step"] = int(step) if step == int(step) else step
-    for key in state_keys(source, group.names):
-        found[key] = _Flat(source, group.names, STATE, f"/{key}").read(mine, size, progress)
+    for key in state_keys(source, names):
+        found[key] = _Flat(source, names, STATE, f"/{key}").read(mine, size, progress)
     return found
 
 

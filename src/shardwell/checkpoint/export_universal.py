@@ -11,7 +11,15 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwell.checkpoint.contents import state_keys, step_of
-from shardwell.checkpoint.export_deepspeed import Plan, check_state, model_states, model_values, optim_values, save
+from shardwell.checkpoint.export_deepspeed import (
+    Plan,
+    check_state,
+    group_options,
+    model_states,
+    model_values,
+    optim_values,
+    save,
+)
 from shardwell.checkpoint.manifest import plain_name
 from shardwell.checkpoint.parsing import failing, show
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, Source
@@ -39,7 +47,8 @@ def write(source: Source, path: Path, progress: Progress | None = None) -> None:
                 save(folder / f"{STEP}{SUFFIX}", source.values[f"{SCALAR}{name}/step"])
     for name in plan.others:
         _save_tensor(_folder(zero, name) / f"{MASTER}{SUFFIX}", read_full(source, MODEL + name, progress), wide=True)
-    options = [{**group.options, "params": [index]} for index, group in enumerate(plan.groups)]
+    complete = Plan(2, plan.ranks, plan.contents, plan.groups, plan.others, plan.dtype)
+    options = group_options(source, complete)
     steps = {index: {"step": step_of(source, group.names) or 0} for index, group in enumerate(plan.groups)}
     save(
         zero / OPTIMIZER,
@@ -49,7 +58,6 @@ def write(source: Source, path: Path, progress: Progress | None = None) -> None:
             "optimizer_state_dict": {"state": steps, "param_groups": options},  # where engines at stage 3 look
         },
     )
-    complete = Plan(2, plan.ranks, plan.contents, plan.groups, plan.others, plan.dtype)
     save(path / complete.model_files()[0], model_states(source, complete, 0, progress))
     if plan.stage == 3:  # an engine at stage 3 opens a file of its own rank, and takes no parameters from it
         values = {"module": {}, "frozen_param_shapes": {}, "frozen_param_fragments": {}, **model_values(source, plan)}
