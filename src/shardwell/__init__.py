@@ -23,6 +23,7 @@ from shardwell.version import __version__
 
 if TYPE_CHECKING:
     from shardwell import checkpointing, pipeline, utils, zero
+    from shardwell.cli.notebook import notebook_launcher
     from shardwell.config import Config
     from shardwell.engine import Engine, Initialized, Trace, UnitInfo, initialize
 
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "checkpointing",
     "initialize",
+    "notebook_launcher",
     "pipeline",
     "utils",
     "zero",
@@ -52,6 +54,7 @@ __all__ = [
 _ROOMS = ("checkpointing", "pipeline", "utils", "zero")
 _HOME = {
     "Config": "shardwell.config",
+    "notebook_launcher": "shardwell.cli.notebook",
     **dict.fromkeys(("Engine", "Initialized", "Trace", "UnitInfo", "initialize"), "shardwell.engine"),
 }
 
@@ -62,3 +65,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'shardwell' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not loaded yet, for tab completion."""
+    return sorted(__all__)

@@ -18,6 +18,7 @@ from shardwell.cli import (
     run_command,
     train_command,
 )
+from shardwell.cli.examples import epilog
 from shardwell.errors import ShardwellError
 from shardwell.version import __version__
 
@@ -29,15 +30,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo_command.demo)
-app.command("run", context_settings={"allow_interspersed_args": False})(run_command.run)
-app.command("train")(train_command.train)
-app.command("doctor")(doctor_command.doctor)
-app.command("config")(config_command.show)
+app.command("demo", epilog=epilog("demo"))(demo_command.demo)
+app.command("run", epilog=epilog("run"), context_settings={"allow_interspersed_args": False})(run_command.run)
+app.command("train", epilog=epilog("train"))(train_command.train)
+app.command("doctor", epilog=epilog("doctor"))(doctor_command.doctor)
+app.command("config", epilog=epilog("config"))(config_command.show)
 app.add_typer(checkpoint_command.app, name="checkpoint")
 
 
-@app.command("version")
+@app.command("version", epilog=epilog("version"))
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

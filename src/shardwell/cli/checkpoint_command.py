@@ -21,6 +21,7 @@ from shardwell.cli.checkpoint_console import (
     num_bytes,
     opened,
 )
+from shardwell.cli.examples import epilog
 from shardwell.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ app = typer.Typer(
 )
 
 
-app.command("export")(export_command.export)
-app.command("zero-to-fp32")(export_command.zero_to_fp32)
-app.command("ds-to-universal")(export_command.ds_to_universal)
+app.command("export", epilog=epilog("export"))(export_command.export)
+app.command("zero-to-fp32", epilog=epilog("zero-to-fp32"))(export_command.zero_to_fp32)
+app.command("ds-to-universal", epilog=epilog("ds-to-universal"))(export_command.ds_to_universal)
 
 
-@app.command("inspect")
+@app.command("inspect", epilog=epilog("inspect"))
 def inspect(
     path: CheckpointPath,
     tag: CheckpointTag = None,
@@ -79,7 +80,7 @@ def inspect(
         typer.echo(json.dumps(values.get("config"), indent=2))
 
 
-@app.command("verify")
+@app.command("verify", epilog=epilog("verify"))
 def verify(path: CheckpointPath, tag: CheckpointTag = None) -> None:
     """Read every byte and compare it with its checksum. Exit code 1 if anything is damaged; all damages are listed."""
     from shardwell.checkpoint.sources import kind_of
@@ -94,7 +95,7 @@ def verify(path: CheckpointPath, tag: CheckpointTag = None) -> None:
     console_of_stdout().print(Text(good), soft_wrap=True)
 
 
-@app.command("diff")
+@app.command("diff", epilog=epilog("diff"))
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any kind, or a folder of checkpoints.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The one to compare it with.")],
@@ -122,7 +123,7 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command("prune")
+@app.command("prune", epilog=epilog("prune"))
 def prune(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder of shardwell's checkpoints.")],
     keep_last: Annotated[

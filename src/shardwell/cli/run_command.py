@@ -12,6 +12,7 @@ from shardwell.cli.failures import Restarts, exit_like_ranks
 from shardwell.cli.launch import LaunchTopology, launch
 from shardwell.cli.rank import LOCAL_RANK_ARGUMENT
 from shardwell.errors import ShardwellError
+from shardwell.spans import PROFILE_FOLDER
 
 
 def run(
@@ -42,6 +43,10 @@ def run(
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="In the ranks, `import deepspeed` means shardwell.")
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Record two steps of each rank, as a page, a picture and a trace in DIR."),
+    ] = None,
     pass_local_rank: Annotated[
         bool, typer.Option("--pass-local-rank", help="Pass --local_rank=N to SCRIPT, as DeepSpeed's launcher does.")
     ] = False,
@@ -58,6 +63,8 @@ def run(
         from shardwell.compat.deepspeed_api.children import inherit
 
         inherit()
+    if profile is not None:
+        os.environ[PROFILE_FOLDER] = str(profile.resolve())
     if pass_local_rank:
         os.environ[LOCAL_RANK_ARGUMENT] = "1"
     with exit_like_ranks():

@@ -20,6 +20,7 @@ from shardwell.engine.compilation import compile_units, uncompiled
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
 from shardwell.engine.join import UserLoop, joined
+from shardwell.engine.monitor_setup import recording_with_times
 from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
 from shardwell.engine.teardown import DESTROYED, Teardown
 from shardwell.engine.units import UnitInfo, describe_units
@@ -284,9 +285,12 @@ class Engine(nn.Module):
         """The units of the model: name, module, parameters, residency, tiers and bytes of each."""
         return describe_units(self._scheduler.units, self.memory())
 
-    def record(self) -> contextlib.AbstractContextManager[Trace]:
-        """Return a context that records the events of the schedule (all-gather, reshard and so on) as short tokens."""
-        return self._scheduler.recording()
+    def record(self, timing: bool = False) -> contextlib.AbstractContextManager[Trace]:
+        """Return a context that records the events of the schedule (all-gather, reshard and so on) as short tokens.
+
+        With `timing`, the trace has a `timeline` when the context has ended; the host waits for the device then.
+        """
+        return recording_with_times(self) if timing else self._scheduler.recording()
 
     @property
     def offload(self) -> OffloadPlan:

@@ -32,7 +32,7 @@ from shardwell.engine.mesh_setup import (
     reconnect,
 )
 from shardwell.engine.module_buffers import place_buffers
-from shardwell.engine.monitor_setup import monitor_for
+from shardwell.engine.monitor_setup import monitor_for, profile_if_asked
 from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
@@ -163,6 +163,7 @@ def initialize(
         context.roles.end_step_of_axes()
         engine.startup_report = announce(engine, UserArguments(optimizer is not None, lr_scheduler is not None))
         engine.monitor = monitor_for(engine)
+        profile_if_asked(engine)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from shardwell.config import Config
 from shardwell.engine.startup_report import startup_line
+from shardwell.spans import PROFILE_FOLDER
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
     from shardwell.monitor.monitor import Monitor
+    from shardwell.monitor.recording import TimedTrace
 
 
 def monitor_for(engine: Engine) -> Monitor | None:
@@ -35,3 +39,20 @@ def asks_for_output(config: Config) -> bool:
         or config.memory_breakdown
         or any(block.enabled for block in (*blocks, config.wandb, config.comet))
     )
+
+
+def recording_with_times(engine: Engine) -> AbstractContextManager[TimedTrace]:
+    """Return a context that records a timeline of an engine."""
+    from shardwell.monitor.recording import timed_recording
+
+    context = engine._context
+    traffic = context.roles.all.traffic
+    return timed_recording(engine._scheduler, context.device, traffic, engine.module, engine.global_rank)
+
+
+def profile_if_asked(engine: Engine) -> None:
+    """Record a few steps of a script that `shardwell run --profile DIR` has started."""
+    if folder := os.environ.get(PROFILE_FOLDER):
+        from shardwell.monitor.profiled_steps import ProfiledSteps
+
+        ProfiledSteps(engine, recording_with_times, folder)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shardwell import spans
 from shardwell.errors import ShardwellError
 from shardwell.kernels.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.kernels.moment8bit import Moment8bit
@@ -77,7 +79,10 @@ def update(rule: Rule, args: UpdateArgs, threads: int | None = None) -> None:
         raise ShardwellError(
             f"{type(rule).__name__}: found {len(args.state)} tensors of state, expected {rule.num_states}"
         )
+    listener, begin = spans.listener, time.perf_counter()
     _chosen()[0].update(rule, args, _threads(threads))
+    if listener is not None:
+        listener.span("host update", "host update", begin, time.perf_counter())
 
 
 def add(

@@ -20,11 +20,13 @@ from types import TracebackType
 
 from torch import Tensor
 
+from shardwell import spans
 from shardwell.errors import ShardwellError
 from shardwell.kernels.io import SECTOR, IoOutcome, IoPart, IoQueue, IoRequest
 from shardwell.memory.statistics import human
 from shardwell.offload.disk_file import DiskFile, rounded
 from shardwell.offload.disk_queue import AioSettings, IoEngineChoice, aligned, check, choose, open_queue, settle
+from shardwell.spans import waiting
 
 __all__ = ["AioSettings", "DiskExtent", "DiskTier", "DiskTransfer", "aligned"]
 
@@ -108,7 +110,8 @@ class DiskTransfer:
 
     def wait(self) -> None:
         """Block until it is done. Raise a ShardwellError if it failed, or if the disks have stopped answering."""
-        self.end()
+        with waiting("disk"):
+            self.end()
         with _told(self._tell):
             check(self._outcome or IoOutcome(False, 0), *self._about)
 
@@ -234,6 +237,8 @@ class DiskTier:
             while self._pending and self._pending[0].is_done:
                 self._pending.popleft()
             self._pending.append(transfer)
+            if spans.listener is not None:
+                spans.listener.transfer(is_write, size, transfer)
             return transfer
 
     def _give(self, regions: Sequence[FileRegion]) -> None:

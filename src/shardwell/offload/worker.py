@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from shardwell.errors import ShardwellError
 from shardwell.memory.device import Event, Waitable
 from shardwell.offload.cores import stay_on
+from shardwell.spans import waiting
 
 _MOST_LET_IN = 8  # tasks that have begun and are not done, because each let in the next
 
@@ -41,7 +42,9 @@ class TaskHandle:
 
     def wait(self) -> None:
         """Block until the task is done, and raise what it raised."""
-        self._done.wait()
+        if not self._done.is_set():
+            with waiting("host update"):
+                self._done.wait()
         if self._error is not None:
             raise self._error
 

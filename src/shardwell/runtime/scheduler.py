@@ -110,9 +110,9 @@ class Scheduler:
             self.trace.add(action, unit.index)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Trace]:
-        """Record all actions in a new trace."""
-        trace = Trace([unit.name for unit in self.units])
+    def recording(self, trace: Trace | None = None) -> Iterator[Trace]:
+        """Record all actions in a trace, by default in a new one."""
+        trace = Trace([unit.name for unit in self.units]) if trace is None else trace
         before, self.trace = self.trace, trace
         self.reducer.trace = trace
         try:

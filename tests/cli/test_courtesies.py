@@ -1,0 +1,90 @@
+"""Small courtesies: tab completion, an example in every help, ranks in a notebook, reports as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from typer.main import get_command
+
+import shardwell
+from shardwell.cli import app
+from shardwell.cli.examples import EXAMPLES
+from shardwell.errors import ShardwellError
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    found = {}
+    for name, command in getattr(group, "commands", {}).items():
+        found |= commands(command, (*path, name)) or {(*path, name): command}
+    return found
+
+
+def test_every_command_shows_an_example_that_names_it() -> None:
+    found = commands(get_command(app))
+    assert {path[-1] for path in found} == set(EXAMPLES)
+    for path, command in found.items():
+        assert f"Example: shardwell {' '.join(path)}" in command.epilog
+
+
+@pytest.mark.parametrize("command", sorted(EXAMPLES))
+def test_the_options_of_an_example_exist(command: str) -> None:
+    example = EXAMPLES[command][0]
+    found = next(one for path, one in commands(get_command(app)).items() if path[-1] == command)
+    known = {option for parameter in found.params for option in parameter.opts}
+    own = example.split("train.py")[0]  # what follows a script is the script's
+    assert {word for word in own.split() if word.startswith("-")} <= known
+    assert isinstance(found, typer.core.TyperCommand)
+
+
+def test_tab_completion_shows_the_api() -> None:
+    assert set(shardwell.__all__) == set(dir(shardwell))
+    for name in shardwell.__all__:
+        assert getattr(shardwell, name) is not None
+
+
+def trained(stage: int) -> float:
+    """A step on this rank, as a cell of a notebook would do it."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # a fork has no other threads
+    config = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = torch.nn.Linear(4, 1)
+    engine = shardwell.initialize(model=model, config=config, device="cpu").engine
+    for _ in range(3):
+        loss = engine(torch.full((2, 4), 1.0 + dist.get_rank())).square().mean()
+        engine.backward(loss)
+        engine.step()
+    return float(loss.detach()) + 100 * dist.get_world_size()
+
+
+def refuse() -> None:
+    if dist.is_initialized():
+        raise AssertionError
+    raise ValueError("the cell is wrong")
+
+
+def test_a_notebook_runs_a_function_on_ranks() -> None:
+    found = shardwell.notebook_launcher(trained, (1,), num_ranks=2)
+    assert [200 <= value < 300 for value in found] == [True, True]
+
+
+def test_an_error_of_a_rank_is_shown_in_the_notebook() -> None:
+    with pytest.raises(ShardwellError, match=r"a rank failed:[\s\S]*ValueError: the cell is wrong"):
+        shardwell.notebook_launcher(refuse, num_ranks=2)
+    with pytest.raises(ShardwellError, match="found 0 ranks"):
+        shardwell.notebook_launcher(refuse, num_ranks=0)
+
+
+def test_reports_are_tables_in_a_notebook_and_never_empty() -> None:
+    config = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = shardwell.initialize(model=torch.nn.Linear(4, 1), config=config, device="cpu").engine
+    with engine.record(timing=True) as trace:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    for report in (engine.memory(), engine.traffic(), trace.timeline):
+        assert report._repr_html_().startswith(("<pre>", "<svg"))
+        assert str(report).strip()
+    assert str(trace).strip()
