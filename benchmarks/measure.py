@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_iter
 
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
-PLACES = ("--folder", "--json", "--logs", "--peer", "--plot", "--profile", "--timeline")  # options that say where files are
+PLACES = ("--folder", "--json", "--logs", "--peer", "--plot", "--profile", "--timeline")  # options for files
 
 
 def cpu_seconds() -> float:
