@@ -259,3 +259,27 @@ def test_mixed_precision_trains_as_without_a_pipeline(ranks: Ranks, block: str) 
     assert alone[-1] == pipeline[-1]  # the loss scale
     assert pipeline == pytest.approx(alone, rel=0.02)  # other rows are summed in 16 bits
     assert pipeline[5] < pipeline[0]
+
+
+def train_copies() -> list[Tensor]:
+    """Train tied embeddings in bf16, from other values on each rank; return their masters."""
+    found = []
+    for stage, schedule in ((1, "1f1b"), (3, "zb-h1")):
+        torch.manual_seed(dist.get_rank())
+        model = shardwell.pipeline.split(Decoder(tied=True), loss_fn=next_token_loss)
+        config = {**pipeline_config(stage, schedule), "bf16": {"enabled": True}}
+        engine, *_ = shardwell.initialize(model=model, config=config)
+        batches = stream(50, engine.data_rank)
+        for _ in range(50):
+            engine.train_batch(batches)
+        found.append(engine.parameters_snapshot()["tokens.weight"])
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+def test_copies_of_tied_weights_stay_equal_to_the_bit(ranks: Ranks) -> None:
+    first, *others = ranks.run(4, train_copies)
+    for other in others:
+        for one, copy in zip(first, other, strict=True):
+            assert (torch.as_tensor(one) == torch.as_tensor(copy)).all()
