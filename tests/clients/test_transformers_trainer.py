@@ -178,13 +178,41 @@ def pretrained():
         build().save_pretrained(f"{folder}/weights")
     torch.distributed.barrier()
     args = arguments("loaded", ds())  # from now on from_pretrained knows the stage
+    import collections, deepspeed, transformers.modeling_utils as modeling
+    reads, gathered = collections.Counter(), collections.Counter()
+    class Reading:
+        def __init__(self, *args, **options):
+            self.file = opener(*args, **options)
+        def __enter__(self):
+            return self
+        def __exit__(self, *_):
+            return None
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+        def get_tensor(self, name):
+            reads[name] += 1
+            return self.file.get_tensor(name)
+    class Gathering(deepspeed.zero.GatheredParameters):
+        def __init__(self, params, *args, **options):
+            listed = list(params) if not isinstance(params, torch.Tensor) else [params]
+            for one in listed:
+                gathered[id(one)] += 1
+            gathered["most"] = max(gathered["most"], sum(one.numel() for one in listed))
+            super().__init__(listed, *args, **options)
+    opener, gatherer = modeling.safe_open, deepspeed.zero.GatheredParameters
+    modeling.safe_open, deepspeed.zero.GatheredParameters = Reading, Gathering
     model = LlamaForCausalLM.from_pretrained(f"{folder}/weights")
+    modeling.safe_open, deepspeed.zero.GatheredParameters = opener, gatherer
+    largest = max(one.numel() for one in model.parameters())
+    once = [sorted(set(reads.values())), len(reads) == len(model.state_dict())]
+    most = gathered.pop("most")
+    once += [sorted(set(gathered.values())), len(gathered), most <= largest, len(list(model.parameters()))]
     from shardwell.zero import is_released
     shards = sum(is_released(parameter) for parameter in model.parameters())
     trainer = Trainer(model=model, args=args, train_dataset=Data())
     trainer.train()
     words = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False, synced_gpus=True)
-    return [shards, history(trainer), words.tolist()]
+    return [shards, history(trainer), words.tolist(), once]
 attempt("pretrained", pretrained)
 attempt("sharded", lambda: history(trained("sharded")))
 """
@@ -195,8 +223,10 @@ def test_adapters_train_and_a_pretrained_model_comes_in_shards_and_generates(tmp
     losses, files = found["lora"]
     assert close(losses, found["lora in ddp"])
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
-    shards, trained, words = found["pretrained"]
+    shards, trained, words, (reads, reads_all, gathers, num_gathered, is_small, num_parameters) = found["pretrained"]
     assert shards > 10
+    assert (reads, reads_all) == ([1], True)  # each weight is read from the file once
+    assert (gathers, num_gathered, is_small) == ([1], num_parameters, True)  # and put into its shards by itself
     assert close(trained, found["sharded"])
     assert len(words[0]) == 6
     assert os.path.exists(tmp_path / "lora" / "saved" / "adapter_model.safetensors")
