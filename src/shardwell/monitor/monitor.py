@@ -141,7 +141,8 @@ class Monitor:
         if engine is None:
             return
         self._mark("step")
-        scaled = engine.loss_scale if self._config.fp16.enabled else None
+        is_scaled = engine.optimizer is not None and self._config.fp16.enabled
+        scaled = engine.optimizer.loss_scale if is_scaled else None  # `DeepSpeedEngine.loss_scale` is a method
         norm = None if engine.optimizer is None else engine.optimizer.global_norm()
         self._output.waiting.append(
             StepRecord(
