@@ -105,7 +105,7 @@ class Shardwell:
 
     def held(self) -> int:
         groups = [group for unit in self.engine._scheduler.units for group in unit.groups]
-        return sum(piece.numel for group in groups for run, _ in group.spans for piece in run.pieces)
+        return sum(piece.numel for group in groups for run in group.spans for piece in run.pieces)
 
 
 class Dcp:

@@ -45,7 +45,7 @@ def test_every_example_is_run() -> None:
 def test_an_example_does_what_it_is_about(tmp_path: Path, name: str) -> None:
     arguments, shows = RUNS[name]
     text = tmp_path / "text.txt"
-    text.write_text("the same words again and again. " * 400)
+    text.write_text("the same words again and again. " * 1200)
     given = [one.format(folder=tmp_path, text=text) for one in arguments]
     done = command("run", "-n", "2", EXAMPLES / f"{name}.py", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import shardwell
 from shardwell.kernels.rounding import to_bf16
-from tests.support.models import Gpt, batches
+from tests.support.models import Gpt, batches, zero
 from tests.support.ranks import Ranks
 from tests.support.training import ROWS, Case, all_sharded, distance
 
@@ -62,3 +63,22 @@ def test_bf16_accumulates_in_fp32(ranks: Ranks, stage: int, num_ranks: int) -> N
     )
     # summed in another order in fp32, then rounded to bf16: a few elements may land one bf16 step apart
     assert difference < 2e-3, f"{name} differs by {difference}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_masters_that_exist_only_in_a_step_are_refused_between_steps(stage: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    config = zero(stage, bf16={"enabled": True}, train_micro_batch_size_per_gpu=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, sharded, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).float().sum())
+        engine.step()
+    [master, *_] = sharded.param_groups[0]["params"]
+    assert master.numel() > 0
+    assert master.dtype is torch.float32
+    assert str(master).startswith("ClosedMaster(")
+    with pytest.raises(shardwell.ShardwellError, match="safe_get_full_fp32_param"):
+        master.sum()
+    with pytest.raises(shardwell.ShardwellError, match="exist only while a step runs"):
+        master.detach()

@@ -165,8 +165,8 @@ def lock(path: Path) -> int:
     except OSError:  # some file systems know no locks, and a full disk takes no byte: then age decides
         pass
     try:
-        os.lstat(path / LOCK)
-    except FileNotFoundError:  # this process slept before it had the lock, and the directory was taken for a leftover
+        os.lstat(path / LOCK)  # gone if this process slept before it had the lock: it was taken for a leftover
+    except BaseException:
         close(descriptor)
         raise
     return descriptor

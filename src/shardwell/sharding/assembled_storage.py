@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwell.errors import ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.kernels.quantize_stably import quantize_stably
 from shardwell.kernels.rounding import join, split
 from shardwell.memory import FlatBuffer, Tier
-from shardwell.sharding.storage import FormStorage, StorageForm, StoredPart
+from shardwell.sharding.released import METADATA
+from shardwell.sharding.storage import FormStorage, SeparateStorage, StorageForm, StoredPart
+
+
+class ClosedMaster(Tensor):
+    """A slice of master weights that are not assembled now. It is a view of freed storage: to read it would crash."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA:
+                return func(*args, **(kwargs or {}))
+        raise ShardwellError(
+            "these fp32 master weights exist only while a step runs: between steps they are stored as 16-bit "
+            "parameters and the rest of their bits. Read them by shardwell.utils.safe_get_full_fp32_param(parameter), "
+            "on all ranks, or by safe_get_local_fp32_param(parameter)."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ClosedMaster(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
 
 class AssembledStorage(FormStorage):
@@ -39,7 +60,7 @@ class AssembledStorage(FormStorage):
         self._num_openings += 1
         try:
             if self._num_openings == 1:
-                self.staging.allocate()
+                self._allocate()
                 self._assemble()
             try:
                 yield self.master
@@ -49,21 +70,47 @@ class AssembledStorage(FormStorage):
         finally:
             self._num_openings -= 1
             if not self._num_openings:
-                self.staging.free()
+                self._release()
+
+    def _allocate(self) -> None:
+        self.staging.allocate()
+        self._set_class(Tensor)
+
+    def _release(self) -> None:
+        self._set_class(ClosedMaster)
+        self.staging.free()
+
+    def _set_class(self, kind: type[Tensor]) -> None:
+        for reference, _ in self._slices:  # users reach them in the optimizer's parameter groups
+            view = reference()
+            if view is not None:
+                view.__class__ = kind
 
     def slice_master(self, start: int, numel: int) -> Tensor:
         """Return a view of a slice of the master weights; freed memory allows no views, so it is allocated first."""
         is_free = not self.staging.present
-        self.staging.allocate()
+        self._allocate()
         view = super().slice_master(start, numel)
         if is_free:
-            self.staging.free()
+            self._release()
         return view
+
+    def reslice(self) -> None:
+        """Point slices of the master weights to their new memory."""
+        self._set_class(Tensor)
+        super().reslice()
+        if not self._num_openings:
+            self._set_class(ClosedMaster)
+
+    def with_separate_masters(self, masters: FlatBuffer, tier: Tier, compute: torch.dtype) -> SeparateStorage:
+        """Return a storage of the same parameters whose master weights are in `masters`, with the slices so far."""
+        self._set_class(Tensor)
+        return super().with_separate_masters(masters, tier, compute)
 
     def free(self) -> None:
         """Free all buffers."""
         super().free()
-        self.staging.free()
+        self._release()
 
 
 class SplitStorage(AssembledStorage):

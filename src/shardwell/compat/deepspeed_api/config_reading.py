@@ -1,9 +1,9 @@
 """What `deepspeed.initialize` makes of the user's configuration before the engine reads it.
 
-DeepSpeed's defaults hold where they change numbers: gradients are clipped at 1.0, and a step whose gradients are not
-finite is skipped. A schedule in the file is DeepSpeed's own of that name, or torch's. What DeepSpeed ignores, and
-shardwell refuses, is reported and left out: unknown keys at the top, and keys that a stage does not have. All other
-keys are for `shardwell.config`.
+DeepSpeed's defaults hold where a script can see them: gradients are clipped at 1.0, a step whose gradients are not
+finite is skipped, and parameters of fewer than 100,000 elements stay whole at stage 3. A schedule in the file is
+DeepSpeed's own of that name, or torch's. What DeepSpeed ignores, and shardwell refuses, is reported and left out:
+unknown keys at the top, and keys that a stage does not have. All other keys are for `shardwell.config`.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ def dtype_of_model(config: Any) -> torch.dtype | None:
 
 
 def _of_its_stage(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the block of ZeRO without what its stage does not have."""
+    """Return the block of ZeRO without what its stage does not have; small parameters are as small as DeepSpeed's."""
     stage, found = number(zero.get("stage", 0)), dict(zero)
+    if stage == 3 and not {"param_persistence_threshold", "stage3_param_persistence_threshold"} & found.keys():
+        found["stage3_param_persistence_threshold"] = 100_000
     for key, (least, nothing) in _FROM_STAGE.items():
         if key in found and isinstance(stage, int | float) and stage < least:
             value = found.pop(key)

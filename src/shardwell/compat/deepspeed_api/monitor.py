@@ -98,4 +98,7 @@ class SilentMonitor:
     def backward_ends(self) -> None:
         """Do nothing."""
 
+    def batch_ends(self, batches: Iterable[Any], loss: Any) -> None:
+        """Do nothing."""
+
     step_begins = step_ends = close = backward_ends
