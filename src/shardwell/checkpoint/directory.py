@@ -160,11 +160,11 @@ def lock(path: Path) -> int:
     """Mark a directory as being written, for as long as the descriptor is open."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, _system(descriptor))  # after the lock: readers rely on that order
-    except OSError:  # some file systems know no locks, and a full disk takes no byte: then age decides
-        pass
-    try:
+        with contextlib.suppress(
+            OSError
+        ):  # some file systems know no locks, and a full disk takes no byte: age decides
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, _system(descriptor))  # after the lock: readers rely on that order
         os.lstat(path / LOCK)  # gone if this process slept before it had the lock: it was taken for a leftover
     except BaseException:
         close(descriptor)

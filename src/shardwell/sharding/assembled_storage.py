@@ -18,14 +18,20 @@ from shardwell.memory import FlatBuffer, Tier
 from shardwell.sharding.released import METADATA
 from shardwell.sharding.storage import FormStorage, SeparateStorage, StorageForm, StoredPart
 
+_MODELS = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_empty, Tensor.new_zeros}
+
 
 class ClosedMaster(Tensor):
-    """A slice of master weights that are not assembled now. It is a view of freed storage: to read it would crash."""
+    """A slice of master weights that are not assembled now. It is a view of freed storage: to read it would crash.
+
+    It tells its metadata, and may be the model of another tensor (`zeros_like`, `other.to(this)`).
+    """
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_model = func in _MODELS or (func is Tensor.to and not isinstance(args[0], cls))
         with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA:
+            if is_model or func in METADATA:
                 return func(*args, **(kwargs or {}))
         raise ShardwellError(
             "these fp32 master weights exist only while a step runs: between steps they are stored as 16-bit "
